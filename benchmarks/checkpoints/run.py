@@ -78,7 +78,7 @@ class Bench:
     def by_torch(self) -> None:
         """What this rank holds, each tensor under a name of its own."""
         held = written_by(rank_contents(self.engine, self.optimizer), self.mesh.rank)
-        tensors = {f"{one.name}@{self.mesh.rank}": one.piece for one in held}
+        tensors = {f"{one.name}@{self.mesh.rank}": one.shard for one in held}
         target = self.folder / "torch"
         if self.mesh.rank == 0:
             shutil.rmtree(target, ignore_errors=True)
@@ -93,7 +93,7 @@ def measure(plan: Plan, folder: str, turns: int, layers: int) -> tuple[dict[str,
     for number in range(turns + 1):
         bench.turn(times if number else {})  # the first warms up
     written = sum(
-        one.piece.nbytes for one in written_by(rank_contents(bench.engine, bench.optimizer), bench.mesh.rank)
+        one.shard.nbytes for one in written_by(rank_contents(bench.engine, bench.optimizer), bench.mesh.rank)
     )
     copies = bench.series.staging.bytes
     return {name: statistics.median(values) for name, values in times.items()}, written / 1e6, copies / 1e6

@@ -29,7 +29,7 @@ NAMES = {
     "backend": "Gloo",
     "exchange": "exchange over Gloo",
     "whole": "shared, whole",
-    "pieces": "shared, pieces",
+    "ranges": "shared, ranges",
 }
 Ways = dict[str, Callable[[], object]]
 
@@ -52,12 +52,12 @@ def ways_to_all_reduce(tensor: Tensor, group: Group) -> Ways:
         "backend": lambda: dist.all_reduce(out.copy_(tensor), group=process_group),
         "exchange": partial(exchange, tensor.expand(group.size, -1), out, group),
         "whole": lambda: transport.all_reduce_whole(tensor, out, "sum", staging).wait(),
-        "pieces": lambda: transport.all_reduce_in_pieces(tensor, out, "sum", staging).wait(),
+        "ranges": lambda: transport.all_reduce_in_ranges(tensor, out, "sum", staging).wait(),
     }
 
 
 def ways_to_reduce_scatter(tensor: Tensor, group: Group) -> Ways:
-    """Each reduces this rank's piece of `tensor`."""
+    """Each reduces this rank's range of `tensor`."""
     out, process_group = torch.empty(tensor.numel() // group.size), over_torch(group).process_group
     staging = in_shared_memory(group).staging
     return {
@@ -68,7 +68,7 @@ def ways_to_reduce_scatter(tensor: Tensor, group: Group) -> Ways:
 
 
 def ways_to_all_gather(tensor: Tensor, group: Group) -> Ways:
-    """Each fills `tensor` from the ranks' pieces, of which this rank's stands there already."""
+    """Each fills `tensor` from the ranks' ranges, of which this rank's stands there already."""
     own, staging = tensor.tensor_split(group.size)[group.index], in_shared_memory(group).staging
     return {
         "backend": lambda: over_torch(group).all_gather(own, tensor).wait(),
@@ -77,7 +77,7 @@ def ways_to_all_gather(tensor: Tensor, group: Group) -> Ways:
 
 
 def ways_to_exchange(tensor: Tensor, group: Group) -> Ways:
-    """Each sends a piece of `tensor` to every rank."""
+    """Each sends a range of `tensor` to every rank."""
     received, staging = torch.empty_like(tensor), in_shared_memory(group).staging
     return {
         "backend": lambda: over_torch(group).all_to_all(tensor, received).wait(),
@@ -103,7 +103,7 @@ def choose_to_reduce_scatter(tensor: Tensor, group: Group) -> str:
 
 
 def choose_to_gather(tensor: Tensor, group: Group) -> str:
-    """What plait takes: it decides by the piece."""
+    """What plait takes: it decides by the range."""
     return in_shared_memory(group).algorithm("all_gather", tensor.tensor_split(group.size)[group.index])
 
 
@@ -114,7 +114,7 @@ def choose_to_exchange(tensor: Tensor, group: Group) -> str:
 OPERATIONS = {
     "all-reduce": Operation(
         "All-reduce, ms:",
-        ("backend", "exchange", "whole", "pieces"),
+        ("backend", "exchange", "whole", "ranges"),
         ways_to_all_reduce,
         choose_to_all_reduce,
     ),

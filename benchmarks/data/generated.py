@@ -16,7 +16,7 @@ _WORDS = ("self", "name", "value", "return", "None", "path", "data", "args", "re
 
 
 def make_text(path: Path, megabytes: int) -> None:
-    """Write JSON lines: pieces of Python's standard library, put together anew, with some words replaced."""
+    """Write JSON lines: parts of Python's standard library, put together anew, with some words replaced."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(one for one in root.rglob("*.py") if "site-packages" not in one.parts)
     lines = "".join(one.read_text(errors="ignore") for one in files).splitlines(keepends=True)

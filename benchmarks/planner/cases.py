@@ -83,15 +83,15 @@ def _zero3(model: Decoder, row: Mapping[str, Any], size: int) -> Setup:
 def selective(table: str, row: Mapping[str, Any]) -> Case:
     """Table 5 of Korthikanti et al. 2022: full recomputation, or selective with sequence parallelism."""
     model, chunks = gpt(row), row["chunks"]
-    pieces = row["variant"] == "selective+sp"
+    parts = row["variant"] == "selective+sp"
     plan = Plan(
         tp=row["tp"],
         pp=row["pp"],
         microbatches=row["batch"] // row["rows"],
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        recompute="selective" if pieces else "full",
-        sequence_parallel="regather" if pieces else "none",
+        recompute="selective" if parts else "full",
+        sequence_parallel="regather" if parts else "none",
         layers_per_stage=even_blocks(model, row["pp"] * chunks),
         **MIXED,
     )

@@ -9,27 +9,27 @@ from itertools import chain
 from frameworks import Framework
 
 from plait.estimate.time.layer_memory import LayerMemory, layer_memory
-from plait.estimate.time.layer_operations import StepShape, keys_read
-from plait.estimate.time.memory_by_size import RankActivations, RankMemories, StageMemory
+from plait.estimate.time.layer_operations import MicrobatchShape, keys_read
+from plait.estimate.time.memory_by_size import ActivationMemories, RankActivations, StageMemory
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Recompute
-from plait.schedules.held_microbatches import RankHeld
+from plait.schedules.held_microbatches import HeldCounts
 
 
 @dataclass(frozen=True)
-class FrameworkMemories(RankMemories):
+class FrameworkMemories(ActivationMemories):
     """Computes the bytes of activations of each pipeline rank, as a framework keeps them."""
 
     framework: Framework = field(kw_only=True)
 
-    def activations(self, rank: RankHeld) -> RankActivations:
+    def activations(self, rank: HeldCounts) -> RankActivations:
         """Return a rank's peaks of activations, with its placeholder gradients, and its parameter counts."""
         found = super().activations(rank)
         kept = placeholder_gradients(self.shape, self.framework, [self.stages[one] for one in rank.stages])
         peaks = {key: peak._replace(running=peak.running + kept) for key, peak in found.peaks.items()}
         return replace(found, peaks=peaks)
 
-    def messages(self, rank: RankHeld) -> tuple[float, float]:
+    def messages(self, rank: HeldCounts) -> tuple[float, float]:
         """Return the bytes of a rank's receive buffers, and of what it sends after its first backwards."""
         if self.framework.blocking_messages:
             return rank.received * self.shape.outside, 0.0
@@ -40,14 +40,14 @@ class FrameworkMemories(RankMemories):
         return framework_layer(kind, recompute, self.shape, self.framework)
 
     def stage(self, layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
-        """Return the memory of a stage; its ranks may keep only the piece of its output that they send."""
+        """Return the memory of a stage; its ranks may keep only the shard of its output that they send."""
         if receives and self.framework.messages_divided:
-            layers = [*layers[:-1], sending_pieces(layers[-1], self.shape)]
+            layers = [*layers[:-1], sending_parts(layers[-1], self.shape)]
         return super().stage(layers, at_once=at_once, receives=receives)
 
 
 def placeholder_gradients(
-    shape: StepShape, framework: Framework, stages: Sequence[Sequence[LayerKind]]
+    shape: MicrobatchShape, framework: Framework, stages: Sequence[Sequence[LayerKind]]
 ) -> float:
     """Return the bytes of `Framework.placeholder_gradients` of a rank with `stages`."""
     kinds, decoder, tp = [*chain(*stages)], shape.decoder, shape.plan.tp
@@ -58,17 +58,17 @@ def placeholder_gradients(
     return shape.item * sum(decoder.parameters(kind, tp) for kind in {*kinds} - {"embedding"})
 
 
-def sending_pieces(last: LayerMemory, shape: StepShape) -> LayerMemory:
-    """Return the memory of a stage's last layer, if each rank of `tp` keeps only the piece that it sends.
+def sending_parts(last: LayerMemory, shape: MicrobatchShape) -> LayerMemory:
+    """Return the memory of a stage's last layer, if each rank of `tp` keeps only the shard that it sends.
 
-    See `Framework.messages_divided`; what one keeps of an output that is a piece already stays.
+    See `Framework.messages_divided`; what one keeps of an output that is a shard already stays.
     """
     rest = shape.outside - shape.activation / shape.plan.tp
     return replace(last, until_inputs=max(last.until_inputs - rest, 0.0))
 
 
 def framework_layer(
-    kind: LayerKind, recompute: Recompute, shape: StepShape, framework: Framework
+    kind: LayerKind, recompute: Recompute, shape: MicrobatchShape, framework: Framework
 ) -> LayerMemory:
     """Return the activation memory of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
     if kind == "embedding":
@@ -85,7 +85,7 @@ def framework_layer(
     return found
 
 
-def _head(shape: StepShape, framework: Framework) -> LayerMemory:
+def _head(shape: MicrobatchShape, framework: Framework) -> LayerMemory:
     plan, region = shape.plan, _region(shape)
     elements = shape.tokens * shape.decoder.vocab / plan.tp
     saved, logits, loss = _norm(shape) + region, elements * shape.item, _loss(shape, framework, elements)
@@ -96,7 +96,7 @@ def _head(shape: StepShape, framework: Framework) -> LayerMemory:
     return LayerMemory(kept, region + logits, forward, backward, gathered)
 
 
-def _loss(shape: StepShape, framework: Framework, elements: float) -> LayerMemory:
+def _loss(shape: MicrobatchShape, framework: Framework, elements: float) -> LayerMemory:
     """Return the bytes of the cross-entropy beside the logits; `gradient`: theirs, if not in place."""
     logits, copy = elements * shape.item, 4 * elements
     if framework.fused_loss:
@@ -106,7 +106,7 @@ def _loss(shape: StepShape, framework: Framework, elements: float) -> LayerMemor
     return LayerMemory(copy, 0.0, copy, logits, gradient=logits)
 
 
-def _attention(recompute: Recompute, shape: StepShape, framework: Framework) -> LayerMemory:
+def _attention(recompute: Recompute, shape: MicrobatchShape, framework: Framework) -> LayerMemory:
     decoder, plan = shape.decoder, shape.plan
     unit = shape.tokens * shape.item
     query, key = unit * decoder.hidden / plan.tp, unit * shape.key_features
@@ -133,14 +133,14 @@ def _attention(recompute: Recompute, shape: StepShape, framework: Framework) -> 
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
 
 
-def _scores(shape: StepShape) -> float:
+def _scores(shape: MicrobatchShape) -> float:
     """Return the bytes that unfused attention keeps: weights, and their dropout's mask and result."""
     decoder, plan = shape.decoder, shape.plan
     matrix = shape.rows * decoder.heads / plan.tp * decoder.context * decoder.context / plan.cp
     return matrix * (2 * shape.item + 1)
 
 
-def _mlp(recompute: Recompute, shape: StepShape, framework: Framework) -> LayerMemory:
+def _mlp(recompute: Recompute, shape: MicrobatchShape, framework: Framework) -> LayerMemory:
     decoder, plan = shape.decoder, shape.plan
     wide = shape.tokens * shape.item * decoder.inside / plan.tp
     norm, region = _norm(shape), _region(shape)
@@ -165,27 +165,27 @@ def _mlp(recompute: Recompute, shape: StepShape, framework: Framework) -> LayerM
     return LayerMemory(kept, later, forward, backward + _bias(shape) + again, _gathered(shape), shape.outside)
 
 
-def _norm(shape: StepShape) -> float:
+def _norm(shape: MicrobatchShape) -> float:
     """Return the bytes of the statistics that a norm keeps besides its input and output."""
     statistics = 4 * shape.tokens / (shape.plan.tp if shape.plan.cuts_sequence else 1)
     return 2 * statistics if shape.decoder.biases else statistics
 
 
-def _region(shape: StepShape) -> float:
-    """Return the bytes of the input of a region's linears that are kept: whole, or a piece gathered again."""
+def _region(shape: MicrobatchShape) -> float:
+    """Return the bytes of the input of a region's linears that are kept: whole, or a shard gathered again."""
     return shape.outside if shape.plan.sequence_parallel == "regather" else shape.activation
 
 
-def _sum(shape: StepShape) -> float:
+def _sum(shape: MicrobatchShape) -> float:
     """Return the bytes of the last linear's output and of what its sum over `tp` allocates beside it."""
     return (3 if shape.plan.sequence_parallel == "regather" else 1) * shape.activation
 
 
-def _gathered(shape: StepShape) -> float:
+def _gathered(shape: MicrobatchShape) -> float:
     """Return the bytes that a weight gradient gathers again: input and output gradient, each copied once."""
     return 4 * shape.activation if shape.plan.sequence_parallel == "regather" else 0.0
 
 
-def _bias(shape: StepShape) -> float:
+def _bias(shape: MicrobatchShape) -> float:
     """Return the bytes of a bias's gradient that is kept until all small gradients are added together."""
     return shape.item * shape.decoder.hidden if shape.decoder.biases else 0.0

@@ -9,7 +9,7 @@ from functools import lru_cache
 from frameworks import Framework
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import LayerWork, Recomputation, StepShape
+from plait.estimate.time.layer_operations import LayerWork, MicrobatchShape, Recomputation
 from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.operation_times import (
     AxisTransfer,
@@ -27,7 +27,7 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import schedule
 
 OVERLAP_SHARE = 0.7
-"""The part of a transfer in pieces that products hide, see `Framework.overlaps_tensor_products`."""
+"""The part of a transfer in shards that products hide, see `Framework.overlaps_tensor_products`."""
 REPEATS = 6
 """Groups of micro-batches, as many as ranks each, that are simulated; later ones repeat the last."""
 
@@ -163,7 +163,7 @@ def quick_step(
 ) -> FrameworkTimes:
     """Return the times of a step; where it has many micro-batches, those of two shorter ones extrapolated."""
     precision = framework.product_precision or plan.precision or "fp32"
-    shape = StepShape(model, plan, rows / plan.microbatches)
+    shape = MicrobatchShape(model, plan, rows / plan.microbatches)
     timer = FrameworkTimer(shape, hardware, precision, framework=framework)
     count, pp = plan.microbatches, plan.pp
     shorter = None

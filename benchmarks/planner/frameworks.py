@@ -27,13 +27,13 @@ class Framework:
     overlaps_tensor_sums: bool = True
     """Whether weight gradients run during the sum of input gradients over `tp`."""
     overlaps_tensor_products: bool = False
-    """Whether gathers and reduce-scatters over `tp` run during the products that need them, in pieces."""
+    """Whether gathers and reduce-scatters over `tp` run during the products that need them, in parts."""
     overlaps_data_sums: bool = True
     """Whether gradients are summed over data-parallel ranks during the last backward."""
     blocking_messages: bool = False
     """Whether a rank waits while it sends to the next stage."""
     messages_divided: bool = False
-    """Whether each rank of `tp` sends its piece of a stage's output, which receivers gather inside the host,
+    """Whether each rank of `tp` sends its part of a stage's output, which receivers gather inside the host,
     and frees the rest; always so under sequence parallelism."""
     frees_gathered: bool = True
     """Whether sharded parameters are gathered for every forward and backward; False: once a step."""

@@ -10,7 +10,7 @@ from frameworks import MEGATRON_2021, MEGATRON_2022, MIXED
 from runs import gpt, records
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import PassTimes
 from plait.plan.plan import Plan, Recompute
 
@@ -34,12 +34,12 @@ def layer_ratios(part: str, machine: Hardware) -> Iterator[tuple[str, float, flo
 
 def _layer(variant: str, machine: Hardware) -> PassTimes:
     """Return the times of a transformer layer of 22 B parameters on 8 ranks, as the paper measured it."""
-    pieces = variant in ("sp", "selective+sp")
+    parts = variant in ("sp", "selective+sp")
     recompute: Recompute = (
         "full" if variant == "full_recompute" else "selective" if "selective" in variant else "none"
     )
-    plan = Plan(tp=8, recompute=recompute, sequence_parallel="regather" if pieces else "none", **MIXED)
-    timer = FrameworkTimer(StepShape(gpt(MODEL_22B), plan, 4), machine, "fp16", framework=MEGATRON_2022)
+    plan = Plan(tp=8, recompute=recompute, sequence_parallel="regather" if parts else "none", **MIXED)
+    timer = FrameworkTimer(MicrobatchShape(gpt(MODEL_22B), plan, 4), machine, "fp16", framework=MEGATRON_2022)
     return timer.times("attention", recompute) + timer.times("mlp", recompute)
 
 
@@ -48,7 +48,7 @@ def _stage(row: Mapping[str, Any], machine: Hardware) -> tuple[float, float, flo
     rows, heads = ROWS[row["hidden"]]
     model = gpt({**row, "heads": heads, "context": 1024})
     plan = Plan(pp=row["pp"], microbatches=row["microbatches"], **MIXED)
-    timer = FrameworkTimer(StepShape(model, plan, rows), machine, "fp16", framework=MEGATRON_2021)
+    timer = FrameworkTimer(MicrobatchShape(model, plan, rows), machine, "fp16", framework=MEGATRON_2021)
     block = timer.times("attention", "none") + timer.times("mlp", "none")
     count = (row["layers"] + 2) / row["pp"]
     return count * block.forward.total, count * block.inputs.total, count * block.weights.total

@@ -123,7 +123,7 @@ def spearman(one: list[float], other: list[float]) -> float:
 
 
 def plans_for(ranks: int) -> list[Plan]:
-    every = plans_on(ranks, Plan(microbatches=MICROBATCHES), ROWS, in_pieces=True)
+    every = plans_on(ranks, Plan(microbatches=MICROBATCHES), ROWS, in_parts=True)
     return [plan for plan in every if plan.offload == "none"]
 
 

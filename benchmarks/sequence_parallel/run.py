@@ -103,13 +103,13 @@ def collectives_of(engine: Engine) -> Turn:
         round(2 * traffic["all_gather"].bytes / ACTIVATION) if "all_gather" in traffic else 0
     )
     whole = torch.zeros(CONTEXT, HIDDEN)
-    piece = whole[: CONTEXT // 2]
+    part = whole[: CONTEXT // 2]
 
     def run() -> None:
         for _ in range(calls.get("all_reduce", 0)):
             all_reduce(whole, group, checked=False).wait()
         for _ in range(calls["all_gather"]):
-            all_gather(piece, group, checked=False).wait()
+            all_gather(part, group, checked=False).wait()
         for _ in range(calls.get("reduce_scatter", 0)):
             reduce_scatter(whole, group, checked=False).wait()
 
@@ -157,27 +157,27 @@ def overheads(count: int) -> list[str]:
 def chunks(count: int) -> list[str]:
     """A gather that stands before a product, against gathers of parts while others are multiplied."""
     group = plait.Mesh(tp=2).group("tp")
-    piece, weight = torch.randn(CONTEXT // 2, HIDDEN), torch.randn(HIDDEN, 2 * HIDDEN)
+    part, weight = torch.randn(CONTEXT // 2, HIDDEN), torch.randn(HIDDEN, 2 * HIDDEN)
     lines = []
     for title, start in (("shared memory", shown), ("Gloo", sent)):
         work: dict[str, Turn] = {
-            "no gather": lambda: torch.cat([piece, piece]) @ weight,
-            "one": lambda start=start: product(piece, weight, group, 1, start),
-            "2 chunks": lambda start=start: product(piece, weight, group, 2, start),
-            "4 chunks": lambda start=start: product(piece, weight, group, 4, start),
+            "no gather": lambda: torch.cat([part, part]) @ weight,
+            "one": lambda start=start: product(part, weight, group, 1, start),
+            "2 chunks": lambda start=start: product(part, weight, group, 2, start),
+            "4 chunks": lambda start=start: product(part, weight, group, 4, start),
         }
         lines += show(f"gather and product, {title}", turns(work, count, repeat=10), "one")
     return lines
 
 
-def shown(piece: Tensor, group: Group) -> Callable[[], Tensor]:
-    return all_gather(piece, group, checked=False).wait
+def shown(part: Tensor, group: Group) -> Callable[[], Tensor]:
+    return all_gather(part, group, checked=False).wait
 
 
-def sent(piece: Tensor, group: Group) -> Callable[[], Tensor]:
-    whole = piece.new_empty(2 * len(piece), *piece.shape[1:])
+def sent(part: Tensor, group: Group) -> Callable[[], Tensor]:
+    whole = part.new_empty(2 * len(part), *part.shape[1:])
     assert isinstance(group.transport, SharedMemoryTransport)
-    under_way = group.transport.over_torch().all_gather(piece, whole)
+    under_way = group.transport.over_torch().all_gather(part, whole)
 
     def finish() -> Tensor:
         under_way.wait()
@@ -187,16 +187,16 @@ def sent(piece: Tensor, group: Group) -> Callable[[], Tensor]:
 
 
 def product(
-    piece: Tensor,
+    part: Tensor,
     weight: Tensor,
     group: Group,
     count: int,
     start: Callable[[Tensor, Group], Callable[[], Tensor]],
 ) -> Tensor:
     """The rows of all ranks times `weight`, chunk by chunk: the next is gathered while one is multiplied."""
-    parts = piece.chunk(count)
+    parts = part.chunk(count)
     under_way = start(parts[0], group)
-    output = piece.new_empty(count, 2 * len(parts[0]), weight.shape[1])
+    output = part.new_empty(count, 2 * len(parts[0]), weight.shape[1])
     for number in range(count):
         whole = under_way()
         if number + 1 < count:

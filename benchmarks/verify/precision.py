@@ -52,8 +52,8 @@ def gradient_of_one_parameter(size: float) -> Any:
     def change(original: Callable[..., None]) -> Callable[..., None]:
         def finish(self: FlatBuffer, carried: Tensor | None, scale: float) -> None:
             original(self, carried, scale)
-            if NAME in self.piece_gradients:
-                self.piece_gradients[NAME].mul_(1 + size)
+            if NAME in self.shard_gradients:
+                self.shard_gradients[NAME].mul_(1 + size)
 
         return finish
 
@@ -174,7 +174,7 @@ def state_of_one_parameter(size: float) -> Any:
 
 
 def stale_copy(size: float) -> Any:
-    """In that part of a rank's piece of one unit, bf16 copies are as they were before the step."""
+    """In that part of a rank's shard of one unit, bf16 copies are as they were before the step."""
     before: dict[int, Tensor] = {}
 
     def change(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,11 +182,11 @@ def stale_copy(size: float) -> Any:
         def gather(buffer: FlatBuffer) -> Any:
             if NAME not in buffer.parameters:
                 return original(buffer)
-            current = buffer.piece.clone()
+            current = buffer.shard.clone()
             count = int(len(current) * size)
-            buffer.piece[:count] = before.setdefault(id(buffer), current)[:count]
+            buffer.shard[:count] = before.setdefault(id(buffer), current)[:count]
             handle = original(buffer)
-            buffer.piece.copy_(current)
+            buffer.shard.copy_(current)
             return handle
 
         return gather
@@ -200,11 +200,11 @@ def wrong_copy(size: float) -> Any:
     def change(original: Callable[..., Any]) -> Callable[..., Any]:
         @torch.no_grad()
         def gather(buffer: FlatBuffer) -> Any:
-            current = buffer.piece.clone()
+            current = buffer.shard.clone()
             if NAME in buffer.parameters:
-                buffer.piece.mul_(1 + size)
+                buffer.shard.mul_(1 + size)
             handle = original(buffer)
-            buffer.piece.copy_(current)
+            buffer.shard.copy_(current)
             return handle
 
         return gather

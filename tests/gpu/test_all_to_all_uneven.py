@@ -1,4 +1,4 @@
-"""An all-to-all in pieces of different sizes on GPUs: ranks may send nothing, or receive nothing."""
+"""An all-to-all in ranges of different sizes on GPUs: ranks may send nothing, or receive nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def exchanged(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_all_to_all_uneven_joins_received_pieces_in_order_of_sending_rank(
+def test_all_to_all_uneven_joins_received_ranges_in_order_of_sending_rank(
     gpu_ranks: GpuRanks, dtype: torch.dtype
 ) -> None:
     for index, results in enumerate(gpu_ranks.run(exchanged, dtype, ranks=2)):
@@ -41,4 +41,4 @@ def test_all_to_all_uneven_joins_received_pieces_in_order_of_sending_rank(
                 (torch.arange(sum(row)) % 50 + 60 * rank).to(dtype).split(row)
                 for rank, row in enumerate(sizes)
             ]
-            assert torch.equal(result, torch.cat([pieces[index] for pieces in sent]))
+            assert torch.equal(result, torch.cat([ranges[index] for ranges in sent]))

@@ -124,7 +124,7 @@ def mean_with_z_loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 class WholeCrossEntropy:
-    """A user's own loss, which knows nothing of logits in pieces."""
+    """A user's own loss, which knows nothing of logits in parts."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")

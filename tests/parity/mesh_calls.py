@@ -40,12 +40,12 @@ from plait.schedules.schedule import Schedule
 
 Mode: TypeAlias = Literal["train", "evaluate", "generate"]
 MODES: tuple[Mode, ...] = ("train", "evaluate", "generate")
-PIECES = "all_gather reduce_scatter"
+SHARDS = "all_gather reduce_scatter"
 AGAIN = "+all_gather +reduce_scatter -all_gather -reduce_scatter"
 """Something is gathered again while a gradient is summed."""
 WORDS = {
     "none": ("all_reduce", "all_reduce", ""),
-    "regather": (PIECES, AGAIN, "all_gather all_gather"),
+    "regather": (SHARDS, AGAIN, "all_gather all_gather"),
 }
 """Over `tp`, of a layer's forward, input gradient and weight gradient."""
 SHARDINGS = {

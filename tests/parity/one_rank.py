@@ -18,7 +18,7 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FILE, manifest_text
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.plan.layout import Flat, Layout
-from plait.plan.layout.shards import piece_boxes
+from plait.plan.layout.shards import shard_boxes
 
 Build = Callable[[], nn.Sequential]
 VOCAB, CONTEXT = 29, 6
@@ -89,7 +89,7 @@ def cut(source: Path, target: Path, ranks: int = 3) -> Path:
             whole = wholes.read(name)
             bounds = tuple(whole.numel() * place // ranks for place in range(ranks + 1))
             layout = Layout(one.shape, {"shard": ranks}, {"shard": Flat(bounds)})
-            for part in piece_boxes(layout, {"shard": rank}):
+            for part in shard_boxes(layout, {"shard": rank}):
                 view = whole[part.box.slices].clone()
                 items.append(BoxToWrite(name, part.box, view.dtype, partial(_itself, view)))
         files.append(write_file(target / f"rank-{rank:05d}.safetensors", items, Disk()))

@@ -15,7 +15,7 @@ class Outcome:
 
     `gradients` are those of the first step, before clipping; `parameters` those after the last. By full name.
 
-    Of a rank they are its pieces: `coordinate` and `layouts` say which. On a single device they are whole.
+    Of a rank they are its parts: `coordinate` and `layouts` say which. On a single device they are whole.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -51,16 +51,16 @@ def compare(ranks: Sequence[Outcome], expected: Outcome, dtype: torch.dtype) -> 
 
 
 def merged(ranks: Sequence[Outcome], what: Literal["gradients", "parameters"]) -> dict[str, Tensor]:
-    """The whole tensor of each name; all ranks that hold the same piece must hold the same bits."""
-    pieces: dict[str, dict[Coordinate, Tensor]] = {}
+    """The whole tensor of each name; all ranks that hold the same part must hold the same bits."""
+    parts: dict[str, dict[Coordinate, Tensor]] = {}
     layouts: dict[str, Layout] = {}
     for rank, outcome in enumerate(ranks):
         for name, tensor in getattr(outcome, what).items():
             layout = layouts.setdefault(name, outcome.layouts[name])
             place = layout.coordinate(outcome.coordinate)
-            first = pieces.setdefault(name, {}).setdefault(layout.replicas(place)[0], tensor)
+            first = parts.setdefault(name, {}).setdefault(layout.replicas(place)[0], tensor)
             assert torch.equal(first, tensor), (
                 f"rank {rank} holds another {what[:-1]} of {name} than others do"
             )
-            pieces[name][place] = tensor
-    return {name: assemble(held, layouts[name]) for name, held in pieces.items()}
+            parts[name][place] = tensor
+    return {name: assemble(held, layouts[name]) for name, held in parts.items()}

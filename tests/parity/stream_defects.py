@@ -63,7 +63,7 @@ def parameters_released_while_gathered() -> Any:
     return patch.object(Gatherer, "gather", gather)
 
 
-def piece_updated_while_gathered() -> Any:
+def shard_updated_while_gathered() -> Any:
     original = gatherer._gather
 
     def gather(buffer: Any) -> Any:
@@ -213,7 +213,7 @@ def input_gradient_not_awaited() -> Any:
     return _started_only(paired_collectives, "all_reduce")
 
 
-def pieces_of_the_sequence_not_awaited() -> Any:
+def parts_of_the_sequence_not_awaited() -> Any:
     return _started_only(uneven_collectives, "all_gather")
 
 
@@ -257,7 +257,7 @@ def offloaded_gradient_read_before_it_arrives() -> Any:
     return patch.object(reducer, "read_later", read_later)
 
 
-def offloaded_piece_updated_while_copied() -> Any:
+def offloaded_shard_updated_while_copied() -> Any:
     """The optimizer steps on the CPU while the GPU still copies the parameters."""
     return patch.object(gatherer, "synchronize_stream", lambda device: None)
 
@@ -268,7 +268,7 @@ PAIR, V = {"pp": 2}, {"pp": 2, "schedule": "zb-v"}
 STREAM_DEFECTS: dict[Defect, tuple[dict[str, Any], str]] = {
     parameters_not_awaited: (FULL, UNWAITED + "all_gather"),
     parameters_released_while_gathered: (FULL, "freed the (in|out)put of all_gather"),
-    piece_updated_while_gathered: (FULL, "wrote to the input of all_gather"),
+    shard_updated_while_gathered: (FULL, "wrote to the input of all_gather"),
     gathered_in_another_order_on_one_rank: (FULL, "different calls: all_gather .* and all_gather"),
     not_reduced_on_one_rank: ({"dp": 2}, "deadlock on streams|ended before it took part|different calls"),
     reductions_not_awaited: ({"dp": 2}, UNWAITED + "all_reduce"),
@@ -282,7 +282,7 @@ STREAM_DEFECTS: dict[Defect, tuple[dict[str, Any], str]] = {
     received_on_the_wrong_channel: (V, "deadlock on streams: "),
     a_communicator_for_all_channels_of_a_pair: (V, "rank 0 has 0F0 from rank 0 to rank 1 .* behind "),
     input_gradient_not_awaited: ({"tp": 2}, UNWAITED + "all_reduce .*tp"),
-    pieces_of_the_sequence_not_awaited: (
+    parts_of_the_sequence_not_awaited: (
         {"tp": 2, "sequence_parallel": "keep"},
         UNWAITED + "all_gather .*tp",
     ),
@@ -294,7 +294,7 @@ OFFLOAD = {"dp": 2, "strategy": "full", "offload": "full", "reduce": "each"}
 RACES: dict[Defect, tuple[dict[str, Any], str]] = {
     parameters_not_awaited: (FULL, r"\(reads\) .* after all_gather"),
     parameters_released_while_gathered: (FULL, "freeing .* after all_gather"),
-    piece_updated_while_gathered: (FULL, "add_ .* after all_gather"),
+    shard_updated_while_gathered: (FULL, "add_ .* after all_gather"),
     reductions_not_awaited: ({"dp": 2}, "after all_reduce"),
     scatters_not_awaited: (EACH, "in engine/sharding/reducer.py collect .* after reduce_scatter"),
     gradient_freed_while_scattered: (EACH, "freeing .* after reduce_scatter"),
@@ -303,13 +303,13 @@ RACES: dict[Defect, tuple[dict[str, Any], str]] = {
     buffers_returned_too_early: (PAIR, r"run_backward\w* .* after 0I1 from rank 1"),
     output_overwritten_while_sent: (PAIR, "zero_ .* after 0F0 from rank 0 to rank 1"),
     input_gradient_not_awaited: ({"tp": 2}, "after all_reduce .*tp"),
-    pieces_of_the_sequence_not_awaited: ({"tp": 2, "sequence_parallel": "keep"}, "after all_gather .*tp"),
+    parts_of_the_sequence_not_awaited: ({"tp": 2, "sequence_parallel": "keep"}, "after all_gather .*tp"),
     norm_not_awaited: (FULL, "after all_reduce"),
     mean_loss_not_awaited: (PAIR, "after all_reduce .*world"),
     staging_not_awaited: ({"dp": 2}, "the writer of a checkpoint .* after copy_"),
     staging_reused_while_written: ({"dp": 2}, "copy_ .* after the writer of a checkpoint"),
     offloaded_gradient_read_before_it_arrives: (OFFLOAD, "add_ in engine/sharding/reducer.py .* after copy_"),
-    offloaded_piece_updated_while_copied: (
+    offloaded_shard_updated_while_copied: (
         OFFLOAD,
         "add_ in user .* after copy_ in engine/sharding/gatherer.py",
     ),
@@ -317,7 +317,7 @@ RACES: dict[Defect, tuple[dict[str, Any], str]] = {
 """The order of accesses finds these: by mistake a plan, and the race that is told."""
 QUICK = (
     parameters_not_awaited,
-    piece_updated_while_gathered,
+    shard_updated_while_gathered,
     input_not_awaited,
     received_on_the_wrong_channel,
 )

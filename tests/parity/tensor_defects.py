@@ -88,7 +88,7 @@ def columns_learn_nothing() -> Iterator[None]:
 
 
 @contextmanager
-def last_row_of_each_piece_lost() -> Iterator[None]:
+def last_row_of_each_shard_lost() -> Iterator[None]:
     """A token whose row is the last that a rank holds is looked up as if nobody held it."""
 
     def lookup(tokens: Tensor, weight: Tensor, padding: int | None, queue: Any) -> Tensor:
@@ -174,7 +174,7 @@ TENSOR_DEFECTS = {
     backward_of_the_reduction_scaled: "the gradient of",
     entrance_without_sum: "the gradient of|another gradient of",
     columns_learn_nothing: "the gradient of",
-    last_row_of_each_piece_lost: "the gradient of",
+    last_row_of_each_shard_lost: "the gradient of",
     targets_off_by_the_remainder: "the gradient of",
     maximum_of_own_logits: "the gradient of|another loss",
     copies_not_summed: "another gradient of",

@@ -87,9 +87,9 @@ def test_with_regather_a_rank_keeps_its_share_of_a_blocks_activations(
 ) -> None:
     """Of Llama besides what is the same on every rank: sines and cosines of the positions."""
     forward, waiting = kept(family, 1)
-    forward_piece, waiting_piece = kept(family, tp, sequence_parallel="regather")
-    assert forward_piece <= (forward - REPLICATED[family]) / tp + REPLICATED[family]
-    assert waiting_piece <= waiting / tp
+    forward_part, waiting_part = kept(family, tp, sequence_parallel="regather")
+    assert forward_part <= (forward - REPLICATED[family]) / tp + REPLICATED[family]
+    assert waiting_part <= waiting / tp
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])

@@ -128,7 +128,7 @@ def told(call: Callable[[], object]) -> str:
 def test_replaced_data_is_refused(thread_ranks: Any) -> None:
     plan = Plan(dp=2, strategy="full")
     for message in thread_ranks.run(replace_data, plan, ranks=2):
-        assert message.startswith("the data of 0."), "of the first that a rank has a piece of"
+        assert message.startswith("the data of 0."), "of the first that a rank has a shard of"
         assert message.endswith(
             " was replaced, which the layers would not see: write to it in place, with copy_()."
         )

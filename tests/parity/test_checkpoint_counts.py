@@ -70,7 +70,7 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
         series = CheckpointManager(Path(folder))
         with LiveBytes() as live:
             for one in held:
-                live.own(one.piece)
+                live.own(one.shard)
             all_gather_text(
                 "", run.engine.mesh.group("world"), run.engine.mesh.device
             )  # shows what ranks share
@@ -78,13 +78,13 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
             live.most = before
             series.save(run.engine, run.optimizer, 1, {})
             series.finish()
-        written = sum(one.piece.nbytes for one in written_by(held, run.engine.mesh.rank))
+        written = sum(one.shard.nbytes for one in written_by(held, run.engine.mesh.rank))
         numbers = sum(math.prod(layout.shape) for layout in run.engine.layouts.values())
         return written, series.staging.bytes, live.most - before, numbers * 4 * 3
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_each_piece_is_written_once_and_bytes_are_shared_out(
+def test_each_shard_is_written_once_and_bytes_are_shared_out(
     thread_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
     told = thread_ranks.run(bytes_of, PLANS[name], str(tmp_path), ranks=2)

@@ -77,7 +77,7 @@ def load_in_rounds(path: str) -> int:
     with run_of(Plan(pp=2, microbatches=4)) as run, pytest.MonkeyPatch.context() as patched:
         run.train(range(1))
         plait.save(run.engine, run.optimizer, path)
-        before = [piece.clone() for piece in run.engine.parameters()]
+        before = [shard.clone() for shard in run.engine.parameters()]
         run.train(range(1, 2))
         patched.setattr(loading, "BETWEEN_SYNCS", 1)
         plait.load(run.engine, run.optimizer, path)
@@ -99,7 +99,7 @@ def load_without(path: str, name: str) -> tuple[str, str]:
         for missing in (name, "rank-00000.safetensors"):
             if run.engine.mesh.rank == 0:
                 Path(path, missing).rename(Path(path, f"{missing}.lost"))
-            before = [piece.clone() for piece in run.engine.parameters()]
+            before = [shard.clone() for shard in run.engine.parameters()]
             with pytest.raises(CheckpointError) as refusal:
                 plait.load(run.engine, run.optimizer, path)
             assert refusal.value.damaged

@@ -99,7 +99,7 @@ def every_kind(plan: Plan, source: str | None, target: str, *, rows: bool) -> li
     plait.save(engine, optimizer, target)
     (group,) = optimizer.param_groups
     assert (repr(group["lr"]), group["betas"]) == ("tensor(0.5000)", (0.9, 0.5))
-    assert all(one["sum"].shape == piece.shape for piece, one in optimizer.state.items())
+    assert all(one["sum"].shape == shard.shape for shard, one in optimizer.state.items())
     kinds = {key: one for state in optimizer.state.values() for key, one in state.items()}
     return sorted(f"{key} {one.dtype if isinstance(one, Tensor) else one}" for key, one in kinds.items())
 

@@ -96,7 +96,7 @@ def test_loss_in_chunks_trains_lora_adapters_as_one_rank(thread_ranks):
     check_parity(thread_ranks, lora_cases.GPT2, plan)
 
 
-PLANS = {"stages": {"pp": 2, "dp": 2, "strategy": "full"}, "pieces": {"pp": 2, "tp": 2}, "cp": {"cp": 2}}
+PLANS = {"stages": {"pp": 2, "dp": 2, "strategy": "full"}, "parts": {"pp": 2, "tp": 2}, "cp": {"cp": 2}}
 
 
 def alike_in_a_rank(plan: Plan) -> None:
@@ -217,7 +217,7 @@ def one_step(last, loss):
     [
         (column, "the rule of 1 is column: give it the rule vocabulary"),
         (replace(vocabulary, gather_output=True), "the rule of 1 is vocabulary, gathered"),
-        (sequence, "the last layer '1' runs on pieces of the sequence to its end"),
+        (sequence, "the last layer '1' runs on parts of the sequence to its end"),
     ],
     ids=["column", "gathered", "sequence"],
 )

@@ -14,7 +14,7 @@ from parity import woven
 from parity.case import Recipe
 from parity.cases import gpt2, llama
 from parity.contexts import documents, mixing, packed
-from parity.pieces import of_length
+from parity.sequence_parts import of_length
 from plait.plan.plan import Plan
 from plait.ranks import Count
 from plait.tensor.attention.exchange_plan import Mask, exchange_plan, remembered_plan

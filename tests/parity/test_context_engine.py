@@ -12,7 +12,7 @@ import plait
 from parity import woven
 from parity.cases import gpt2, llama
 from parity.contexts import HIDDEN, Attention, mixing, packed
-from parity.pieces import of_length
+from parity.sequence_parts import of_length
 from plait.plan.plan import Plan
 
 PLANS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from parity.cases import gpt2, llama
 from parity.contexts import mixing, packed
 from parity.pairs import a_third_compiled, covering_rows, every_row, in_quick
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
-from parity.pieces import of_length
 from parity.rows import name_of
+from parity.sequence_parts import of_length
 from plait.plan.plan import Plan
 
 

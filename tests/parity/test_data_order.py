@@ -32,12 +32,12 @@ STEPS, SAVED = 6, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "copies": {"dp": 4, "strategy": "optimizer"},
-    "pieces": {"dp": 2, "pp": 2, "strategy": "full"},
+    "parts": {"dp": 2, "pp": 2, "strategy": "full"},
     "contexts": {"cp": 2, "tp": 2, "context_layout": "striped"},
     "everything": {"dp": 2, "pp": 2, "cp": 2, "schedule": "zb-h1"},
 }
 KINDS = ("corpus", "chats", "mixture")
-QUICK = (("mixture", "pieces"),)
+QUICK = (("mixture", "parts"),)
 ROWS = [
     pytest.param(kind, layout, marks=[] if (kind, layout) in QUICK else pytest.mark.full)
     for kind in KINDS

@@ -16,8 +16,8 @@ from parity.dropping import DROPPING, HEADS, IN_CONTEXTS, TWICE, by_hand
 from parity.norm import assert_close, assert_equal
 from parity.pairs import covering_rows, in_quick
 from parity.parity import compare
-from parity.pieces import of_length
 from parity.rows import name_of
+from parity.sequence_parts import of_length
 from plait.engine import Engine
 from plait.errors import ModelError
 from plait.plan.plan import Plan

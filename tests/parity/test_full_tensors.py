@@ -31,7 +31,7 @@ ANY = [
 
 
 class Gated(nn.Module):
-    """Gate and up projection in one linear, so that a rank's piece is no box."""
+    """Gate and up projection in one linear, so that a rank's shard is no box."""
 
     def __init__(self) -> None:
         super().__init__()

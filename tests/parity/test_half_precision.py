@@ -102,13 +102,13 @@ def step(plan: Plan) -> Outcome:
 
 
 def whole(ranks: list[Outcome]) -> dict[str, Tensor]:
-    """The gradients of all parameters: of each, the ranks hold pieces."""
+    """The gradients of all parameters: of each, the ranks hold shards."""
     found = {}
     layouts = {name: layout for rank in ranks for name, layout in rank.layouts.items()}
     for name, layout in layouts.items():
         holders = [rank for rank in ranks if name in rank.gradients]
-        pieces = {layout.coordinate(rank.coordinate): rank.gradients[name] for rank in holders}
-        found[name] = assemble(pieces, layout)
+        shards = {layout.coordinate(rank.coordinate): rank.gradients[name] for rank in holders}
+        found[name] = assemble(shards, layout)
     return found
 
 

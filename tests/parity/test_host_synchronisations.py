@@ -166,7 +166,7 @@ ALLOWED = {
     "ranks/launch/result_exchange.py": "the same",
     "ranks/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
     "ranks/transport/shared_memory/group_channels.py": "once per mesh",
-    "ranks/transport/shared_memory/transport.py": "where pieces begin, in the CPU memory that ranks share",
+    "ranks/transport/shared_memory/transport.py": "where parts begin, in the CPU memory that ranks share",
     "models/layers/layer_sequence.py": "a hash of the model's values, once",
     "engine/sharding/gradient_norm.py": "the factor of a clipped gradient that is offloaded to the CPU",
     "proof/optimizer_proof.py": "once per optimizer, on CPU tensors of its own",

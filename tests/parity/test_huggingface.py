@@ -93,10 +93,10 @@ def test_models_of_transformers_train_as_one_rank_on_every_plan(
 
 
 MORE_WOVEN = WOVEN | {
-    "pieces": Plan(tp=2, microbatches=2, sequence_parallel="regather", precision="fp64"),
+    "shards": Plan(tp=2, microbatches=2, sequence_parallel="regather", precision="fp64"),
     "repeated": Plan(tp=4, microbatches=2, precision="fp64"),
 }
-MORE_QUICK = (("qwen3", "pieces"), ("phi3", "everything"), ("olmo2", "tp"))
+MORE_QUICK = (("qwen3", "shards"), ("phi3", "everything"), ("olmo2", "tp"))
 """Each kind of rule once; Gemma 2 has quick rows with sequences over ranks."""
 
 

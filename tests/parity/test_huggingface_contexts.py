@@ -91,7 +91,7 @@ def test_models_of_transformers_under_cp_equal_one_rank_for_every_other_row(
 MORE_PLANS = {
     "ring": Plan(cp=2, microbatches=2, precision="fp64"),
     "ulysses": Plan(cp=3, microbatches=2, context_parallel="ulysses", recompute="full", precision="fp64"),
-    "pieces": Plan(
+    "shards": Plan(
         cp=2, tp=2, pp=2, microbatches=2, sequence_parallel="keep", recompute="full", precision="fp64"
     ),
 }
@@ -114,7 +114,7 @@ def test_models_of_transformers_on_packed_documents_equal_one_rank(
 
 VERIFIED = {
     "ring": Plan(cp=2, microbatches=2),
-    "pieces": Plan(cp=2, tp=2, microbatches=2, sequence_parallel="keep", context_layout="striped"),
+    "shards": Plan(cp=2, tp=2, microbatches=2, sequence_parallel="keep", context_layout="striped"),
     "ulysses": Plan(
         cp=2, pp=2, microbatches=2, recompute="full", context_parallel="ulysses", schedule="zb-h1"
     ),
@@ -124,7 +124,7 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize(("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "pieces")))
+@pytest.mark.parametrize(("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "shards")))
 def test_verify_finds_models_of_transformers_with_dropout_under_cp_equal(
     thread_ranks: Any, name: str, fields: str
 ) -> None:

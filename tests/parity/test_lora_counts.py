@@ -76,7 +76,7 @@ def counted(case: str, plan: Plan) -> dict[str, Any]:
     return {
         "traffic": engine.traffic(),
         "trainable": sum(one.spec.offsets.size for one in buffers if one.spec.kind.trains),
-        "pieces": sum(one.numel() for _, one in engine.named_parameters() if one.requires_grad),
+        "shards": sum(one.numel() for _, one in engine.named_parameters() if one.requires_grad),
         "gradients": sum(one.gradient.numel() for one in buffers if one.gradient is not None),
         "state": sum(one.numel() for one in state if one.dim()),
     }
@@ -100,4 +100,4 @@ def test_only_gradients_of_adapters_are_reduced_and_kept(thread_ranks: Any, case
         assert trained <= found["trainable"] < 1.1 * trained  # padding
         assert abs(reduced - calls * 4 * found["trainable"]) < 100  # the loss is reduced, too
         assert found["gradients"] == found["trainable"]
-        assert found["state"] == 2 * found["pieces"]
+        assert found["state"] == 2 * found["shards"]

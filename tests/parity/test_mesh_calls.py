@@ -16,8 +16,8 @@ from parity.cases import gpt2
 from parity.mesh_calls import (
     AGAIN,
     MODES,
-    PIECES,
     SHARDINGS,
+    SHARDS,
     WORDS,
     Buffer,
     MeshCalls,
@@ -51,14 +51,14 @@ LAYERS = {
     },
     "keep": {
         "embedding": {Kind.F: "all_reduce", Kind.I: "all_gather"},
-        "blocks": {Kind.F: PIECES, Kind.I: PIECES},
+        "blocks": {Kind.F: SHARDS, Kind.I: SHARDS},
         "head": {Kind.F: "all_gather", Kind.I: "reduce_scatter"},
     },
     "regather": {
         "embedding": {Kind.F: "all_reduce", Kind.I: "all_gather"},
         "blocks": {
-            Kind.F: PIECES,
-            Kind.I: PIECES,
+            Kind.F: SHARDS,
+            Kind.I: SHARDS,
             Kind.W: "all_gather all_gather",
             Kind.B: f"all_gather {AGAIN}",
         },

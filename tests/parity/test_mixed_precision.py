@@ -101,8 +101,8 @@ def assembled(ranks: list[Any], which: int) -> dict[str, Tensor]:
     whole = {}
     for name in ranks[0][which]:
         layout = ranks[0][2]["layouts"][name]
-        pieces = {layout.coordinate(rank[2]["coordinate"]): rank[which][name] for rank in ranks}
-        whole[name] = assemble(pieces, layout)
+        shards = {layout.coordinate(rank[2]["coordinate"]): rank[which][name] for rank in ranks}
+        whole[name] = assemble(shards, layout)
     return whole
 
 

@@ -71,7 +71,7 @@ def build() -> nn.Module:
 
 PLANS = {
     "tp": Plan(tp=2, microbatches=2, sequence_parallel="none", precision="fp64"),
-    "pieces": Plan(
+    "parts": Plan(
         tp=2, cp=2, dp=2, strategy="full", sequence_parallel="keep", microbatches=2, precision="fp64"
     ),
 }
@@ -96,14 +96,14 @@ def test_verify_finds_a_model_with_a_norm_inside_a_region_equal(thread_ranks: Ra
 
 
 def whole_parameters(plan: Plan) -> dict[str, Tensor]:
-    """On a rank: the whole parameters, gathered from their pieces."""
+    """On a rank: the whole parameters, gathered from their parts."""
     engine = plait.parallelize(build().double(), plan, plait.Mesh(plan), plait.cross_entropy)
     return engine.state_dict(everywhere=True)
 
 
 def test_blocks_of_different_sizes_are_gathered(thread_ranks: RankPool) -> None:
     expected = build().double().state_dict()
-    for found in thread_ranks.run(whole_parameters, PLANS["pieces"], ranks=8):
+    for found in thread_ranks.run(whole_parameters, PLANS["parts"], ranks=8):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

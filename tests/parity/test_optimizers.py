@@ -1,4 +1,4 @@
-"""Which optimizers may update pieces, and what happens to the others."""
+"""Which optimizers may update shards, and what happens to the others."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ def outputs_in_a_rank(cases: list[Case], plan: Plan) -> list[dict[str, Any]]:
         gradients = [p.grad.clone() for p in engine.parameters() if p.grad is not None]
         answers = {
             "whole": engine.output(inputs),
-            "pieces": engine.output(inputs, whole=False),
+            "parts": engine.output(inputs, whole=False),
             "at the end": engine.output(inputs, everywhere=False),
-            "pieces at the end": engine.output(inputs, whole=False, everywhere=False),
+            "parts at the end": engine.output(inputs, whole=False, everywhere=False),
         }
         now = [p.grad for p in engine.parameters() if p.grad is not None]
         assert all(torch.equal(a, b) for a, b in zip(gradients, now, strict=True))
@@ -97,17 +97,17 @@ def check(pool: RankPool, plan: Plan, cases: list[Case]) -> None:
                 expected = model(rows_of(batch[0], rank["dp"] * rows, (rank["dp"] + 1) * rows))
             what = f"the output of {one.name}"
             same(rank["whole"], expected, what)
-            piece = expected
+            part = expected
             if plan.tp > 1:
                 own = divide(GPT2_VOCAB, plan.tp)[rank["tp"]]
-                piece = expected[..., own.start : own.stop]
-            same(rank["pieces"], piece, f"{what}, in pieces")
+                part = expected[..., own.start : own.stop]
+            same(rank["parts"], part, f"{what}, in parts")
             if rank["last"]:
                 same(rank["at the end"], expected, f"{what}, at the end")
-                same(rank["pieces at the end"], piece, f"{what}, in pieces, at the end")
+                same(rank["parts at the end"], part, f"{what}, in parts, at the end")
             else:
                 assert rank["at the end"] is None
-                assert rank["pieces at the end"] is None
+                assert rank["parts at the end"] is None
 
 
 def same(actual: Value, expected: Value, what: str) -> None:
@@ -212,7 +212,7 @@ def traffic_in_a_rank() -> list[Any]:
 
 
 def test_sequence_parallel_outputs_are_gathered_after_the_last_stage(thread_ranks: RankPool) -> None:
-    piece = ROWS * GPT2_CONTEXT * 36 // 2 * 8
-    for whole, pieces in thread_ranks.run(traffic_in_a_rank, ranks=4):
-        assert (whole[0], whole[1].calls, whole[1].bytes) == (piece, 1, piece)
-        assert pieces == (piece, None)
+    part = ROWS * GPT2_CONTEXT * 36 // 2 * 8
+    for whole, parts in thread_ranks.run(traffic_in_a_rank, ranks=4):
+        assert (whole[0], whole[1].calls, whole[1].bytes) == (part, 1, part)
+        assert parts == (part, None)

@@ -107,7 +107,7 @@ def gradients_of_whole_blocks(recompute: Recompute, by_backend: bool) -> list[di
             for parameter in engine.parameters():
                 parameter.grad = None
             engine.forward_backward(tokens[:, :-1], tokens[:, 1:])
-            found.append({name: piece.grad.clone() for name, piece in engine.named_parameters()})
+            found.append({name: part.grad.clone() for name, part in engine.named_parameters()})
     return found
 
 

@@ -169,11 +169,11 @@ def test_shards_of_scalar_parameters_are_those_of_the_engines_layouts(thread_ran
     def body() -> dict[str, Any]:
         engine = plait.parallelize(model(), plan, plait.Mesh(plan), LOSS, rules=RULES)
         return {
-            name: (piece.detach().clone(), engine.layouts[name]) for name, piece in engine.named_parameters()
+            name: (shard.detach().clone(), engine.layouts[name]) for name, shard in engine.named_parameters()
         }
 
     first, second = thread_ranks.run(body, ranks=2)
     for name, value in model().state_dict().items():
         if name in first:
-            pieces = {(0, 0, 0, 0): first[name][0], (0, 1, 0, 0): second[name][0]}
-            assert torch.equal(assemble(pieces, first[name][1]), value), name
+            shards = {(0, 0, 0, 0): first[name][0], (0, 1, 0, 0): second[name][0]}
+            assert torch.equal(assemble(shards, first[name][1]), value), name

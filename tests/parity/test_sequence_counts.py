@@ -9,14 +9,14 @@ import pytest
 from parity import woven
 from parity.case import ROWS, Case
 from parity.cases import GPT2_CONTEXT, gpt2, llama
-from parity.pieces import of_length
+from parity.sequence_parts import of_length
 from plait.plan.plan import Plan
 from plait.ranks.group import Count, Counts
 
 ITEM, HIDDEN, TP = 8, 16, 2
 WHOLE = ROWS * GPT2_CONTEXT * HIDDEN * ITEM
 """Bytes of what flows between layers, of one micro-batch."""
-PIECE = WHOLE // TP
+PART = WHOLE // TP
 FAMILIES = {"gpt2": gpt2, "llama": llama}
 
 
@@ -46,7 +46,7 @@ def a_block(thread_ranks: Any, family: str, microbatches: int = 1, **settings: A
 def sent(gathers: int, scatters: int, microbatches: int = 1) -> dict[str, Count]:
     gathers, scatters = gathers * microbatches, scatters * microbatches
     return {
-        "all_gather": Count(gathers, gathers * PIECE),
+        "all_gather": Count(gathers, gathers * PART),
         "reduce_scatter": Count(scatters, scatters * WHOLE),
     }
 

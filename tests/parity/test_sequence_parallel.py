@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity import pieces, woven
+from parity import sequence_parts, woven
 from parity.case import Case, Recipe
 from parity.cases import gpt2, llama
 from parity.norm import TOLERANCE, assert_close, assert_equal
 from parity.pairs import a_third_compiled, covering_rows, every_row
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
-from parity.pieces import of_length
 from parity.reference import materialise
 from parity.rows import name_of
+from parity.sequence_parts import of_length
 from plait.plan.plan import Plan
 
 FAMILIES = {
@@ -88,10 +88,10 @@ def test_sequence_parallelism_with_key_heads_shared_by_ranks_equals_one_rank(
 # ── models of other kinds ──
 
 OTHERS = {
-    "floats": pieces.numbers,
-    "mixed": partial(pieces.tokens, pieces.mixed),
-    "mask": partial(pieces.tokens, pieces.with_a_mask),
-    "length-first": partial(pieces.tokens, pieces.length_first),
+    "floats": sequence_parts.numbers,
+    "mixed": partial(sequence_parts.tokens, sequence_parts.mixed),
+    "mask": partial(sequence_parts.tokens, sequence_parts.with_a_mask),
+    "length-first": partial(sequence_parts.tokens, sequence_parts.length_first),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -125,7 +125,7 @@ def test_other_models_under_sequence_parallelism_equal_one_rank(
 def test_sequence_parallelism_with_stages_cut_between_any_two_layers_equals_one_rank(
     thread_ranks: Any, cut: int
 ) -> None:
-    """From pieces to whole, from whole to pieces, whole to whole, and the head's."""
+    """From parts to whole, from whole to parts, whole to whole, and the head's."""
     plan = Plan(
         tp=2,
         pp=2,
@@ -134,7 +134,7 @@ def test_sequence_parallelism_with_stages_cut_between_any_two_layers_equals_one_
         sequence_parallel="keep",
         precision="fp64",
     )
-    check_parity(thread_ranks, pieces.tokens(pieces.mixed, 5), plan)
+    check_parity(thread_ranks, sequence_parts.tokens(sequence_parts.mixed, 5), plan)
 
 
 # ── equal bits ──
@@ -226,7 +226,7 @@ def input_gradients_in_a_rank(case: Case, plan: Plan) -> Tensor | None:
 @pytest.mark.parametrize("length", [8, 5, 1])
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 3}, {"tp": 2, "pp": 2}], ids=str)
 def test_gradients_of_inputs_are_whole(thread_ranks: Any, settings: dict[str, Any], length: int) -> None:
-    case = pieces.numbers(length)
+    case = sequence_parts.numbers(length)
     plan = Plan(**settings, microbatches=2, sequence_parallel="keep", precision="fp64")
     ((inputs, targets),) = case.batches(woven.global_rows(plan), 1, torch.float64)
     leaf = inputs.requires_grad_()

@@ -84,7 +84,7 @@ def test_offloaded_gradients_that_are_copied_late_equal_those_of_one_rank(
         summed.fill_(torch.nan)
         return lambda: arrived
 
-    monkeypatch.setattr(FlatBuffer, "offloads_gradients", property(lambda self: self.spec.piece_gradient))
+    monkeypatch.setattr(FlatBuffer, "offloads_gradients", property(lambda self: self.spec.shard_gradient))
     monkeypatch.setattr(reducer, "read_later", read_later)
     plan = Plan(**OFFLOADED[name], offload="full", microbatches=4, precision="fp64")
     check_parity(thread_ranks, gpt2(layers=4), plan, Recipe(steps=2))

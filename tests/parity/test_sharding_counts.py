@@ -55,7 +55,7 @@ def test_gathers_and_scatters_of_each_strategy_send_the_bytes_of_the_formula(
 ) -> None:
     plan = Plan(dp=ranks, strategy=strategy, reduce=reduce, microbatches=MICROBATCHES, precision="fp32")
     for traffic, sizes in rank_pool.run(traffic_of, plan, ranks=ranks):
-        pieces = [size // ranks for size in sizes]
+        shards = [size // ranks for size in sizes]
         if strategy == "full":
             # Twice a micro-batch; but the last layer's stay from F to B, and the first one's from B to F.
             gathers = [2 * MICROBATCHES] * len(sizes)
@@ -64,7 +64,7 @@ def test_gathers_and_scatters_of_each_strategy_send_the_bytes_of_the_formula(
         else:
             gathers = [1] * len(sizes)
         scatters = MICROBATCHES if reduce == "each" and strategy != "optimizer" else 1
-        moved = sum(count * piece for count, piece in zip(gathers, pieces, strict=True))
+        moved = sum(count * shard for count, shard in zip(gathers, shards, strict=True))
         assert traffic["shard"] == {
             "all_gather": Count(sum(gathers), 4 * moved),
             "reduce_scatter": Count(scatters * len(sizes), scatters * 4 * sum(sizes)),
@@ -136,8 +136,8 @@ def test_bytes_of_state_with_fp32_masters_are_those_of_the_formula(rank_pool: An
     """bf16 for layers, fp32 for gradients, masters and both moments."""
     plan = Plan(dp=2, strategy=strategy, reduce="each", precision="bf16")
     for counted, elements in rank_pool.run(state_of, plan, ranks=2):
-        pieces = {"optimizer": (2 + 4, 12), "gradients": (2, 4 + 12), "full": (0, 4 + 12)}[strategy]
-        expected = (pieces[0] + pieces[1] / 2) * elements
+        shards = {"optimizer": (2 + 4, 12), "gradients": (2, 4 + 12), "full": (0, 4 + 12)}[strategy]
+        expected = (shards[0] + shards[1] / 2) * elements
         assert abs(counted - expected) < 0.005 * expected, counted / expected
 
 

@@ -43,12 +43,12 @@ def everything(plan: Plan) -> dict[str, Any]:
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
-    pieces: dict[str, Any] = {}
+    shards: dict[str, Any] = {}
     for told in ranks:
         for name, tensor in told["parameters"].items():
             place = told["layouts"][name].coordinate(told["coordinate"])
-            pieces.setdefault(name, {})[place] = tensor
-    return {name: assemble(held, ranks[0]["layouts"][name]) for name, held in pieces.items()}
+            shards.setdefault(name, {})[place] = tensor
+    return {name: assemble(held, ranks[0]["layouts"][name]) for name, held in shards.items()}
 
 
 @pytest.mark.parametrize(

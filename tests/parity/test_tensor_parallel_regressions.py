@@ -89,7 +89,7 @@ def test_users_models_with_rules_over_tp_equal_one_rank(thread_ranks, build, deg
 
 
 class Doubled(CrossEntropy):
-    """Knows nothing of pieces, though its base does."""
+    """Knows nothing of parts, though its base does."""
 
     def total(self, output, targets):
         return 2 * super().total(output, targets)

@@ -8,7 +8,7 @@ Each family keeps its mistakes and its rows together: `forward`, `losses`, `back
 `reductions`, `updates`, `four` for four ranks, and what is cut between data-parallel ranks: `sharding` for
 parameters, `scattering` for gradients; `stepping` for `Engine.step`, `bounds` for norms and clipping,
 `precision` for dtypes, `scaling` for the loss scale; `dropping` for what dropout draws; `sequence` for
-pieces of the sequence between layers, `context` for parts of it on the ranks of cp; `passing` for what is
+shards of the sequence between layers, `context` for parts of it on the ranks of cp; `passing` for what is
 kept too long, `saving` for checkpoints. A mistake lasts while it is entered, in one rank's process. The
 reference runs within it as well, so a mistake is made where only the woven run goes: in stages, parallel
 modules, units, the gatherer, the reducer, the engine; or, in `definitions`, in code that the reference

@@ -124,7 +124,7 @@ BACKWARD = (
     _row(
         entrance_without_sum,
         cases.GPT2,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         StepPhase.INPUT_GRADIENT,
         "head",
         ranks=BOTH,
@@ -133,7 +133,7 @@ BACKWARD = (
     _row(
         mlp_entrance_without_sum,
         cases.LLAMA,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         StepPhase.INPUT_GRADIENT,
         cases.MLP,
         ranks=BOTH,
@@ -142,7 +142,7 @@ BACKWARD = (
     _row(
         backward_of_the_reduction_scaled,
         cases.GPT2,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         StepPhase.INPUT_GRADIENT,
         cases.MLP,
         ranks=BOTH,
@@ -151,7 +151,7 @@ BACKWARD = (
     _row(
         attention_reduction_scaled,
         cases.LLAMA,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         StepPhase.INPUT_GRADIENT,
         cases.ATTENTION,
         ranks=BOTH,

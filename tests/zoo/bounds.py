@@ -25,9 +25,9 @@ def scaling(factor_of: Callable[[Tensor, float], Tensor]) -> Any:
     def scale(units: Any, norm: Tensor, max_norm: float) -> None:
         factor = factor_of(norm, max_norm)
         for unit in units:
-            for piece in unit.pieces.values():
-                if piece.grad is not None:
-                    piece.grad.mul_(factor.to(piece.grad.dtype))
+            for shard in unit.shard_parameters.values():
+                if shard.grad is not None:
+                    shard.grad.mul_(factor.to(shard.grad.dtype))
 
     return patch.object(gradient_clipping, "scale_to", scale)
 
@@ -78,8 +78,8 @@ def clipped_element_by_element() -> Any:
 
     def scale(units: Any, norm: Tensor, max_norm: float) -> None:
         for unit in units:
-            for piece in unit.pieces.values():
-                piece.grad.clamp_(-max_norm / 8, max_norm / 8)
+            for shard in unit.shard_parameters.values():
+                shard.grad.clamp_(-max_norm / 8, max_norm / 8)
 
     return patch.object(gradient_clipping, "scale_to", scale)
 
@@ -134,7 +134,7 @@ def largest_element_of_own_rank() -> Any:
     def own(units: Any, counted: Any, group: Any, device: Any, order: float = 2.0) -> Callable[[], Tensor]:
         if order == 2.0:
             return start_norm(units, counted, group, device, order)
-        grads = [piece.grad for unit in units for piece in unit.pieces.values() if piece.grad is not None]
+        grads = [one.grad for unit in units for one in unit.shard_parameters.values() if one.grad is not None]
         return lambda: torch.stack([grad.abs().max() for grad in grads]).max()
 
     return patch.object(gradient_clipping, "start_norm", own)

@@ -19,7 +19,7 @@ EVEN = gpt2(layers=1, vocab=38)
 """Each of two ranks holds as many rows of the vocabulary."""
 SHARING = llama(layers=1, kv_heads=1)
 NARROW = gpt2(layers=1, hidden=12)
-"""Rows of 12 elements: cuts, at multiples of 16, fall inside rows of the table, whose pieces are one row."""
+"""Rows of 12 elements: cuts, at multiples of 16, fall inside rows of the table, whose shards are one row."""
 SMOOTH = replace(GPT2, loss=SMOOTHED)
 
 TWO_STAGES = Plan(pp=2, microbatches=2, layers_per_stage=(2, 2))
@@ -41,16 +41,16 @@ CUT_GRADIENTS_EACH = replace(CUT_GRADIENTS, reduce="each")
 CUT_PARAMETERS = replace(TWO_COPIES, strategy="full")
 CUT_PARAMETERS_EACH = replace(CUT_PARAMETERS, reduce="each")
 VISITING = replace(CUT_PARAMETERS, offload="parameters")
-"""Pieces lie on the CPU while a step runs, and come to the device for the optimizer."""
+"""Shards lie on the CPU while a step runs, and come to the device for the optimizer."""
 CUT_STATE_AWAY = replace(CUT_STATE, offload="full")
 CUT_GRADIENTS_AWAY = replace(CUT_GRADIENTS, offload="full")
 HYBRID_STATE = replace(CUT_STATE, dp=4, replicate=2)
-"""Ranks 0 and 1 hold the two pieces, ranks 2 and 3 copies of them."""
+"""Ranks 0 and 1 hold the two shards, ranks 2 and 3 copies of them."""
 HYBRID_GRADIENTS = replace(CUT_GRADIENTS, dp=4, replicate=2)
 HYBRID_PARAMETERS = replace(CUT_PARAMETERS, dp=4, replicate=2)
 STAGES_OF_CUT_PARAMETERS = replace(TWO_STAGES, dp=2, strategy="full")
-TWO_PIECES = Plan(tp=2, microbatches=2)
-TWO_PIECES_OF_THREE = replace(TWO_PIECES, microbatches=3)
+TWO_PARTS = Plan(tp=2, microbatches=2)
+TWO_PARTS_OF_THREE = replace(TWO_PARTS, microbatches=3)
 
 
 def draw_uneven(rows: int, generator: torch.Generator) -> Batch:

@@ -66,7 +66,7 @@ CHUNKS = (
     Row(
         defect=scaled_twice,
         model=cases.GPT2,
-        plan=in_chunks(cases.TWO_PIECES),
+        plan=in_chunks(cases.TWO_PARTS),
         named=Named(phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=0, cause="times"),
     ),
     Row(

@@ -168,13 +168,13 @@ def keys_of_the_first_micro_batch() -> Any:
 def positions_of_the_first_micro_batch() -> Any:
     """A compiled layer goes on with the positions of the documents with which it first ran."""
     first: dict[int, Tensor] = {}
-    original = steps.PositionsStep.run
+    original = steps.PositionsOperation.run
 
-    def run(self: steps.PositionsStep, given: Any, values: Any, call: Any) -> None:
+    def run(self: steps.PositionsOperation, given: Any, values: Any, call: Any) -> None:
         original(self, given, values, call)
         values[self.result] = first.setdefault(id(self), values[self.result])
 
-    return patch.object(steps.PositionsStep, "run", run)
+    return patch.object(steps.PositionsOperation, "run", run)
 
 
 def gradients_of_keys_and_values_exchanged() -> Any:
@@ -196,7 +196,7 @@ def heads_in_another_order() -> Any:
 
 def positions_in_the_order_of_the_ranks() -> Any:
     """The parts of a sequence are joined one after the other, though each rank has two chunks of it."""
-    return patch.object(SequenceLayout, "join", lambda self, pieces, dim=1: torch.cat(tuple(pieces), dim))
+    return patch.object(SequenceLayout, "join", lambda self, parts, dim=1: torch.cat(tuple(parts), dim))
 
 
 def gradient_of_a_shared_head_of_one_rank() -> Any:

@@ -21,7 +21,7 @@ CLAIMS = {
     "factor": r"is \S+ (. \S+ )?times what it should be",
     "order": r"another order|permut|shifted|transposed|revers",
     "region": r"\bregion",
-    "cut": r"when it is cut|from pieces|pieces of the classes|a cut |cut over tp|only a piece"
+    "cut": r"when it is cut|from shards|shards of the classes|a cut |cut over tp|only a shard"
     r"|parameters differ",
     "sum": r"sum over \w+ is missing|averaged|taken twice|every rank",
     "rows": r"these rows are left out|counted twice",

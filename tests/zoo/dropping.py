@@ -13,7 +13,7 @@ from plait.engine.runner import Runner
 from plait.plan.plan import Plan
 from plait.tensor import dropout
 from plait.tensor.attention import key_blocks as blocks
-from plait.tensor.dropout import set_region_piece
+from plait.tensor.dropout import set_region_part
 from plait.tensor.parallel import apply_rules
 from plait.verification.location import StepPhase
 from zoo.row import TWO_STEPS, Named, Row
@@ -41,12 +41,12 @@ def every_micro_batch_the_first() -> Any:
 
 
 def first_heads_on_every_rank() -> Any:
-    """Every rank of tp draws for the first piece."""
+    """Every rank of tp draws for the first part."""
 
     def first(module: Any, dim: int, index: int, count: int) -> None:
-        set_region_piece(module, dim, 0, count)
+        set_region_part(module, dim, 0, count)
 
-    return patch.object(apply_rules, "set_region_piece", first)
+    return patch.object(apply_rules, "set_region_part", first)
 
 
 def the_same_in_every_step() -> Any:
@@ -70,7 +70,7 @@ def weights_dropped_as_in_the_own_block() -> Any:
 
 
 TWO_COPIES = Plan(dp=2, microbatches=2)
-TWO_PIECES = Plan(tp=2, microbatches=2)
+TWO_PARTS = Plan(tp=2, microbatches=2)
 TWO_CONTEXTS = Plan(cp=2, microbatches=2, context_parallel="ring")
 EMBEDDED = "1"
 """The layer that is a dropout itself."""
@@ -91,7 +91,7 @@ DROPPING = (
     Row(
         defect=first_heads_on_every_rank,
         model=MODEL,
-        plan=TWO_PIECES,
+        plan=TWO_PARTS,
         named=Named(phase=StepPhase.FORWARD, layer="2", microbatch=0, ranks=(0, 1)),
     ),
     Row(

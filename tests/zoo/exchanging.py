@@ -21,7 +21,7 @@ from zoo import cases
 from zoo.backward import _messages
 from zoo.computing import _of
 from zoo.diagnosed import Mistake
-from zoo.four import FOUR_PIECES
+from zoo.four import FOUR_PARTS
 from zoo.patching import during, in_single
 from zoo.row import TWO_STEPS
 
@@ -224,7 +224,7 @@ def gradient_without_its_last_row() -> Any:
     return _sent_back(lambda gradient: torch.cat((gradient[:-1], 0 * gradient[-1:])))
 
 
-TP, PP = cases.TWO_PIECES_OF_THREE, cases.TWO_STAGES_OF_THREE
+TP, PP = cases.TWO_PARTS_OF_THREE, cases.TWO_STAGES_OF_THREE
 G, L = cases.GPT2, cases.LLAMA
 
 
@@ -239,7 +239,7 @@ EXCHANGING: tuple[Mistake, ...] = (
     _at(TP, summed_twice, L, "2 times .* size of tp", "factor", "sum", "cut", "sum"),
     _at(TP, summed_twice, G, "2 times .* size of tp|down gives", "factor", "sum", "cut", "sum"),
     _at(
-        FOUR_PIECES,
+        FOUR_PARTS,
         averaged_over_four,
         cases.FOUR_HEADS,
         "1/4 times|down gives",
@@ -254,7 +254,7 @@ EXCHANGING: tuple[Mistake, ...] = (
     _at(TP, own_counted_twice, L, "down gives", "sum", "cut", "sum"),
     _at(TP, subtracted, L, "down gives", "sum", "cut", "sum"),
     _at(
-        FOUR_PIECES, summed_over_pairs, cases.FOUR_HEADS, "over tp is missing|down gives", "sum", "cut", "sum"
+        FOUR_PARTS, summed_over_pairs, cases.FOUR_HEADS, "over tp is missing|down gives", "sum", "cut", "sum"
     ),
     _at(TP, summed_in_bfloat16, L, "16|down gives", "bfloat16", "float32", "cut", "sum"),
     _at(TP, summed_in_single_precision, G, "float32|down gives", "float32", "cut", "sum"),

@@ -20,7 +20,7 @@ from plait.engine import parallelize as composer
 from plait.models.lora import LoraLinear
 from plait.plan.plan import Plan
 from plait.rules import column
-from plait.tensor.dropout import Dropout, set_region_piece
+from plait.tensor.dropout import Dropout, set_region_part
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.parallel import apply_rules
 from plait.tensor.parallel import embedding_and_norm as norm
@@ -84,7 +84,7 @@ def mask_of_an_adapter_by_rank() -> Any:
     def applied(rule: Any, module: nn.Module, parent: Any, path: str, group: Any, *more: Any) -> nn.Module:
         made = original(rule, module, parent, path, group, *more)
         if rule.kind == "replicated" and isinstance(module, Dropout):
-            set_region_piece(module, -1, group.index, group.size)
+            set_region_part(module, -1, group.index, group.size)
         return made
 
     return patch.object(apply_rules, "_applied", applied)
@@ -169,7 +169,7 @@ ADAPTED = lora_cases.case(llama(layers=1))
 ADAPTED_AND_DROPPING = lora_cases.case(gpt2(layers=1, heads=4), dropout=0.2)
 NORMS = Case("norms", build, draw_contexts(GPT2_VOCAB))
 THIRDS = Case("thirds", in_thirds, draw_contexts(GPT2_VOCAB))
-TWO_PIECES = cases.TWO_PIECES
+TWO_PARTS = cases.TWO_PARTS
 
 
 def _row(
@@ -178,7 +178,7 @@ def _row(
     layer: str | None,
     *,
     model: Case = ADAPTED,
-    plan: Plan = TWO_PIECES,
+    plan: Plan = TWO_PARTS,
     **more: Any,
 ) -> Row:
     of_all = phase in (StepPhase.REDUCTION, StepPhase.OPTIMIZER)

@@ -16,7 +16,7 @@ import plait.tensor.parallel.linear as parallel
 from parity.tensor_defects import (
     average_instead_of_sum,
     bias_added_by_every_rank,
-    last_row_of_each_piece_lost,
+    last_row_of_each_shard_lost,
 )
 from plait.engine import parallelize as composer
 from plait.engine import tensor_sources
@@ -266,13 +266,13 @@ def random_numbers_of_the_rank() -> Iterator[None]:
 
 
 @contextmanager
-def norm_over_a_piece() -> Iterator[None]:
+def norm_over_a_shard() -> Iterator[None]:
     """No patch: the model normalises over features of which each rank holds a part."""
     yield
 
 
-def first_piece_on_every_rank() -> Any:
-    """Each rank of tp starts from the first piece of what is cut."""
+def first_shard_on_every_rank() -> Any:
+    """Each rank of tp starts from the first part of what is cut."""
     original = composer.shard
 
     def shard(whole: Tensor, layout: Any, coordinate: Any) -> Tensor:
@@ -346,28 +346,28 @@ FORWARD = (
         ranks=(1,),
         cause="float32",
     ),
-    _row(bias_added_by_every_rank, cases.GPT2, cases.TWO_PIECES, cases.ATTENTION, ranks=(0, 1), cause="bias"),
-    _row(bias_left_out, cases.GPT2, cases.TWO_PIECES, cases.ATTENTION, ranks=(0, 1), cause="bias", full=True),
-    _row(average_instead_of_sum, cases.LLAMA, cases.TWO_PIECES, "embedding", cause="averaged"),
+    _row(bias_added_by_every_rank, cases.GPT2, cases.TWO_PARTS, cases.ATTENTION, ranks=(0, 1), cause="bias"),
+    _row(bias_left_out, cases.GPT2, cases.TWO_PARTS, cases.ATTENTION, ranks=(0, 1), cause="bias", full=True),
+    _row(average_instead_of_sum, cases.LLAMA, cases.TWO_PARTS, "embedding", cause="averaged"),
     _row(
         attention_not_summed,
         cases.LLAMA,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         cases.ATTENTION,
         ranks=(0, 1),
         cause="sum over tp is missing",
     ),
-    _row(mlp_not_summed, cases.GPT2, cases.TWO_PIECES, cases.MLP, ranks=(0, 1), full=True),
+    _row(mlp_not_summed, cases.GPT2, cases.TWO_PARTS, cases.MLP, ranks=(0, 1), full=True),
     _row(
         mlp_averaged,
         cases.LLAMA,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         cases.MLP,
         cause="adds to it is 1/2 .* averaged",
         full=True,
     ),
-    _row(query_heads_in_another_order, cases.FOUR_HEADS, cases.TWO_PIECES, cases.ATTENTION),
-    _row(heads_of_the_other_rank, cases.GPT2, cases.TWO_PIECES, cases.ATTENTION, full=True),
+    _row(query_heads_in_another_order, cases.FOUR_HEADS, cases.TWO_PARTS, cases.ATTENTION),
+    _row(heads_of_the_other_rank, cases.GPT2, cases.TWO_PARTS, cases.ATTENTION, full=True),
     _row(
         query_heads_paired_with_the_wrong_key_heads,
         cases.LLAMA,
@@ -376,11 +376,11 @@ FORWARD = (
         ranks=(0,),
     ),
     _row(mask_missing_on_one_rank, cases.GPT2, cases.TWO_COPIES, cases.ATTENTION, microbatch=2, ranks=(1,)),
-    _row(query_positions_off_by_one, cases.LLAMA, cases.TWO_PIECES, cases.ATTENTION),
-    _row(position_embedding_added_by_every_rank, cases.GPT2, cases.TWO_PIECES, "embedding"),
-    _row(rows_of_another_rank, cases.GPT2, cases.TWO_PIECES, "embedding"),
-    _row(last_row_of_each_piece_lost, cases.GPT2, cases.TWO_PIECES, "embedding", microbatch=None, full=True),
-    _row(last_class_ignored, cases.GPT2, cases.TWO_PIECES, "head", ranks=(1,), cause="36:37 of dim 2"),
+    _row(query_positions_off_by_one, cases.LLAMA, cases.TWO_PARTS, cases.ATTENTION),
+    _row(position_embedding_added_by_every_rank, cases.GPT2, cases.TWO_PARTS, "embedding"),
+    _row(rows_of_another_rank, cases.GPT2, cases.TWO_PARTS, "embedding"),
+    _row(last_row_of_each_shard_lost, cases.GPT2, cases.TWO_PARTS, "embedding", microbatch=None, full=True),
+    _row(last_class_ignored, cases.GPT2, cases.TWO_PARTS, "head", ranks=(1,), cause="36:37 of dim 2"),
     _row(layer_skipped, cases.GPT2, cases.TWO_STAGES, cases.MLP, ranks=(1,), cause="the layer is skipped"),
     _row(layer_run_twice, cases.GPT2, cases.TWO_STAGES, cases.ATTENTION, ranks=(0,), full=True),
     _row(other_epsilon, cases.LLAMA, cases.TWO_STAGES, cases.MLP, ranks=(1,)),
@@ -394,8 +394,8 @@ FORWARD = (
         full=True,
     ),
     _row(random_numbers_of_the_rank, models.MASKED, cases.TWO_COPIES, "1", microbatch=2, ranks=(1,)),
-    _row(norm_over_a_piece, models.NORM_INSIDE, cases.TWO_PIECES, "1"),
-    _started(first_piece_on_every_rank, cases.EVEN, cases.TWO_PIECES, ".*", ranks=(1,)),
+    _row(norm_over_a_shard, models.NORM_INSIDE, cases.TWO_PARTS, "1"),
+    _started(first_shard_on_every_rank, cases.EVEN, cases.TWO_PARTS, ".*", ranks=(1,)),
     _started(other_values_on_one_rank, cases.GPT2, cases.TWO_STAGES, ".*", ranks=(1,), full=True),
     _started(copy_differs, cases.GPT2, cases.TWO_COPIES, ".*bias", ranks=(1,), full=True),
 )

@@ -19,11 +19,11 @@ from zoo.losses import mean_counted_by_every_rank
 from zoo.row import Named, Row
 from zoo.updates import one_parameter_not_stepped_on_one_rank
 
-STAGES_OF_PIECES = Plan(pp=2, tp=2, microbatches=2, layers_per_stage=(2, 2))
+STAGES_OF_SHARDS = Plan(pp=2, tp=2, microbatches=2, layers_per_stage=(2, 2))
 STAGES_OF_COPIES = Plan(pp=2, dp=2, microbatches=2, layers_per_stage=(2, 2))
-COPIES_OF_PIECES = Plan(dp=2, tp=2, microbatches=2)
+COPIES_OF_SHARDS = Plan(dp=2, tp=2, microbatches=2)
 FOUR_STAGES = Plan(pp=4, microbatches=4, layers_per_stage=(1, 1, 1, 1))
-FOUR_PIECES = Plan(tp=4, microbatches=2)
+FOUR_PARTS = Plan(tp=4, microbatches=2)
 ALL = (0, 1, 2, 3)
 
 
@@ -42,7 +42,7 @@ FOUR = (
     Row(
         defect=reduced_over_the_wrong_axis,
         model=cases.EVEN,
-        plan=COPIES_OF_PIECES,
+        plan=COPIES_OF_SHARDS,
         named=Named(phase=StepPhase.REDUCTION, ranks=ALL),
     ),
     Row(
@@ -60,7 +60,7 @@ FOUR = (
     Row(
         defect=copies_not_summed,
         model=llama(layers=1, heads=4, kv_heads=2),
-        plan=FOUR_PIECES,
+        plan=FOUR_PARTS,
         named=Named(
             phase=StepPhase.REDUCTION,
             parameter=r"blocks.0.attention.(key|value).weight",
@@ -72,14 +72,14 @@ FOUR = (
     Row(
         defect=bias_added_by_every_rank,
         model=cases.GPT2,
-        plan=STAGES_OF_PIECES,
+        plan=STAGES_OF_SHARDS,
         named=Named(phase=StepPhase.FORWARD, layer=cases.ATTENTION, microbatch=0, ranks=(0, 1), cause="bias"),
         full=True,
     ),
     Row(
         defect=entrance_without_sum,
         model=cases.GPT2,
-        plan=STAGES_OF_PIECES,
+        plan=STAGES_OF_SHARDS,
         named=Named(
             phase=StepPhase.INPUT_GRADIENT,
             layer="head",
@@ -125,7 +125,7 @@ FOUR = (
     Row(
         defect=weight_work_twice,
         model=cases.UNTIED,
-        plan=replace(STAGES_OF_PIECES, schedule="zb-h1"),
+        plan=replace(STAGES_OF_SHARDS, schedule="zb-h1"),
         named=Named(
             phase=StepPhase.WEIGHT_GRADIENT,
             layer="head",
@@ -139,21 +139,21 @@ FOUR = (
     Row(
         defect=norm_of_own_stage_only,
         model=cases.GPT2,
-        plan=STAGES_OF_PIECES,
+        plan=STAGES_OF_SHARDS,
         named=Named(phase=StepPhase.NORM, ranks=ALL, cause="too small"),
         full=True,
     ),
     Row(
         defect=mean_counted_by_every_rank,
         model=cases.GPT2,
-        plan=STAGES_OF_PIECES,
+        plan=STAGES_OF_SHARDS,
         named=Named(phase=StepPhase.MEAN_LOSS, ranks=ALL),
         full=True,
     ),
     Row(
         defect=one_parameter_not_stepped_on_one_rank,
         model=cases.GPT2,
-        plan=COPIES_OF_PIECES,
+        plan=COPIES_OF_SHARDS,
         named=Named(
             phase=StepPhase.OPTIMIZER, parameter="blocks.0.mlp.norm.weight", ranks=(1,), cause="not updated"
         ),

@@ -96,8 +96,8 @@ def smoothing_over_own_classes() -> Iterator[None]:
 def target_subtracted_on_every_rank() -> Any:
     """A rank that does not hold the target takes it off its first class."""
 
-    def subtract(self: Any, piece: Tensor, amounts: Tensor) -> None:
-        piece.scatter_(1, self.columns, piece.gather(1, self.columns) - amounts[:, None])
+    def subtract(self: Any, part: Tensor, amounts: Tensor) -> None:
+        part.scatter_(1, self.columns, part.gather(1, self.columns) - amounts[:, None])
 
     return patch.object(softmax_terms.LocalTargets, "subtract", subtract)
 
@@ -177,19 +177,19 @@ LOSSES = (
     Row(
         defect=smoothing_over_own_classes,
         model=cases.SMOOTH,
-        plan=cases.TWO_PIECES,
+        plan=cases.TWO_PARTS,
         named=Named(phase=StepPhase.LOSS, microbatch=0, ranks=BOTH),
     ),
     Row(
         defect=targets_off_by_the_remainder,
         model=cases.GPT2,
-        plan=cases.TWO_PIECES,
+        plan=cases.TWO_PARTS,
         named=Named(phase=StepPhase.LOSS, microbatch=0),
     ),
     Row(
         defect=maximum_of_own_logits,
         model=cases.GPT2,
-        plan=cases.TWO_PIECES,
+        plan=cases.TWO_PARTS,
         named=Named(phase=StepPhase.LOSS, microbatch=0, ranks=BOTH),
     ),
     Row(
@@ -221,7 +221,7 @@ LOSSES = (
     Row(
         defect=target_subtracted_on_every_rank,
         model=cases.GPT2,
-        plan=cases.TWO_PIECES,
+        plan=cases.TWO_PARTS,
         named=Named(phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=0),
     ),
     Row(
@@ -234,7 +234,7 @@ LOSSES = (
     Row(
         defect=mean_counted_by_every_rank,
         model=cases.GPT2,
-        plan=cases.TWO_PIECES,
+        plan=cases.TWO_PARTS,
         named=Named(phase=StepPhase.MEAN_LOSS, ranks=BOTH),
     ),
     Row(defect=statistics_over_the_batch, model=models.CENTRED, plan=cases.ANY_TWO_STAGES, named=BATCH),

@@ -31,7 +31,7 @@ from zoo.row import Named, Row
 NATIVE = VerifyOptions(mode="native", steps=1)
 TWO_NATIVE_STEPS = VerifyOptions(mode="native", steps=2)
 MIXED = replace(cases.TWO_COPIES_OF_THREE, precision="bf16", master_precision="fp32")
-MIXED_PIECES = replace(MIXED, strategy="full", reduce="each")
+MIXED_SHARDS = replace(MIXED, strategy="full", reduce="each")
 NORM = "blocks.0.mlp.norm.weight"
 BOTH = (0, 1)
 
@@ -120,7 +120,7 @@ def rounded_before_the_reduction() -> Iterator[None]:
 
 
 @contextmanager
-def pieces_scattered_in_16_bits() -> Iterator[None]:
+def shards_scattered_in_16_bits() -> Iterator[None]:
     """Gradients that are cut travel in bfloat16, micro-batch by micro-batch."""
     original = reducer._scatter
 
@@ -139,7 +139,7 @@ def masters_filled_from_copies() -> Iterator[None]:
 
     def fill(self: UnitFactory, buffer: FlatBuffer) -> None:
         original(self, buffer)
-        buffer.piece.copy_(in_16_bits(buffer.piece))
+        buffer.shard.copy_(in_16_bits(buffer.shard))
 
     with patch.object(UnitFactory, "_fill", fill):
         yield
@@ -213,12 +213,12 @@ def stale_copy() -> Any:
 
 def copies_cut_off() -> Any:
     """Digits are cut off, not rounded."""
-    return _copying(lambda buffer, _: (buffer.piece.view(torch.int32) & -65536).view(torch.float32))
+    return _copying(lambda buffer, _: (buffer.shard.view(torch.int32) & -65536).view(torch.float32))
 
 
 def copies_of_scaled_masters() -> Any:
     """A factor of 1 + 1/64, two roundings of bfloat16."""
-    return _copying(lambda buffer, _: buffer.piece * (1 + 2**-6))
+    return _copying(lambda buffer, _: buffer.shard * (1 + 2**-6))
 
 
 def clip_factor_in_16_bits() -> Any:
@@ -265,7 +265,7 @@ PRECISION = (
         cause="rounded to bfloat16",
     ),
     native_row(StepPhase.REDUCTION, rounded_before_the_reduction, MIXED, ranks=BOTH),
-    native_row(StepPhase.REDUCTION, pieces_scattered_in_16_bits, MIXED_PIECES, ranks=BOTH),
+    native_row(StepPhase.REDUCTION, shards_scattered_in_16_bits, MIXED_SHARDS, ranks=BOTH),
     native_row(StepPhase.INITIAL, masters_filled_from_copies, MIXED, ranks=BOTH),
     native_row(StepPhase.OPTIMIZER, masters_rounded_by_the_step, MIXED, full=False, ranks=BOTH),
     native_row(StepPhase.OPTIMIZER, state_in_16_bits, MIXED, ranks=BOTH, parameter=".*/exp_avg"),
@@ -287,7 +287,7 @@ PRECISION = (
     native_row(
         StepPhase.FORWARD,
         mean_square_in_16_bits,
-        replace(cases.TWO_PIECES, precision="bf16", master_precision="fp32"),
+        replace(cases.TWO_PARTS, precision="bf16", master_precision="fp32"),
         model=NORMS,
         full=False,
         layer="block",

@@ -80,7 +80,7 @@ def dp_shifted() -> Any:
     return _reduced(lambda parts, own: parts[own] + parts[1 - own].roll(1))
 
 
-# pieces of parameters
+# shards of parameters
 
 
 def _gathered(change: Callable[[Tensor, int, int], None]) -> Any:
@@ -95,20 +95,20 @@ def _gathered(change: Callable[[Tensor, int, int], None]) -> Any:
     return patch.object(gatherer, "all_gather", gather)
 
 
-def others_pieces_are_zero() -> Any:
+def others_shards_are_zero() -> Any:
     def change(whole: Tensor, size: int, own: int) -> None:
-        for index, piece in enumerate(whole.chunk(size)):
+        for index, shard in enumerate(whole.chunk(size)):
             if index != own:
-                piece.zero_()
+                shard.zero_()
 
     return _gathered(change)
 
 
-def own_piece_everywhere() -> Any:
+def own_shard_everywhere() -> Any:
     def change(whole: Tensor, size: int, own: int) -> None:
         mine = whole.chunk(size)[own].clone()
-        for piece in whole.chunk(size):
-            piece.copy_(mine)
+        for shard in whole.chunk(size):
+            shard.copy_(mine)
 
     return _gathered(change)
 
@@ -170,10 +170,10 @@ REDUCING: tuple[Mistake, ...] = (
     _at(DP, dp_negative, L, "-1 times", "factor"),
     _at(DP, dp_first_half_only, G, "over dp is missing|reduction", "sum"),
     _at(DP, dp_shifted, G, "reduction", "order"),
-    _at(FULL, others_pieces_are_zero, G, "zero"),
+    _at(FULL, others_shards_are_zero, G, "zero"),
     _at(
         FULL,
-        own_piece_everywhere,
+        own_shard_everywhere,
         G,
         "gathered",
     ),

@@ -144,14 +144,14 @@ REDUCTIONS = (
     _row(
         copies_not_summed,
         cases.SHARING,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         r"blocks.0.attention.(key|value).weight",
         cause=MISSING("tp"),
     ),
     _row(
         whole_parameters_summed_over_tp,
         cases.GPT2,
-        cases.TWO_PIECES_OF_THREE,
+        cases.TWO_PARTS_OF_THREE,
         r".*(norm|output.bias|down.bias|position).*",
         cause="2 times .* size of tp",
     ),

@@ -1,4 +1,4 @@
-"""Mistakes of saving and loading: another rank's piece, another tensor, what is not loaded."""
+"""Mistakes of saving and loading: another rank's shard, another tensor, what is not loaded."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ def _filled(change: Callable[[Tensor, str, Layout, Where], tuple[str, Where]]) -
     """Each tensor that is loaded is the one, at the place, that `change` returns."""
     original = BoxReader.fill
 
-    def fill(self: BoxReader, piece: Tensor, name: str, layout: Layout, where: Where) -> None:
-        name, where = change(piece, name, layout, where)
-        original(self, piece, name, layout, where)
+    def fill(self: BoxReader, shard: Tensor, name: str, layout: Layout, where: Where) -> None:
+        name, where = change(shard, name, layout, where)
+        original(self, shard, name, layout, where)
 
     with patch.object(BoxReader, "fill", fill):
         yield
 
 
 def _of_the_next_rank(axis: str) -> Any:
-    def change(piece: Tensor, name: str, layout: Layout, where: Where) -> tuple[str, Where]:
+    def change(shard: Tensor, name: str, layout: Layout, where: Where) -> tuple[str, Where]:
         other = {**where, axis: 1 - where.get(axis, 0)}
-        fits = layout.axis_degrees.get(axis) == 2 and layout.local_shape(other) == tuple(piece.shape)
+        fits = layout.axis_degrees.get(axis) == 2 and layout.local_shape(other) == tuple(shard.shape)
         return name, other if fits and name.startswith("optim") else where
 
     return _filled(change)
 
 
 def moments_of_another_rank_of_tp() -> Any:
-    """A rank reads the moments of the other one's pieces."""
+    """A rank reads the moments of the other one's shards."""
     return _of_the_next_rank("tp")
 
 
 def moments_of_another_shard() -> Any:
-    """Likewise, of flat pieces."""
+    """Likewise, of flat shards."""
     return _of_the_next_rank("shard")
 
 
@@ -62,7 +62,7 @@ def moments_of_another_rank_of_cp() -> Any:
 
 def first_moment_taken_for_the_second() -> Any:
     """Both moments are the second."""
-    return _filled(lambda piece, name, layout, where: (name.replace("exp_avg_sq", "exp_avg"), where))
+    return _filled(lambda shard, name, layout, where: (name.replace("exp_avg_sq", "exp_avg"), where))
 
 
 @contextmanager
@@ -70,10 +70,10 @@ def _afterwards(kind: str, change: Callable[[Tensor], object]) -> Iterator[None]
     """What was loaded of a kind is changed in place."""
     original = BoxReader.fill
 
-    def fill(self: BoxReader, piece: Tensor, name: str, *more: Any) -> None:
-        original(self, piece, name, *more)
+    def fill(self: BoxReader, shard: Tensor, name: str, *more: Any) -> None:
+        original(self, shard, name, *more)
         if name.endswith(kind):
-            change(piece)
+            change(shard)
 
     with patch.object(BoxReader, "fill", fill):
         yield
@@ -86,7 +86,7 @@ def steps_counted_anew() -> Any:
 
 def moments_in_single_precision() -> Any:
     """Moments pass through float32."""
-    return _afterwards("exp_avg", lambda piece: piece.copy_(piece.float()))
+    return _afterwards("exp_avg", lambda shard: shard.copy_(shard.float()))
 
 
 def passes_counted_anew() -> Any:
@@ -109,7 +109,7 @@ SAVING = (
         MOMENT,
         "what rank 1 should have",
         model=cases.EVEN,
-        plan=cases.TWO_PIECES,
+        plan=cases.TWO_PARTS,
     ),
     _row(moments_of_another_shard, MOMENT, "what rank 1 should have", plan=cases.CUT_STATE, full=True),
     _row(

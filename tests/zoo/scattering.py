@@ -1,4 +1,4 @@
-"""Mistakes of gradients that are cut between ranks: scatters, what is summed besides, norms of pieces."""
+"""Mistakes of gradients that are cut between ranks: scatters, what is summed besides, norms of shards."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from zoo.row import TWO_STEPS, Named, Row
 TIED = "embedding.token.weight"
 
 
-def piece_of_another_rank() -> Any:
-    """Each rank gets the sums of the other's piece."""
+def shard_of_another_rank() -> Any:
+    """Each rank gets the sums of the other's shard."""
 
     def scatter(tensor: Tensor, group: Group, *, out: Tensor | None = None, **_: Any) -> Handle[Tensor]:
         total = all_reduce(tensor.clone(), group, checked=False).wait()
-        piece = total.chunk(group.size)[1 - group.index]
-        return Handle.done(piece if out is None else out.copy_(piece), group)
+        shard = total.chunk(group.size)[1 - group.index]
+        return Handle.done(shard if out is None else out.copy_(shard), group)
 
     return patch.object(reducer, "reduce_scatter", scatter)
 
@@ -58,7 +58,7 @@ def scatter_averages() -> Any:
 
 @contextmanager
 def _collected(first: Any, again: str = "") -> Iterator[None]:
-    """Before a piece is collected `first` is done to its buffer; that of unit `again` is collected twice."""
+    """Before a shard is collected `first` is done to its buffer; that of unit `again` is collected twice."""
     original = Reducer.collect
 
     def collect(self: Reducer, name: str) -> None:
@@ -75,8 +75,8 @@ def _collected(first: Any, again: str = "") -> Iterator[None]:
 
 
 def only_the_last_microbatch_kept() -> Any:
-    """A piece is overwritten by each micro-batch's sum, not added to."""
-    return _collected(lambda buffer: buffer.piece_gradient.zero_())
+    """A shard is overwritten by each micro-batch's sum, not added to."""
+    return _collected(lambda buffer: buffer.shard_gradient.zero_())
 
 
 def tied_unit_collected_twice() -> Any:
@@ -157,18 +157,18 @@ def scattered_before_the_last_microbatch() -> Any:
     return patch.object(unit_passes, "_ends", ends)
 
 
-def pieces_of_the_step_before_stay() -> Any:
+def shards_of_the_step_before_stay() -> Any:
     """What is collected is added to what the optimizer has seen already."""
-    return patch.object(FlatBuffer, "adds_to_piece", False)
+    return patch.object(FlatBuffer, "adds_to_shard", False)
 
 
-def copies_of_pieces_not_summed() -> Any:
+def copies_of_shards_not_summed() -> Any:
     """The sum over replicate is left out."""
     return patch.object(Reducer, "reduce", lambda self, name: None)
 
 
-def pieces_summed_over_shard() -> Any:
-    """Pieces are summed over the ranks that hold other ones."""
+def shards_summed_over_shard() -> Any:
+    """Shards are summed over the ranks that hold other ones."""
 
     def groups(owners: Any, kinds: Any, mesh: Any) -> dict[str, Any]:
         return dict.fromkeys(owners, mesh.group("shard"))
@@ -176,18 +176,18 @@ def pieces_summed_over_shard() -> Any:
     return patch.object(composer, "reduction_groups", groups)
 
 
-def tie_of_pieces_not_reduced() -> Any:
+def tie_of_shards_not_reduced() -> Any:
     """Two stages scatter their parts of the tied table, and keep them."""
     return tie_not_reduced()
 
 
-def norm_of_own_pieces_only() -> Any:
-    """Each rank clips by the norm of its pieces."""
+def norm_of_own_shards_only() -> Any:
+    """Each rank clips by the norm of its shards."""
     return norm_of_own_stage_only()
 
 
-def copies_of_pieces_counted() -> Any:
-    """The norm counts a piece on each rank of replicate."""
+def copies_of_shards_counted() -> Any:
+    """The norm counts a shard on each rank of replicate."""
     return patch.object(composer, "counted_parameters", lambda owners, *_: frozenset(owners))
 
 
@@ -223,7 +223,7 @@ OF_MLP = "blocks.0.mlp.*"
 SCATTERING = (
     _row(
         StepPhase.REDUCTION,
-        piece_of_another_rank,
+        shard_of_another_rank,
         cases.CUT_GRADIENTS,
         cases.NARROW,
         cause="over other ranks",
@@ -284,7 +284,7 @@ SCATTERING = (
     ),
     _row(
         StepPhase.REDUCTION,
-        pieces_of_the_step_before_stay,
+        shards_of_the_step_before_stay,
         cases.CUT_PARAMETERS,
         step=1,
         cause="step before is still in it",
@@ -292,14 +292,14 @@ SCATTERING = (
     ),
     _row(
         StepPhase.REDUCTION,
-        copies_of_pieces_not_summed,
+        copies_of_shards_not_summed,
         cases.HYBRID_GRADIENTS,
         ranks=ALL,
         cause="sum over replicate is missing",
     ),
     _row(
         StepPhase.REDUCTION,
-        pieces_summed_over_shard,
+        shards_summed_over_shard,
         cases.HYBRID_STATE,
         ranks=ALL,
         cause="over other ranks",
@@ -307,17 +307,17 @@ SCATTERING = (
     ),
     _row(
         StepPhase.REDUCTION,
-        tie_of_pieces_not_reduced,
+        tie_of_shards_not_reduced,
         cases.STAGES_OF_CUT_PARAMETERS,
         parameter=TIED,
         ranks=ALL,
         cause="sum over pp is missing",
         full=True,
     ),
-    _row(StepPhase.NORM, norm_of_own_pieces_only, cases.CUT_PARAMETERS, cause="too small: it leaves out"),
+    _row(StepPhase.NORM, norm_of_own_shards_only, cases.CUT_PARAMETERS, cause="too small: it leaves out"),
     _row(
         StepPhase.NORM,
-        copies_of_pieces_counted,
+        copies_of_shards_counted,
         cases.HYBRID_GRADIENTS,
         ranks=ALL,
         cause="too large",

@@ -1,4 +1,4 @@
-"""Mistakes of sequence parallelism: pieces cut, joined or summed otherwise, models that mix positions."""
+"""Mistakes of sequence parallelism: parts cut, joined or summed otherwise, models that mix positions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from plait.ranks.group import Group
 from plait.rules import column, entrance, row, sequence
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd.deferred_weight_gradients import linear
-from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_piece, start_whole
-from plait.tensor.dropout_mask import DimPiece
+from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_range, start_whole
+from plait.tensor.dropout_mask import DimPart
 from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.linear import RegionBoundary, RowParallelLinear
 from plait.verification.location import StepPhase
@@ -53,7 +53,7 @@ def whole_parameters_summed_twice() -> Any:
     return replaced_all_reduce(reducer, "copies", twice)
 
 
-def piece_of_another_rank_kept() -> Any:
+def part_of_another_rank_kept() -> Any:
     """What leaves a region goes to the neighbour, who has other positions."""
     original = region_boundary.scatter_out
 
@@ -64,13 +64,13 @@ def piece_of_another_rank_kept() -> Any:
 
 
 @contextmanager
-def own_piece_of_a_gradient_not_summed() -> Iterator[None]:
+def own_shard_of_a_gradient_not_summed() -> Iterator[None]:
     """The gradient of what entered a region is cut, but not summed."""
 
     def own(gradient: Tensor, group: Group, dim: int, overlap: Any) -> Tensor:
-        return own_piece(gradient, group, dim).contiguous()
+        return own_range(gradient, group, dim).contiguous()
 
-    with replaced_backward(paired_collectives._piece_of_sum, own):
+    with replaced_backward(paired_collectives._reduce_scattered, own):
         yield
 
 
@@ -87,13 +87,13 @@ def gradient_summed_where_it_is_gathered() -> Iterator[None]:
         yield
 
 
-def _joined_from_the_last(piece: Tensor, group: Group, dim: int, size: int) -> Any:
-    finish = start_whole(piece, group, dim, size)
+def _joined_from_the_last(part: Tensor, group: Group, dim: int, size: int) -> Any:
+    finish = start_whole(part, group, dim, size)
     return lambda: finish().roll(size // group.size, dim)
 
 
 def entered_in_another_order() -> Any:
-    """What enters attention begins with the piece of the last rank."""
+    """What enters attention begins with the part of the last rank."""
     return during(
         "forward",
         lambda: patch.object(paired_collectives, "start_whole", _joined_from_the_last),
@@ -126,30 +126,30 @@ def first_micro_batch_gathered_again() -> Any:
     kept: list[Tensor] = []
     original = GatherRegistry.again
 
-    def again(self: GatherRegistry, piece: Tensor, gather: Gather) -> Regathered:
-        kept.append(piece)
+    def again(self: GatherRegistry, part: Tensor, gather: Gather) -> Regathered:
+        kept.append(part)
         return original(self, kept[0], gather)
 
     return during("backward_input", lambda: patch.object(GatherRegistry, "again", again), layer="head")
 
 
-def pieces_one_position_too_early() -> Any:
+def parts_one_position_too_early() -> Any:
     """Where the first rank has one position more, the second takes that too, and leaves out the last."""
 
-    def piece(whole: Tensor, group: Group, dim: int) -> Tensor:
-        length = own_piece(whole, group, dim).shape[dim]
+    def part(whole: Tensor, group: Group, dim: int) -> Tensor:
+        length = own_range(whole, group, dim).shape[dim]
         return whole.narrow(dim, group.index * (whole.shape[dim] // group.size), length)
 
-    return patch.object(paired_collectives, "own_piece", piece)
+    return patch.object(paired_collectives, "own_range", part)
 
 
-def dropout_counts_from_the_piece() -> Any:
+def dropout_counts_from_the_part() -> Any:
     """A rank draws for the first positions."""
 
-    def first(self: RegionBoundary, size: int) -> DimPiece:
-        return DimPiece(0, self.length)
+    def first(self: RegionBoundary, size: int) -> DimPart:
+        return DimPart(0, self.length)
 
-    return patch.object(RegionBoundary, "piece", first)
+    return patch.object(RegionBoundary, "part", first)
 
 
 class Inner(nn.Module):
@@ -201,7 +201,7 @@ class Fused(nn.Module):
 
 INNER = {"1": sequence, "1.norm": entrance, "1.up": column, "1.down": row}
 FUSED = {"1": sequence, "1.norm": entrance, "1.packed": column.by("heads"), "1.output": row.by("heads")}
-"""Without `joined(3)`: the first rank's piece is all of the query and half of the key."""
+"""Without `joined(3)`: the first rank's part is all of the query and half of the key."""
 
 
 def around(layer: nn.Module, rules: Any) -> nn.Module:
@@ -230,7 +230,7 @@ def whole_at_the_end() -> nn.Module:
     return model
 
 
-def dropping_in_pieces() -> nn.Module:
+def dropping_in_parts() -> nn.Module:
     model = dropping()
     model.rules = {**DROPPING_RULES, "1": sequence, "2": sequence, "3": sequence}  # type: ignore[assignment]
     return model
@@ -241,7 +241,7 @@ def mixes_positions() -> Any:
     return nullcontext()
 
 
-def counts_positions_from_the_piece() -> Any:
+def counts_positions_from_the_part() -> Any:
     """Likewise: the second rank's first position is not the first."""
     return nullcontext()
 
@@ -293,10 +293,10 @@ SEQUENCE = (
         cause="2 times",
     ),
     _row(
-        piece_of_another_rank_kept, cases.GPT2, StepPhase.FORWARD, cases.ATTENTION, cause="rank 1 should have"
+        part_of_another_rank_kept, cases.GPT2, StepPhase.FORWARD, cases.ATTENTION, cause="rank 1 should have"
     ),
     _row(
-        own_piece_of_a_gradient_not_summed,
+        own_shard_of_a_gradient_not_summed,
         cases.LLAMA,
         StepPhase.INPUT_GRADIENT,
         "head",
@@ -323,24 +323,24 @@ SEQUENCE = (
         microbatch=1,
         cause="another input",
     ),
-    _row(pieces_one_position_too_early, ODD, StepPhase.FORWARD, "embedding", ranks=(1,), cause="shifted"),
+    _row(parts_one_position_too_early, ODD, StepPhase.FORWARD, "embedding", ranks=(1,), cause="shifted"),
     _row(
-        dropout_counts_from_the_piece,
-        tokens(dropping_in_pieces),
+        dropout_counts_from_the_part,
+        tokens(dropping_in_parts),
         StepPhase.FORWARD,
         "1",
         ranks=(1,),
-        cause="from the start of a piece",
+        cause="from the start of a part",
     ),
     _row(mixes_positions, tokens(mixing), StepPhase.FORWARD, "1", ranks=(1,), cause="positions before it"),
     _row(
-        counts_positions_from_the_piece,
+        counts_positions_from_the_part,
         tokens(turning),
         StepPhase.FORWARD,
         "1",
         plan=REGATHERED,
         ranks=(1,),
-        cause="from the start of a piece",
+        cause="from the start of a part",
     ),
     _row(blocks_not_joined, tokens(fused), StepPhase.FORWARD, "1"),
 )

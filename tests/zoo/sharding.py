@@ -1,4 +1,4 @@
-"""Mistakes of parameters that are cut between ranks: their pieces, gathers, offload, the optimizer's view."""
+"""Mistakes of parameters that are cut between ranks: their shards, gathers, offload, the optimizer's view."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TIED = "embedding.token.weight"
 
 
 @contextmanager
-def initial_pieces_exchanged() -> Iterator[None]:
-    """Each rank's pieces begin with the values of the other's."""
+def initial_shards_exchanged() -> Iterator[None]:
+    """Each rank's shards begin with the values of the other's."""
     original = UnitFactory._fill
 
     def fill(self: UnitFactory, buffer: FlatBuffer) -> None:
@@ -40,7 +40,7 @@ def initial_pieces_exchanged() -> Iterator[None]:
             slot.view_of(whole).copy_(self.value_of(slot.name))
         group = buffer.shard_group
         assert group is not None
-        buffer.piece.copy_(whole.chunk(group.size)[1 - group.index])
+        buffer.shard.copy_(whole.chunk(group.size)[1 - group.index])
 
     with patch.object(UnitFactory, "_fill", fill):
         yield
@@ -59,17 +59,17 @@ def _gathered(change: Callable[[Tensor, Group], None]) -> Any:
 
 
 def gathered_in_reverse() -> Any:
-    """The pieces of the last rank stand first."""
+    """The shards of the last rank stand first."""
     return _gathered(lambda whole, group: whole.copy_(torch.cat(whole.chunk(group.size)[::-1])))
 
 
 def gathered_in_single_precision() -> Any:
-    """Pieces lose half of their digits on their way."""
+    """Shards lose half of their digits on their way."""
     return _gathered(lambda whole, group: whole.copy_(in_single(whole)))
 
 
-def piece_of_one_rank_stays_old() -> Any:
-    """Others see rank 1's pieces as they were in the first step."""
+def shard_of_one_rank_stays_old() -> Any:
+    """Others see rank 1's shards as they were in the first step."""
     seen: dict[int, Tensor] = {}
 
     def change(whole: Tensor, group: Group) -> None:
@@ -97,7 +97,7 @@ def _kept(when: Callable[[], bool]) -> Iterator[None]:
 
 
 def gathered_once_and_for_all() -> Any:
-    """Nobody asks whether an optimizer has changed the pieces."""
+    """Nobody asks whether an optimizer has changed the shards."""
     return _kept(lambda: True)
 
 
@@ -144,7 +144,7 @@ def released_before_its_backward() -> Iterator[None]:
 
 @contextmanager
 def gathered_over_replicate() -> Iterator[None]:
-    """Gathered between ranks that all have the same piece."""
+    """Gathered between ranks that all have the same shard."""
     original = composer.build_units
     meshes: list[Any] = []
 
@@ -163,14 +163,14 @@ def gathered_over_replicate() -> Iterator[None]:
 
 
 @contextmanager
-def piece_not_brought_back() -> Iterator[None]:
-    """What the optimizer has done to a piece on the device is not copied to the CPU."""
+def shard_not_brought_back() -> Iterator[None]:
+    """What the optimizer has done to a shard on the device is not copied to the CPU."""
     original = FlatBuffer.copy_back
     begun: set[int] = set()
 
     def copy_back(self: FlatBuffer) -> None:
         if id(self) in begun and self.device_copy is not None:
-            self.device_copy.copy_(self.piece)
+            self.device_copy.copy_(self.shard)
         begun.add(id(self))
         original(self)
 
@@ -179,7 +179,7 @@ def piece_not_brought_back() -> Iterator[None]:
 
 
 @contextmanager
-def piece_not_sent_to_the_device() -> Iterator[None]:
+def shard_not_sent_to_the_device() -> Iterator[None]:
     """After the first step a rank shows the others what is on its device, not what is on the CPU."""
     original = gatherer._gather
     sent: set[int] = set()
@@ -195,7 +195,7 @@ def piece_not_sent_to_the_device() -> Iterator[None]:
 
 
 def _groups(change: Callable[[Engine, list[Any]], list[dict[str, Any]]]) -> Any:
-    """The optimizer is given other groups, made of the engine and of all trainable pieces."""
+    """The optimizer is given other groups, made of the engine and of all trainable shards."""
     original = Engine.parameter_groups
 
     def parameter_groups(self: Engine, weight_decay: float) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ def _groups(change: Callable[[Engine, list[Any]], list[dict[str, Any]]]) -> Any:
 def wholes_are_stepped() -> Any:
     """The optimizer has what layers use, whose gradients are not there any more."""
 
-    def wholes(engine: Engine, pieces: list[Any]) -> list[dict[str, Any]]:
+    def wholes(engine: Engine, shards: list[Any]) -> list[dict[str, Any]]:
         units = engine._runtime.units.values()
         every = [parameter for unit in units for parameter in unit.parameters.values()]
         return [{"params": every, "weight_decay": 0.1}]
@@ -215,12 +215,12 @@ def wholes_are_stepped() -> Any:
     return _groups(wholes)
 
 
-def flat_pieces_do_not_decay() -> Any:
-    """A piece of a matrix that is a part of a row is taken for a vector."""
+def flat_shards_do_not_decay() -> Any:
+    """A shard of a matrix that is a part of a row is taken for a vector."""
 
-    def by_rows(engine: Engine, pieces: list[Any]) -> list[dict[str, Any]]:
-        matrices = [piece for piece in pieces if piece.dim() >= 2 and len(piece) != 1]
-        vectors = [piece for piece in pieces if piece.dim() < 2 or len(piece) == 1]
+    def by_rows(engine: Engine, shards: list[Any]) -> list[dict[str, Any]]:
+        matrices = [shard for shard in shards if shard.dim() >= 2 and len(shard) != 1]
+        vectors = [shard for shard in shards if shard.dim() < 2 or len(shard) == 1]
         return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
     return _groups(by_rows)
@@ -233,7 +233,7 @@ def _row(phase: StepPhase, defect: Any, plan: Any, model: Any = cases.GPT2, **mo
 
 def _used(defect: Any, plan: Any, model: Any = cases.GPT2, step: int = 0, **more: Any) -> Row:
     """Wrong parameters are seen before the first layer uses them."""
-    cause = "before the last step of the optimizer" if step else "pieces"
+    cause = "before the last step of the optimizer" if step else "shards"
     more = {"layer": "embedding", "parameter": "embedding.*", "ranks": BOTH, "cause": cause} | more
     options = TWO_STEPS if step else ONE_STEP
     return _row(StepPhase.PARAMETERS, defect, plan, model, step=step, options=options, **more)
@@ -242,12 +242,12 @@ def _used(defect: Any, plan: Any, model: Any = cases.GPT2, step: int = 0, **more
 FIRST, BOTH = (0,), (0, 1)
 SHARDING = (
     _row(
-        StepPhase.INITIAL, initial_pieces_exchanged, cases.CUT_PARAMETERS, ranks=BOTH, cause="another piece"
+        StepPhase.INITIAL, initial_shards_exchanged, cases.CUT_PARAMETERS, ranks=BOTH, cause="another shard"
     ),
     _used(gathered_in_reverse, cases.CUT_PARAMETERS),
     # Initial values have no more digits than that.
     _used(gathered_in_single_precision, cases.CUT_PARAMETERS, cases.NARROW, step=1, cause="float32"),
-    _used(piece_of_one_rank_stays_old, cases.CUT_STATE, step=1, ranks=FIRST),
+    _used(shard_of_one_rank_stays_old, cases.CUT_STATE, step=1, ranks=FIRST),
     _used(gathered_once_and_for_all, cases.CUT_GRADIENTS, cases.LLAMA, step=1),
     _used(gathered_before_the_optimizer, cases.CUT_PARAMETERS, step=1),
     _used(
@@ -257,8 +257,8 @@ SHARDING = (
         cause="of dim 0 differs",
         full=True,
     ),
-    _used(piece_not_brought_back, cases.VISITING, cases.NARROW, step=1),
-    _used(piece_not_sent_to_the_device, cases.CUT_STATE_AWAY, cases.LLAMA, step=1),
+    _used(shard_not_brought_back, cases.VISITING, cases.NARROW, step=1),
+    _used(shard_not_sent_to_the_device, cases.CUT_STATE_AWAY, cases.LLAMA, step=1),
     _row(
         StepPhase.INPUT_GRADIENT,
         released_before_its_backward,
@@ -271,7 +271,7 @@ SHARDING = (
     _row(StepPhase.OPTIMIZER, wholes_are_stepped, cases.CUT_STATE, ranks=BOTH, cause="not updated"),
     _row(
         StepPhase.OPTIMIZER,
-        flat_pieces_do_not_decay,
+        flat_shards_do_not_decay,
         cases.CUT_PARAMETERS,
         cases.NARROW,
         parameter=TIED,

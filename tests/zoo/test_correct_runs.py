@@ -39,17 +39,17 @@ def layout_of(plan):
 
 def plans_of(ranks):
     """The plans on which every rank has whole sequences."""
-    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_pieces=True) if plan.cp == 1]
+    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_parts=True) if plan.cp == 1]
 
 
-def in_pieces_of(ranks):
+def in_shards_of(ranks):
     """The plans that cut sequences between layers."""
     return [plan for plan in plans_of(ranks) if plan.cuts_sequence]
 
 
 def with_cp(ranks):
     """The plans on which ranks of cp have parts of sequences."""
-    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_pieces=True) if plan.cp > 1]
+    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_parts=True) if plan.cp > 1]
 
 
 def verified(thread_ranks, model, plans, ranks):
@@ -114,7 +114,7 @@ def test_plans_with_cp_are_equal(thread_ranks, name, ranks, turns):
     ],
 )
 def test_plans_with_the_loss_in_chunks_are_equal(thread_ranks, name, ranks, turns):
-    plans = plans_on(ranks, replace(PLAN, loss_rows=5), ROWS, in_pieces=True)[turns]
+    plans = plans_on(ranks, replace(PLAN, loss_rows=5), ROWS, in_parts=True)[turns]
     assert all(plan.loss_rows == 5 for plan in plans)
     for report in verified(thread_ranks, model_of(name, ranks), plans, ranks):
         assert report, report
@@ -135,7 +135,7 @@ FINE_TUNED = {"adapters": ADAPTED_AND_DROPPING, "documents": PACKED, "norms": NO
     ],
 )
 def test_plans_of_fine_tuning_are_equal(thread_ranks, name, turns):
-    plans = [one for one in plans_on(2, PLAN, ROWS, in_pieces=True) if one.pp == 1 or name != "norms"]
+    plans = [one for one in plans_on(2, PLAN, ROWS, in_parts=True) if one.pp == 1 or name != "norms"]
     for report in verified(thread_ranks, FINE_TUNED[name], plans[turns], 2):
         assert report, report
 
@@ -173,7 +173,7 @@ def test_the_chosen_plans_are_each_layout_and_schedule():
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_each_layout_of_four_ranks_is_equal(thread_ranks, name):
     plans = plans_on(4, PLAN, ROWS)
-    chosen = [plans[number] for number in EACH[name]] + in_pieces_of(4)[MODELS.index(name) :: 6]
+    chosen = [plans[number] for number in EACH[name]] + in_shards_of(4)[MODELS.index(name) :: 6]
     for report in verified(thread_ranks, model_of(name, 4), chosen, 4):
         assert report, report
 
@@ -182,6 +182,6 @@ def test_each_layout_of_four_ranks_is_equal(thread_ranks, name):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_plan_is_equal(thread_ranks, name, ranks):
-    plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
+    plans = plans_on(ranks, PLAN, ROWS, in_parts=True)
     for report in verified(thread_ranks, model_of(name, ranks), plans, ranks):
         assert report, report

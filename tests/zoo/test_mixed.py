@@ -18,7 +18,7 @@ TABLE = "embedding.token.weight"
 FULL = replace(MIXED, strategy="full", reduce="each", schedule="zb-h1", reduce_precision="bf16")
 WAYS = (
     FULL,
-    replace(cases.TWO_PIECES, precision="fp16", master_precision="fp32", sequence_parallel="keep"),
+    replace(cases.TWO_PARTS, precision="fp16", master_precision="fp32", sequence_parallel="keep"),
     replace(cases.TWO_STAGES, precision="bf16", master_precision="fp32", loss_scale=1000.0, schedule="zb-h1"),
     replace(
         cases.TWO_COPIES,
@@ -29,8 +29,8 @@ WAYS = (
     ),
     replace(cases.TWO_COPIES, precision="bf16", master_precision="fp32", gradient_precision="bf16"),
     replace(cases.TWO_COPIES, precision="fp32", reduce_precision="fp16", offload="full", strategy="full"),
-    replace(cases.TWO_PIECES, precision="bf16", master_precision="bf16"),
-    replace(cases.TWO_PIECES, recompute="full", sequence_parallel="regather"),
+    replace(cases.TWO_PARTS, precision="bf16", master_precision="bf16"),
+    replace(cases.TWO_PARTS, recompute="full", sequence_parallel="regather"),
     replace(USUAL, schedule="zb-h1", reduce="each", sequence_parallel="keep"),
     replace(USUAL, precision="fp16", replicate=2),
 )
@@ -55,8 +55,8 @@ def off_by(error):
 
     def finish(self, carried, scale):
         original(self, carried, scale)
-        if TABLE in self.piece_gradients:
-            self.piece_gradients[TABLE].mul_(1 + error)
+        if TABLE in self.shard_gradients:
+            self.shard_gradients[TABLE].mul_(1 + error)
 
     return patch.object(FlatBuffer, "finish_gradients", finish)
 

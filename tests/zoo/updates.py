@@ -145,7 +145,7 @@ def state_forgotten() -> Any:
 
 @contextmanager
 def step_as_long_as_the_parameter() -> Iterator[None]:
-    """No patch: the optimizer looks at norms, of which a rank of tp sees a piece."""
+    """No patch: the optimizer looks at norms, of which a rank of tp sees a shard."""
     yield
 
 
@@ -188,7 +188,7 @@ NORMS = (
         StepPhase.NORM,
         whole_parameters_counted_by_every_rank,
         cases.GPT2,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         ranks=BOTH,
         cause="too large",
     ),
@@ -303,7 +303,7 @@ STEPS = (
         StepPhase.OPTIMIZER,
         step_as_long_as_the_parameter,
         cases.LLAMA,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         parameter=".*(token|attention|mlp).(query|key|value|output|gate|up|down)?.?weight",
         ranks=BOTH,
         cause="elementwise",

@@ -251,7 +251,7 @@ WEIGHTS = (
         ranks=(0,),
         cause="not added|zero",
     ),
-    _row(columns_learn_nothing, cases.GPT2, cases.TWO_PIECES, "head", TIED, cause="not added|zero"),
+    _row(columns_learn_nothing, cases.GPT2, cases.TWO_PARTS, "head", TIED, cause="not added|zero"),
     _row(
         biases_learn_nothing,
         cases.GPT2,
@@ -295,7 +295,7 @@ WEIGHTS = (
     _row(
         norm_inside_the_region,
         cases.LLAMA,
-        cases.TWO_PIECES,
+        cases.TWO_PARTS,
         "head",
         "head.norm.weight",
         ranks=(0, 1),
@@ -319,7 +319,7 @@ WEIGHTS = (
         microbatch=None,
         cause="2:3 of dim 0",
     ),
-    _row(rows_of_others_learn, cases.UNTIED, cases.TWO_PIECES, "embedding", TIED, full=True),
+    _row(rows_of_others_learn, cases.UNTIED, cases.TWO_PARTS, "embedding", TIED, full=True),
     _row(
         input_overwritten,
         models.LINEARS,

@@ -1,13 +1,13 @@
 """Checkpoints: saved under one layout, loaded under any; and conversion to and from formats of torch.
 
     saving → save_task → tensor_file, manifest       save: agree on all ranks, then write in the background
-    loading → compatibility, box_reader              load: check everything, then read each rank's pieces
+    loading → compatibility, box_reader              load: check everything, then read each rank's shards
     checkpoint_manager                               saves a run repeatedly and removes old checkpoints
     folders, disk                                    names of folders, atomic creation, file system calls
     box_reader → converting, huggingface             full tensors, one at a time, in one process
     inspecting                                       the contents of a checkpoint
     dcp → dcp_planner, dcp_reader, dcp_keys          to and from torch.distributed.checkpoint
-    dtensor                                          pieces as DTensors
+    dtensor                                          shards as DTensors
 
 Inside, every tensor is a plain local tensor with a `Layout`; only `dtensor` makes a `DTensor`.
 """

@@ -26,7 +26,7 @@ from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, Portion, TensorFileReader, find_damage, portions
 from plait.errors import CheckpointError, listed
 from plait.plan.layout.layout import Box, Layout
-from plait.plan.layout.shards import full_box, intersection, piece_boxes, slices_within
+from plait.plan.layout.shards import full_box, intersection, shard_boxes, slices_within
 
 
 def open_manifest(folder: Path) -> Manifest:
@@ -59,7 +59,7 @@ def _damaged(folder: Path, reason: str) -> CheckpointError:
 
 
 class BoxReader:
-    """Reads tensors of a checkpoint: `fill` a rank's piece, `fill_box` any box (a range per dim)."""
+    """Reads tensors of a checkpoint: `fill` a rank's shard, `fill_box` any box (a range per dim)."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._reader = TensorFileReader(folder)
@@ -67,14 +67,14 @@ class BoxReader:
         self._tensors = manifest.tensors
         self._stored = manifest.boxes_by_tensor()
 
-    def fill(self, piece: Tensor, name: str, layout: Layout, where: Mapping[str, int]) -> None:
-        """Read the piece of tensor `name` that belongs to the rank at mesh coordinate `where` into `piece`.
+    def fill(self, shard: Tensor, name: str, layout: Layout, where: Mapping[str, int]) -> None:
+        """Read the shard of tensor `name` that belongs to the rank at mesh coordinate `where` into `shard`.
 
-        Values are converted to the dtype of `piece`, which is contiguous. Memory: a part of one stored box at
+        Values are converted to the dtype of `shard`, which is contiguous. Memory: a part of one stored box at
         a time. Raises CheckpointError where a file cannot be read or elements are missing.
         """
-        for part in piece_boxes(layout, where):
-            self.fill_box(part.view_of(piece), name, part.box)
+        for part in shard_boxes(layout, where):
+            self.fill_box(part.view_of(shard), name, part.box)
 
     def fill_box(self, view: Tensor, name: str, box: Box) -> None:
         """Read one box (a range per dim) of tensor `name` into `view`, of its shape. Errors as for `fill`."""

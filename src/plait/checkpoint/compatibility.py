@@ -44,13 +44,13 @@ def require_compatible(manifest: Manifest, engine: Checkpointable, optimizers: O
         )
     if optimizers is not None and manifest.optimizer is not None:
         require_same_class(optimizers, manifest.optimizer)
-        pieces = dict(engine.named_parameters())
+        shards = dict(engine.named_parameters())
         shapes = {
             name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
             for name, keys in state_keys(manifest.tensors).items()
         }
-        _require_same_parameters(optimizers, pieces, manifest.optimizer, shapes)
-        _require_states_shardable(pieces, engine.shard_plan.layouts, shapes)
+        _require_same_parameters(optimizers, shards, manifest.optimizer, shapes)
+        _require_states_shardable(shards, engine.shard_plan.layouts, shapes)
 
 
 def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:
@@ -76,19 +76,19 @@ def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], ali
         )
 
 
-def precision_change(manifest: Manifest, pieces: Mapping[str, nn.Parameter]) -> str:
+def precision_change(manifest: Manifest, shards: Mapping[str, nn.Parameter]) -> str:
     """Return a sentence about parameters that were updated in another precision when saved; "" if none.
 
-    `pieces`: this rank's parameters, as the optimizer updates them. Imported checkpoints, which record no run
+    `shards`: this rank's parameters, as the optimizer updates them. Imported checkpoints, which record no run
     of plait, say nothing of the precision in which they were trained.
     """
     if not manifest.run:
         return ""
-    saved = {name: manifest.tensors[parameter_key(name)].torch_dtype for name in pieces}
-    changed = [name for name, one in pieces.items() if one.requires_grad and one.dtype != saved[name]]
+    saved = {name: manifest.tensors[parameter_key(name)].torch_dtype for name in shards}
+    changed = [name for name, one in shards.items() if one.requires_grad and one.dtype != saved[name]]
     if not changed:
         return ""
-    before, now = (str(one).removeprefix("torch.") for one in (saved[changed[0]], pieces[changed[0]].dtype))
+    before, now = (str(one).removeprefix("torch.") for one in (saved[changed[0]], shards[changed[0]].dtype))
     return (
         f"the checkpoint holds {listed(changed, most=2)} as updated in {before}, and the optimizer goes on "
         f"in {now}: plan.master_precision decides (by default fp32 for bf16, which was updated in bf16 once)."
@@ -127,12 +127,12 @@ def require_same_class(optimizers: OptimizerSet, saved: Mapping[str, Any]) -> No
 
 def _require_same_parameters(
     optimizers: OptimizerSet,
-    pieces: Mapping[str, nn.Parameter],
+    shards: Mapping[str, nn.Parameter],
     saved: Mapping[str, Any],
     with_state: Iterable[str],
 ) -> None:
     """Raise CheckpointError unless the optimizer and the saved one have the same trainable parameters."""
-    names = {id(piece): name for name, piece in pieces.items()}
+    names = {id(shard): name for name, shard in shards.items()}
     require_own_parameters(optimizers, names)
     for name, kind in optimizers.members_of(names).items():
         before = saved.get("class_of", {}).get(name, kind)
@@ -142,7 +142,7 @@ def _require_same_parameters(
                 "optimizer the parameters that it had."
             )
     given = {id(one) for group in optimizers.param_groups for one in group["params"]}
-    trainable = {name: id(piece) in given for name, piece in pieces.items() if piece.requires_grad}
+    trainable = {name: id(shard) in given for name, shard in shards.items() if shard.requires_grad}
     had = {*saved["group_of"], *saved["plain"], *with_state}
     left_out = [name for name, is_given in trainable.items() if name in had and not is_given]
     if left_out:
@@ -159,14 +159,14 @@ def _require_same_parameters(
 
 
 def _require_states_shardable(
-    pieces: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
+    shards: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
 ) -> None:
     """Raise CheckpointError if saved state of a sharded parameter is neither scalar nor of its full shape."""
-    for name, piece in pieces.items():
+    for name, shard in shards.items():
         layout = layouts[name]
         for key, shape in shapes.get(name, {}).items():
             sharded = layout_of_state(key, shape, layout) is layout
-            if shape and not sharded and tuple(piece.shape) != layout.shape:
+            if shape and not sharded and tuple(shard.shape) != layout.shape:
                 raise CheckpointError(
                     f"the optimizer kept {key} of {name} as {list(shape)}, which cannot be sharded as the "
                     "parameter is here: load it where parameters are whole (strategy none, tp 1)."

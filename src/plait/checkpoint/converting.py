@@ -24,7 +24,7 @@ from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
 from plait.plan.axes import sizes_of_plan
 from plait.plan.layout.layout import Layout
-from plait.plan.layout.shards import piece_boxes
+from plait.plan.layout.shards import shard_boxes
 from plait.plan.shard_plan import ShardPlan, replica_ranks
 
 
@@ -60,7 +60,7 @@ def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -
     """Write the checkpoint `source` to the new folder `target` in the files that a plan's ranks would save.
 
     `shard_plan`: `plait.engine.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that plan finds
-    all that it holds in its own file, except for pieces that another rank saves for it. Runs in one process.
+    all that it holds in its own file, except for shards that another rank saves for it. Runs in one process.
     Memory: one box. Raises `CheckpointError` as `convert`, and for a checkpoint of another model.
     """
     tensors, disk = FullTensors(Path(source)), Disk()
@@ -85,9 +85,9 @@ def _boxes_by_rank(shard_plan: ShardPlan, tensors: FullTensors) -> list[list[Box
         dtype = tensors.dtype(name)
         for coordinate in layout.coordinates():
             if coordinate != layout.owner(coordinate):
-                continue  # a replica of an earlier piece
+                continue  # a replica of an earlier shard
             where = dict(zip(layout.axes, coordinate, strict=True))
-            boxes = [part.box for part in piece_boxes(layout, where)]
+            boxes = [part.box for part in shard_boxes(layout, where)]
             size = sum(prod(box.sizes) for box in boxes) * dtype.itemsize
             writer = writers.assign(replica_ranks(layout, where, stages, sizes), size)
             found[writer] += (

@@ -198,7 +198,7 @@ def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
     dictionaries or not, or a model alone. All else in it (schedulers, random states, values that are no
     tensors) is left out; the keys left out are returned. `names`: as for `export_dcp`. The optimizer's class
     is unknown: `plait.load` accepts an optimizer whose options have the same names. No code in the files is
-    run. Memory: three pieces of tensors, as torch stored them. Raises `CheckpointError`, and leaves no
+    run. Memory: three shards of tensors, as torch stored them. Raises `CheckpointError`, and leaves no
     target, for a source that is damaged, not of DCP, or holds what a checkpoint cannot.
     """
     reader = DcpReader(source)

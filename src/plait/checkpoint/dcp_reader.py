@@ -104,7 +104,7 @@ class DcpReader:
             return found
         boxes = self.boxes(key)
         if len(boxes) != 1:
-            raise _damaged(self.folder, f"{key} is a tensor in {len(boxes)} pieces")
+            raise _damaged(self.folder, f"{key} is a tensor in {len(boxes)} boxes")
         return self.read(key, boxes[0])
 
     def _read(self, index: MetadataIndex, kind: LoadItemType, sizes: tuple[int, ...]) -> object:
@@ -237,11 +237,11 @@ def _metadata(pickled: object, folder: Path, length: int) -> Metadata:
     state = _state(pickled, "Metadata")
     chunks = [_state(one, None) for one in state["state_dict_metadata"].values()]
     if sum(len(one["chunks"]) for one in chunks if isinstance(one, dict) and "chunks" in one) > length:
-        raise _damaged(folder, "it names more pieces than it can hold")
+        raise _damaged(folder, "it names more boxes than it can hold")
     entries = {_text(key): _entry(one) for key, one in state["state_dict_metadata"].items()}
     for key, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata) and not is_tiling(entry.size, _chunk_boxes(entry)):
-            raise _damaged(folder, f"its pieces of {key} do not make up {list(entry.size)}")
+            raise _damaged(folder, f"its boxes of {key} do not make up {list(entry.size)}")
     ranges = {_index(key): _file_range(one, folder) for key, one in state["storage_data"].items()}
     paths = state.get("planner_data")
     paths = {key: _path(key, path) for key, path in paths.items()} if isinstance(paths, dict) else {}

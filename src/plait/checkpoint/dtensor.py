@@ -5,10 +5,10 @@
     Shard(dim)                     Shard(dim), where `DTensor` gives each rank the same rows
     Flat(bounds)                   Shard(0), where the intervals are the same rows
     Partial()                      Partial()
-    anything else                  Replicate(): the pieces are gathered along that axis
+    anything else                  Replicate(): the shards are gathered along that axis
 
 `DTensor` divides rows as `torch.chunk` does: ten rows over four ranks are 3, 3, 3, 1, where `divide` gives 3,
-3, 2, 2. It cannot express copies of heads on neighbouring ranks, blocks, and pieces that end inside a row.
+3, 2, 2. It cannot express copies of heads on neighbouring ranks, blocks, and shards that end inside a row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["DTensor", "as_dtensor", "expressible"]
 
 
 def as_dtensor(tensor: Tensor, layout: Layout, mesh: GridMesh) -> DTensor:
-    """Return the `DTensor` whose local piece under `layout` is `tensor`, without a gradient.
+    """Return the `DTensor` whose local shard under `layout` is `tensor`, without a gradient.
 
     Its `DeviceMesh` has the axes of the layout with more than one rank, in their order. Where
     `expressible(layout)` is `layout` it shares the memory of `tensor`; otherwise it is a copy, and all ranks
@@ -46,11 +46,11 @@ def as_dtensor(tensor: Tensor, layout: Layout, mesh: GridMesh) -> DTensor:
     world.
     """
     shown = expressible(layout)
-    piece = tensor.detach().to(mesh.device)
+    shard = tensor.detach().to(mesh.device)
     if layout.blocked_dim is None:
-        local = redistribute(piece, _by_rows(layout), shown, mesh)
+        local = redistribute(shard, _by_rows(layout), shown, mesh)
     else:
-        local = full_tensor(piece, layout, mesh)
+        local = full_tensor(shard, layout, mesh)
     axes = zip(shown.degrees, shown.placements, strict=True)
     placements = [_torch_placement(placement) for degree, placement in axes if degree > 1]
     return DTensor.from_local(
@@ -84,7 +84,7 @@ def expressible(layout: Layout) -> Layout:
 
 
 def _by_rows(layout: Layout) -> Layout:
-    """Return `layout` with `Shard(0)` instead of `Flat` if all pieces stay the same; otherwise `layout`."""
+    """Return `layout` with `Shard(0)` instead of `Flat` if all shards stay the same; otherwise `layout`."""
     placements = layout.axis_placements
     flat = {axis: Shard(0) for axis, placement in placements.items() if isinstance(placement, Flat)}
     if not flat or not layout.shape:

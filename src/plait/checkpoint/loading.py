@@ -1,7 +1,7 @@
 """`load`: read a checkpoint, saved under any layout, into an engine of any layout.
 
 Before anything is changed, the ranks check every byte of the files, each a share of them, and that all
-tensors of the model are there. Then each rank reads its own pieces, box by box.
+tensors of the model are there. Then each rank reads its own shards, box by box.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load(
     `options`: those of its groups, such as `lr`, are the "saved" ones, as with torch's `load_state_dict`; or
     the "given" ones stay, but for a learning rate that a scheduler of torch has moved. Rank 0 prints which
     differ, and where parameters were updated in another precision when they were saved. Memory: this rank's
-    pieces and one tensor. Raises `CheckpointError` on all ranks, before anything is changed, where the
+    shards and one tensor. Raises `CheckpointError` on all ranks, before anything is changed, where the
     checkpoint is missing, damaged (the message names the one before it) or of another model (it names the
     tensors), or the optimizer has other parameters or groups, or options for which state is missing;
     `PlanError` for an optimizer that does not work under the plan. Communication: the path, the options of
@@ -107,7 +107,7 @@ def load_checkpoint(
     with _raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
         require_compatible(manifest, engine, optimizers)
-        names = {id(piece): name for name, piece in engine.named_parameters()}
+        names = {id(shard): name for name, shard in engine.named_parameters()}
         if optimizers is not None:
             require_option_types(optimizers, names, manifest.optimizer or {}, options)
         if optimizers is not None and options == "given":
@@ -132,7 +132,7 @@ def _compare_groups(
     Raises CheckpointError, on all ranks, where saved options count and groups with different ones were merged
     or split.
     """
-    names = {id(piece): name for name, piece in engine.named_parameters()}
+    names = {id(shard): name for name, shard in engine.named_parameters()}
     saved = manifest.optimizer or {}
     sources = json.dumps(group_sources(optimizers, names, saved))
     ranks = [
@@ -197,36 +197,36 @@ def _read(
     states = state_keys(manifest.tensors)
     saved = manifest.optimizer or {}
     groups = [] if optimizers is None else optimizers.param_groups
-    group_of = {id(piece): group for group in groups for piece in group["params"]}
-    for name, piece in engine.named_parameters():
+    group_of = {id(shard): group for group in groups for shard in group["params"]}
+    for name, shard in engine.named_parameters():
         layout = engine.shard_plan.layouts[name]
-        boxes.fill(piece.detach(), parameter_key(name), layout, where)
-        yield piece.nbytes
-        if optimizers is not None and id(piece) in group_of:
-            optimizers.replace_state(piece, {})  # free the memory first
+        boxes.fill(shard.detach(), parameter_key(name), layout, where)
+        yield shard.nbytes
+        if optimizers is not None and id(shard) in group_of:
+            optimizers.replace_state(shard, {})  # free the memory first
             state: dict[str, Any] = dict(saved["plain"].get(name, {}))
             for key in states.get(name, ()):
                 full_key = state_key(name, key)
-                entry, group = manifest.tensors[full_key], group_of[id(piece)]
+                entry, group = manifest.tensors[full_key], group_of[id(shard)]
                 same_dtype = entry.dtype == manifest.tensors[parameter_key(name)].dtype
-                empty, state_layout = _empty_state(key, piece, layout, entry, group, same_dtype=same_dtype)
+                empty, state_layout = _empty_state(key, shard, layout, entry, group, same_dtype=same_dtype)
                 boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
                 state[key] = empty
-            optimizers.replace_state(piece, state)
+            optimizers.replace_state(shard, state)
     for name, buffer in engine.named_buffers():
         values = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)  # a buffer may be a view
         boxes.fill(values, parameter_key(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
         buffer.copy_(values)
         yield values.nbytes
     if optimizers is not None:
-        names = {id(piece): name for name, piece in engine.named_parameters()}
+        names = {id(shard): name for name, shard in engine.named_parameters()}
         restore_options(optimizers, names, saved, options)
 
 
 def _empty_state(
     key: str,
-    piece: nn.Parameter,
+    shard: nn.Parameter,
     layout: Layout,
     entry: TensorEntry,
     group: Mapping[str, Any],
@@ -235,13 +235,13 @@ def _empty_state(
 ) -> tuple[Tensor, Layout]:
     """Return an uninitialised tensor for the optimizer state `key` of a parameter, and its layout.
 
-    `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the piece.
+    `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the shard.
     """
     found, dtype = layout_of_state(key, entry.shape, layout), entry.torch_dtype
     if found is not layout and not found.shape:
-        return torch.empty((), dtype=dtype, device=number_device(key, group, piece)), found
-    dtype = piece.dtype if same_dtype else dtype
+        return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), found
+    dtype = shard.dtype if same_dtype else dtype
     if found is layout:
-        return torch.empty_like(piece, dtype=dtype, requires_grad=False), found
-    assert tuple(piece.shape) == layout.shape, "see _require_states_shardable"
-    return torch.empty(found.shape, dtype=dtype, device=piece.device), found
+        return torch.empty_like(shard, dtype=dtype, requires_grad=False), found
+    assert tuple(shard.shape) == layout.shape, "see _require_states_shardable"
+    return torch.empty(found.shape, dtype=dtype, device=shard.device), found

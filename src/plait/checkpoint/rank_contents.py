@@ -31,29 +31,29 @@ NOT_SAVED = frozenset({"params", "param_names"})
 
 
 def state_of(
-    optimizers: OptimizerSet, name: str, piece: nn.Parameter, layout: Layout
+    optimizers: OptimizerSet, name: str, shard: nn.Parameter, layout: Layout
 ) -> dict[str, tuple[Layout, Tensor]]:
     """Return a parameter's state tensors by key, each with its layout.
 
-    Raises CheckpointError for a tensor of another shape than the piece, unless the parameter is not sharded.
+    Raises CheckpointError for a tensor of another shape than the shard, unless the parameter is not sharded.
     """
     found: dict[str, tuple[Layout, Tensor]] = {}
-    for key, value in optimizers.state_of(piece).items():
+    for key, value in optimizers.state_of(shard).items():
         if "." in str(key):
             raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
         if not isinstance(value, Tensor):
             continue
         number = _is_number(key, value.shape, layout.shape)
-        if value.shape == piece.shape and not number:
+        if value.shape == shard.shape and not number:
             found[key] = layout, value
-        elif number or tuple(piece.shape) == layout.shape:
+        elif number or tuple(shard.shape) == layout.shape:
             found[key] = layout_of_state(key, tuple(value.shape), layout), value
         elif value.dim() == 0 and layout.shape == ():
-            continue  # this rank's piece of the parameter is empty; another rank saves the state
+            continue  # this rank's shard of the parameter is empty; another rank saves the state
         else:
             raise CheckpointError(
-                f"the optimizer keeps {key} of {name} as {list(value.shape)}, where this rank has a piece "
-                f"{list(piece.shape)} of {list(layout.shape)}: only state of the same shape can be saved."
+                f"the optimizer keeps {key} of {name} as {list(value.shape)}, where this rank has a shard "
+                f"{list(shard.shape)} of {list(layout.shape)}: only state of the same shape can be saved."
             )
     return found
 
@@ -108,10 +108,10 @@ def require_own_parameters(optimizers: OptimizerSet, names: Mapping[int, str]) -
                 )
 
 
-def number_device(key: str, group: Mapping[str, Any], piece: Tensor) -> torch.device:
+def number_device(key: str, group: Mapping[str, Any], shard: Tensor) -> torch.device:
     """Return the device of a scalar state tensor: the CPU for step counts, unless fused or capturable."""
     on_device = key != "step" or group.get("fused") or group.get("capturable")
-    return piece.device if on_device else torch.device("cpu")
+    return shard.device if on_device else torch.device("cpu")
 
 
 def _plain(value: Any, what: str) -> Any:
@@ -141,7 +141,7 @@ class Checkpointable(Protocol):
         """Raise PlanError if the optimizer's update of a parameter depends on parameters of another rank."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the name and this rank's piece (local shard) of each parameter of the rank's stages."""
+        """Yield the name and this rank's shard of each parameter of the rank's stages."""
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of each saved buffer of this rank's stages; buffers are not sharded."""
@@ -156,14 +156,14 @@ def require_engine(engine: object) -> None:
 
 
 @dataclass(frozen=True)
-class RankPiece:
-    """A rank's piece (its local shard) of a global tensor, and all ranks that hold the same one."""
+class RankShard:
+    """A rank's shard of a global tensor, and all ranks that hold the same one."""
 
     name: str
     layout: Layout
-    piece: Tensor
+    shard: Tensor
     ranks: tuple[int, ...]
-    """All ranks that hold the same piece."""
+    """All ranks that hold the same shard."""
 
 
 def parameter_key(name: str) -> str:
@@ -187,18 +187,18 @@ def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> Iterator[RankPiece]:
-    """Yield this rank's pieces of the tensors to save; ranks that hold the same pieces use the same order."""
+def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> Iterator[RankShard]:
+    """Yield this rank's shards of the tensors to save; ranks that hold the same shards use the same order."""
     mesh, shard_plan = engine.mesh, engine.shard_plan
 
-    def held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int]) -> RankPiece:
-        return RankPiece(name, layout, piece, replica_ranks(layout, mesh.coordinate, stages, mesh.sizes))
+    def held(name: str, layout: Layout, shard: Tensor, stages: Iterable[int]) -> RankShard:
+        return RankShard(name, layout, shard, replica_ranks(layout, mesh.coordinate, stages, mesh.sizes))
 
-    for name, piece in engine.named_parameters():
+    for name, shard in engine.named_parameters():
         layout, stages = shard_plan.layouts[name], shard_plan.owners[name]
-        yield held(parameter_key(name), layout, piece.detach(), stages)
+        yield held(parameter_key(name), layout, shard.detach(), stages)
         if optimizers is not None:
-            for key, (state_layout, tensor) in state_of(optimizers, name, piece, layout).items():
+            for key, (state_layout, tensor) in state_of(optimizers, name, shard, layout).items():
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), layout_degrees(mesh.sizes))
@@ -206,23 +206,23 @@ def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> It
 
 
 class WriterAssignment:
-    """Assigns each piece to one of the ranks that hold it, so that they write equally many bytes.
+    """Assigns each shard to one of the ranks that hold it, so that they write equally many bytes.
 
-    Needs no communication: all ranks that hold a piece assign the same pieces in the same order before it.
+    Needs no communication: all ranks that hold a shard assign the same shards in the same order before it.
     """
 
     def __init__(self) -> None:
         self._loads: dict[tuple[int, ...], list[int]] = {}
 
     def assign(self, ranks: tuple[int, ...], size: int) -> int:
-        """Return which of `ranks` writes the next piece that they hold, of `size` bytes."""
+        """Return which of `ranks` writes the next shard that they hold, of `size` bytes."""
         load = self._loads.setdefault(ranks, [0] * len(ranks))
         least = load.index(min(load))
         load[least] += size
         return ranks[least]
 
 
-def written_by(pieces: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
-    """Yield those pieces of `rank` that it writes; the others are written by ranks that also hold them."""
+def written_by(shards: Iterable[RankShard], rank: int) -> Iterator[RankShard]:
+    """Yield those shards of `rank` that it writes; the others are written by ranks that also hold them."""
     writers = WriterAssignment()
-    return (piece for piece in pieces if writers.assign(piece.ranks, piece.piece.nbytes) == rank)
+    return (shard for shard in shards if writers.assign(shard.ranks, shard.shard.nbytes) == rank)

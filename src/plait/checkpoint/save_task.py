@@ -53,7 +53,7 @@ class ManifestPart:
     """The part of a manifest that one rank contributes."""
 
     tensors: Mapping[str, TensorEntry]
-    """All tensors of which the rank holds a piece."""
+    """All tensors of which the rank holds a shard."""
     optimizer: Mapping[str, Any] | None = None
     file: FileEntry | None = None
     """The rank's file; None until it is written."""

@@ -23,7 +23,7 @@ from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import (
     Checkpointable,
-    RankPiece,
+    RankShard,
     describe,
     rank_contents,
     require_engine,
@@ -34,7 +34,7 @@ from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
 from plait.package import VERSION
 from plait.plan.arguments import require_flag, require_instance
-from plait.plan.layout.shards import piece_boxes
+from plait.plan.layout.shards import shard_boxes
 from plait.ranks.device import StreamEvent, copy_later, host_bytes, is_accelerator
 from plait.ranks.text_collectives import first_nonempty_text
 
@@ -96,11 +96,11 @@ def start_save(
     error, items, made = "", list[BoxToWrite](), False
     try:
         optimizers = OptimizerSet.of(optimizer)
-        pieces = list(rank_contents(engine, optimizers))
-        tensors = {one.name: TensorEntry.of(one.layout.shape, one.piece.dtype) for one in pieces}
-        names = {id(piece): name for name, piece in engine.named_parameters()}
+        shards = list(rank_contents(engine, optimizers))
+        tensors = {one.name: TensorEntry.of(one.layout.shape, one.shard.dtype) for one in shards}
+        names = {id(shard): name for name, shard in engine.named_parameters()}
         part = ManifestPart(tensors, None if optimizers is None else describe(optimizers, names))
-        boxes = local_boxes(written_by(pieces, mesh.rank), mesh.coordinate)
+        boxes = local_boxes(written_by(shards, mesh.rank), mesh.coordinate)
         head = _manifest_head(engine, state)
         if mesh.rank == 0:
             on_start()
@@ -174,18 +174,18 @@ def _require_text_keys(state: object) -> None:
         _require_text_keys(value)
 
 
-def local_boxes(pieces: Iterable[RankPiece], coordinate: Mapping[str, int]) -> list[LocalBox]:
-    """Return the boxes (ranges of global tensors) that make up `pieces`, each with a view of its memory.
+def local_boxes(shards: Iterable[RankShard], coordinate: Mapping[str, int]) -> list[LocalBox]:
+    """Return the boxes (ranges of global tensors) that make up `shards`, each with a view of its memory.
 
     Raises CheckpointError for a dtype that files cannot store.
     """
     found = []
-    for piece in pieces:
-        if piece.piece.dtype not in DTYPES:
-            raise CheckpointError(f"{piece.name} is {piece.piece.dtype}, which no safetensors file can hold.")
-        for part in piece_boxes(piece.layout, coordinate):
-            view = part.view_of(piece.piece)
-            found.append((BoxToWrite(piece.name, part.box, view.dtype, view.cpu), view))
+    for shard in shards:
+        if shard.shard.dtype not in DTYPES:
+            raise CheckpointError(f"{shard.name} is {shard.shard.dtype}, which no safetensors file can hold.")
+        for part in shard_boxes(shard.layout, coordinate):
+            view = part.view_of(shard.shard)
+            found.append((BoxToWrite(shard.name, part.box, view.dtype, view.cpu), view))
     return found
 
 

@@ -24,7 +24,7 @@ from plait.models.layers.layer_sequence import (
 )
 from plait.models.layers.model_validation import refuse_compiled_modules, refuse_layout_dependence
 from plait.plan.axes import layout_degrees, sizes_of_plan
-from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
+from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, UnitSpec, resolve_units
 from plait.plan.plan import Plan, Recompute
@@ -134,8 +134,8 @@ class Blueprint:
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
-        """The layout of each parameter's pieces, as the ranks' optimizers update them."""
-        return piece_layouts(self.buffer_specs, self.whole_layouts)
+        """The layout of each parameter's shards, as the ranks' optimizers update them."""
+        return shard_layouts(self.buffer_specs, self.whole_layouts)
 
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
@@ -296,8 +296,8 @@ def build_blueprint(
     units = units_of(sequence, summed, plan)
     output_linear = None
     if plan.loss_rows is not None:
-        last, in_pieces = sequence.layers[-1], dims[-1].output is not None
-        output_linear = output_linear_name(last, module_rules, plan.loss_rows, ends_in_pieces=in_pieces)
+        last, in_parts = sequence.layers[-1], dims[-1].output is not None
+        output_linear = output_linear_name(last, module_rules, plan.loss_rows, ends_in_parts=in_parts)
     schedule, counts = order_of(
         plan.schedule,
         assumed_costs(sequence, output_linear).with_messages(plan.pp),

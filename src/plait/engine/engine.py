@@ -204,7 +204,7 @@ class Engine:
         return state_dict(self._runtime, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, broadcast: bool = False) -> None:
-        """Load whole parameters and buffers, by the names of `model.state_dict()`, into all ranks' pieces.
+        """Load whole parameters and buffers, by the names of `model.state_dict()`, into all ranks' shards.
 
         Every rank passes the same ones; with `broadcast` rank 0's are used, and the others may pass None.
         Slices of safetensors files work, too. The optimizer's state does not change. ModelError on every
@@ -225,15 +225,15 @@ class Engine:
         """Yield this rank's parameters as `DTensor`s, without gradients, one after another.
 
         Each is a `DTensor` over the axes `replicate`, `shard`, `cp`, `tp` of this rank's stage that have more
-        than one rank. It shares the parameter's memory, unless a `DTensor` cannot describe this rank's piece:
-        then the pieces are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`).
+        than one rank. It shares the parameter's memory, unless a `DTensor` cannot describe this rank's shard:
+        then the shards are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`).
         So all of them must iterate over all names. Communication: one all-gather, over `shard`, `cp` or `tp`,
         for each axis of a parameter that is gathered.
         """
         from plait.checkpoint.dtensor import as_dtensor  # loads 500 modules
 
-        for name, piece in self.named_parameters():
-            yield name, as_dtensor(piece, self.layouts[name], self.mesh)
+        for name, shard in self.named_parameters():
+            yield name, as_dtensor(shard, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
         """Return two parameter groups: `weight_decay` (None: the optimizer's) for matrices, else 0."""
@@ -345,7 +345,7 @@ class Engine:
 
     @property
     def shard_plan(self) -> ShardPlan:
-        """Which parameter pieces and buffers each rank holds; the further names of shared parameters."""
+        """Which parameter shards and buffers each rank holds; the further names of shared parameters."""
         return self.blueprint.shard_plan
 
     @property
@@ -408,7 +408,7 @@ class Engine:
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Mapping from every parameter of the model, by name, to the layout of its pieces on the ranks."""
+        """Mapping from every parameter of the model, by name, to the layout of its shards on the ranks."""
         return self.blueprint.layouts
 
     def traffic(self) -> Counts:

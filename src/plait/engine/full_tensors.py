@@ -1,4 +1,4 @@
-"""Full tensors from the pieces of all ranks, and back: parameters, buffers and gradients.
+"""Full tensors from the shards of all ranks, and back: parameters, buffers and gradients.
 
 One tensor is gathered at a time: first between the ranks of a stage, over each of `shard`, `cp` and `tp`
 where it is cut; then it is broadcast over `pp`, from the first rank that owns it.
@@ -53,7 +53,7 @@ def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
 
 def named_gradients(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole gradient of each parameter, gathered to every rank."""
-    held = {name: piece.grad for name, piece in runtime.named_parameters() if piece.grad is not None}
+    held = {name: one.grad for name, one in runtime.named_parameters() if one.grad is not None}
     for name, gradient in _full(runtime, held, "gradients", everywhere=True):
         assert gradient is not None
         yield name, gradient
@@ -64,11 +64,11 @@ def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_r
     """Copy this rank's shards of whole tensors into its parameters and buffers."""
     places = _places(runtime)
     source = _agreed(runtime, LocalSource(places, 0, given or {}), from_rank_zero=from_rank_zero)
-    pieces, buffers = dict(runtime.named_parameters()), dict(runtime.named_buffers())
+    parameters, buffers = dict(runtime.named_parameters()), dict(runtime.named_buffers())
     for name, place in places.items():
         here = [buffers[alias] for alias in place.saved_as if alias in buffers]
-        if name in pieces:
-            pieces[name].copy_(
+        if name in parameters:
+            parameters[name].copy_(
                 shard(source.read(name), runtime.blueprint.layouts[name], runtime.mesh.coordinate)
             )
         elif here:
@@ -107,7 +107,7 @@ def _full(
     """Yield name and full tensor of each parameter or buffer in any rank's `held`, in the model's order.
 
     With `everywhere` on every rank, else on the ranks of rank 0's pipeline, and None on the others.
-    `held`: this rank's pieces.
+    `held`: this rank's shards.
     """
     mesh = runtime.mesh
     mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}

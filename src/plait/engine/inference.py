@@ -100,7 +100,7 @@ def _gathered(runner: Runner, output: Value) -> Value:
     vocabulary = runner.runtime.vocabulary
     if vocabulary is None:
         return output
-    return gather(vocabulary.require_piece(output), vocabulary.group, -1, vocabulary.classes)
+    return gather(vocabulary.require_vocabulary_shard(output), vocabulary.group, -1, vocabulary.classes)
 
 
 def _concatenated(outputs: Sequence[Value]) -> Value:

@@ -229,8 +229,8 @@ def build_units(
         stages = blueprint.stages_with(unit, spans)
         if stages:
             units[unit] = factory.build(unit, specs, stages)
-            for name, piece in units[unit].pieces.items():
-                copy_attributes(blueprint.sequence.parameters[name], piece)
+            for name, parameter in units[unit].shard_parameters.items():
+                copy_attributes(blueprint.sequence.parameters[name], parameter)
         else:
             for name in (name for spec in specs for name in spec.names):
                 source.skip(name)

@@ -221,12 +221,12 @@ class Runner:
 
     def input_gradients(self) -> Value | None:
         """Return the gradients of the last step's inputs, of whole sequences, nested like the inputs."""
-        pieces, batch = self.pipeline.input_gradients, self.pipeline.batch
-        if not pieces:
+        found, batch = self.pipeline.input_gradients, self.pipeline.batch
+        if not found:
             return None
         each = {
-            number: [None if one is None else joined(one, self._sequences[number]) for one in pieces[number]]
-            for number in sorted(pieces)
+            number: [None if one is None else joined(one, self._sequences[number]) for one in found[number]]
+            for number in sorted(found)
         }
         if self.inputs_are_cut:
             return Microbatches(with_tensors(batch[number], each[number]) for number in each)

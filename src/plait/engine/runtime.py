@@ -53,7 +53,7 @@ class Runtime:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this rank's optimizer updates, with their names in the model."""
         for unit in self.units.values():
-            yield from unit.pieces.items()
+            yield from unit.shard_parameters.items()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's buffers that are in the model's `state_dict`, with their names there."""

@@ -1,7 +1,7 @@
 """Initial values that depend only on a tensor's name, the seed and an element's index, not on the sharding.
 
 The generator is Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): counter-based,
-so element `i` of a tensor is a pure function of `(seed, name, i)`, and any piece can be computed by itself.
+so element `i` of a tensor is a pure function of `(seed, name, i)`, and any part can be computed by itself.
 """
 
 from __future__ import annotations

@@ -90,13 +90,13 @@ def table(
 
 def bar(parts: Iterable[tuple[str, float, str]], whole: float) -> str:
     """Return a bar as HTML: parts side by side, each with title, size and colour; `whole`: full size."""
-    pieces = "".join(
+    spans = "".join(
         f'<i title="{escape(title)}" '
         f'style="width: {100 * size / whole:.2f}%; background: var(--{colour})"></i>'
         for title, size, colour in parts
         if size > 0 and whole > 0
     )
-    return f"<span class=share>{pieces}</span>"
+    return f"<span class=share>{spans}</span>"
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:

@@ -2,13 +2,13 @@
 
 Ranks allocate their buffers from these specs (`plait.engine.sharding.unit`), and the memory prediction counts
 the same specs (`plait.estimate.memory.parameters`). Every rank decides them for all units, so that it knows
-which piece of which parameter any other rank holds.
+which shard of which parameter any other rank holds.
 
     | query.weight            | up.weight        …  | query.bias |pad| … |
     |        rank 0       |       rank 1       |        rank 2         |
 
-All pieces have the same size, so that a collective moves them without a copy. A piece that ends between two
-rows can be described by any checkpoint format: so parameters start at multiples of their rows, and pieces are
+All shards have the same size, so that a collective moves them without a copy. A shard that ends between two
+rows can be described by any checkpoint format: so parameters start at multiples of their rows, and shards are
 multiples of every row, as long as the padding is small. Where it is not (tiny layers, many ranks) cuts fall
 on multiples of `ALIGNMENT` elements.
 
@@ -57,29 +57,29 @@ class Slot:
 
 @dataclass(frozen=True)
 class Offsets:
-    """The position of each parameter in a flat buffer of `size` elements, cut into `pieces` equal pieces."""
+    """The position of each parameter in a flat buffer of `size` elements, cut into `shards` equal shards."""
 
     slots: tuple[Slot, ...]
     size: int
-    pieces: int
+    shards: int
 
     @property
-    def piece(self) -> int:
-        """Number of elements of one rank's piece."""
-        return self.size // self.pieces
+    def shard_size(self) -> int:
+        """Number of elements of one rank's shard."""
+        return self.size // self.shards
 
     def bounds(self, slot: Slot) -> tuple[int, ...]:
         """Return where a parameter is cut: rank `i` holds its elements `bounds[i] … bounds[i + 1]`."""
-        cuts = (number * self.piece - slot.start for number in range(1, self.pieces))
+        cuts = (number * self.shard_size - slot.start for number in range(1, self.shards))
         within = (min(max(cut, 0), slot.shape.numel()) for cut in cuts)
         return (0, *within, slot.shape.numel())
 
 
-def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Return the offsets of parameters of these `shapes` in a flat buffer of `pieces` equal pieces."""
-    if pieces > 1:
+def compute_offsets(shapes: Mapping[str, torch.Size], shards: int) -> Offsets:
+    """Return the offsets of parameters of these `shapes` in a flat buffer of `shards` equal shards."""
+    if shards > 1:
         elements = sum(shape.numel() for shape in shapes.values())
-        by_rows = _offsets_by_rows(shapes, pieces)
+        by_rows = _offsets_by_rows(shapes, shards)
         if by_rows.size - elements <= MOST_PADDING * elements:
             return by_rows
     starts, stop = {}, 0
@@ -87,10 +87,10 @@ def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
         starts[name] = _round_up(stop, ALIGNMENT)
         stop = starts[name] + shape.numel()
     starts = {name: starts[name] for name in shapes}
-    return _offsets(shapes, starts, pieces * _round_up(-(-stop // pieces), ALIGNMENT), pieces)
+    return _offsets(shapes, starts, shards * _round_up(-(-stop // shards), ALIGNMENT), shards)
 
 
-def _offsets_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
+def _offsets_by_rows(shapes: Mapping[str, torch.Size], shards: int) -> Offsets:
     """Return offsets at multiples of each parameter's row length, so that cuts fall between rows.
 
     Parameters with longer rows come first. No padding is needed where long rows are multiples of shorter
@@ -101,12 +101,12 @@ def _offsets_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
     for name in sorted(shapes, key=lambda name: -rows[name]):
         starts[name] = _round_up(stop, lcm(rows[name], ALIGNMENT))
         stop = starts[name] + shapes[name].numel()
-    piece = _round_up(-(-stop // pieces), lcm(ALIGNMENT, *rows.values()))
-    return _offsets(shapes, starts, pieces * piece, pieces)
+    shard_size = _round_up(-(-stop // shards), lcm(ALIGNMENT, *rows.values()))
+    return _offsets(shapes, starts, shards * shard_size, shards)
 
 
-def _offsets(shapes: Mapping[str, torch.Size], starts: Mapping[str, int], size: int, pieces: int) -> Offsets:
-    return Offsets(tuple(Slot(name, shapes[name], start) for name, start in starts.items()), size, pieces)
+def _offsets(shapes: Mapping[str, torch.Size], starts: Mapping[str, int], size: int, shards: int) -> Offsets:
+    return Offsets(tuple(Slot(name, shapes[name], start) for name, start in starts.items()), size, shards)
 
 
 def _round_up(size: int, step: int) -> int:
@@ -149,26 +149,26 @@ class BufferSpec:
         return FlatSpec(self.offsets.size, self.kind.compute, kept)
 
     @cached_property
-    def has_pieces(self) -> bool:
+    def has_own_parameters(self) -> bool:
         """Whether the optimizer's parameters are not the layers' own, but shards, copies or views of them."""
         kind = self.kind
         return kind.sharded or kind.has_master or (kind.trains and kind.gradient != kind.master)
 
     @cached_property
-    def piece(self) -> FlatSpec | None:
+    def shard(self) -> FlatSpec | None:
         """Spec of the flat tensor that the optimizer updates; None where that is `whole` or a view of it."""
         offloaded = self.kind.offloads_parameters
         is_view = self.whole.kept and not self.kind.has_master and not offloaded
-        if is_view or not self.has_pieces:
+        if is_view or not self.has_own_parameters:
             return None
-        return FlatSpec(self.offsets.piece, self.kind.master, offloaded=offloaded)
+        return FlatSpec(self.offsets.shard_size, self.kind.master, offloaded=offloaded)
 
     @cached_property
     def device_copy(self) -> FlatSpec | None:
-        """Spec of the optimizer's GPU copy of offloaded pieces; None unless only parameters are offloaded."""
-        if self.piece is None or not self.kind.trains or not self.kind.offloads_parameters:
+        """Spec of the optimizer's GPU copy of offloaded shards; None unless only parameters are offloaded."""
+        if self.shard is None or not self.kind.trains or not self.kind.offloads_parameters:
             return None
-        return None if self.kind.offloads_gradients else FlatSpec(self.offsets.piece, self.kind.master)
+        return None if self.kind.offloads_gradients else FlatSpec(self.offsets.shard_size, self.kind.master)
 
     @cached_property
     def gradient(self) -> FlatSpec | None:
@@ -179,26 +179,26 @@ class BufferSpec:
         return FlatSpec(self.offsets.size, self.kind.gradient, kept)
 
     @cached_property
-    def piece_gradient(self) -> FlatSpec | None:
+    def shard_gradient(self) -> FlatSpec | None:
         """Spec of the flat gradient that the optimizer reads; None where it is `gradient` or a view of it."""
-        if self.gradient is None or not self.has_pieces:
+        if self.gradient is None or not self.has_own_parameters:
             return None
         offloaded = self.kind.offloads_gradients
         if self.gradient.kept and self.kind.gradient == self.kind.master and not offloaded:
             return None
-        return FlatSpec(self.offsets.piece, self.kind.master, offloaded=offloaded)
+        return FlatSpec(self.offsets.shard_size, self.kind.master, offloaded=offloaded)
 
     @cached_property
     def scatters_in_place(self) -> bool:
         """Whether the reduce-scatter of the gradient writes its result to a view of the gradient."""
-        return self.piece_gradient is None and self.kind.reduce == self.kind.gradient
+        return self.shard_gradient is None and self.kind.reduce == self.kind.gradient
 
     @cached_property
     def summed(self) -> FlatSpec | None:
         """Spec of the gradient that replicas all-reduce: the shard's, if sharded; None if frozen."""
         if self.gradient is None or not self.kind.sharded:
             return self.gradient
-        return self.piece_gradient or FlatSpec(self.offsets.piece, self.kind.gradient)
+        return self.shard_gradient or FlatSpec(self.offsets.shard_size, self.kind.gradient)
 
 
 BufferSpecs: TypeAlias = Mapping[str, tuple[BufferSpec, ...]]
@@ -208,7 +208,7 @@ BufferSpecs: TypeAlias = Mapping[str, tuple[BufferSpec, ...]]
 def build_buffer_specs(units: Mapping[str, UnitSpec], layouts: Mapping[str, Layout]) -> BufferSpecs:
     """Return by unit (parameters gathered together) the specs of its flat buffers, one per `BufferKind`.
 
-    `layouts` are over `tp`. Offsets are those of the first rank along `tp`, which has the largest pieces; so
+    `layouts` are over `tp`. Offsets are those of the first rank along `tp`, which has the largest shards; so
     they are equal on all. Raises PlanError where a unit cannot be sharded over its axes.
     """
     specs = {}
@@ -226,21 +226,21 @@ def build_buffer_specs(units: Mapping[str, UnitSpec], layouts: Mapping[str, Layo
     return specs
 
 
-def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+def shard_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     """Return the layouts of the shards that optimizers update: over `tp`, and over the axes of their kind."""
-    pieces = dict(layouts)
+    shards = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:
             layout = layouts[slot.name]
-            bounds, inner = spec.offsets.bounds(slot), spec.offsets.pieces
+            bounds, inner = spec.offsets.bounds(slot), spec.offsets.shards
             flat: dict[str, Placement] = {}
             for axis in (axis for axis in layout.axes if axis in spec.kind.sharded_over):
                 degree = layout.axis_degrees[axis]
                 inner //= degree
                 if degree > 1 or not flat:
                     flat[axis] = Flat(bounds[::inner])
-            pieces[slot.name] = Layout(layout.shape, layout.axis_degrees, layout.axis_placements | flat)
-    return pieces
+            shards[slot.name] = Layout(layout.shape, layout.axis_degrees, layout.axis_placements | flat)
+    return shards
 
 
 def _ranks(kind: BufferKind, layout: Layout) -> int:

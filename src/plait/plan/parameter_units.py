@@ -206,6 +206,6 @@ def _check_accumulation_dtype(unit: UnitSpec) -> None:
         if kind.trains and kind.sharded and kind.gradient.itemsize > kind.master.itemsize:
             raise PlanError(
                 f"plan.gradient_precision asks for sums in {kind.gradient}, but with plan.reduce 'each' "
-                f"the pieces of {unit.name or 'the model'} add up in the {kind.master} of its parameters: "
+                f"the shards of {unit.name or 'the model'} add up in the {kind.master} of its parameters: "
                 "choose reduce 'last', or set plan.master_precision to the same."
             )

@@ -71,7 +71,7 @@ class Plan:
     anything that changes between steps but its tensors, positions and documents.
 
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
-    run on the whole sequence on every rank of `tp` (`none`), or on a piece of the sequence on each, so that
+    run on the whole sequence on every rank of `tp` (`none`), or on a part of the sequence on each, so that
     all activations are partitioned (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The gathered
     input of a region is then kept for weight gradients (`keep`), or gathered again (`regather`: less memory,
     two more all-gathers a transformer block, and two more, of gradients, where `W` does not follow `I` at
@@ -207,7 +207,7 @@ class Plan:
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether sequence parallelism is on: layers may run on pieces of the sequence."""
+        """Whether sequence parallelism is on: layers may run on parts of the sequence."""
         return self.tp > 1 and self.sequence_parallel != "none"
 
     def weights_at_once(self, *, sends: bool) -> bool:

@@ -5,7 +5,7 @@
         "blocks.*.attention.norm": entrance,               its output is the input of the column linears
         "blocks.*.attention.query": column.by("heads"),    partition output features by whole heads
         "blocks.*.attention.output": row.by("heads"),      partition input features; the output is summed
-        "blocks.*.attention": sequence,                    the rest may run on pieces of the sequence
+        "blocks.*.attention": sequence,                    the rest may run on parts of the sequence
         "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
         "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
     }
@@ -52,9 +52,9 @@ class Rule:
     gather_output: bool = False
     """Column, vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
-    """Row: whether the input is this rank's piece; else it is whole, and split here."""
+    """Row: whether the input is this rank's part; else it is whole, and split here."""
     dim: int = -1
-    """Piece: the partitioned dim, -1 for features, 1 for heads in `[rows, heads, ...]`. Sequence: the dim of
+    """Part: the partitioned dim, -1 for features, 1 for heads in `[rows, heads, ...]`. Sequence: the dim of
     the sequence in the layer's first input and output tensor, 1 for `[batch, length, hidden]`; other tensors
     stay whole."""
 
@@ -82,7 +82,7 @@ class Rule:
             raise PlanError(f"a rule sequence has dim = {self.dim}: count the dims from 0.")
         if self.blocks != 1 and self.gather_output:
             raise PlanError(
-                f"a rule {self.kind} has gather_output and blocks = {self.blocks!r}, whose pieces are not "
+                f"a rule {self.kind} has gather_output and blocks = {self.blocks!r}, whose parts are not "
                 "contiguous: leave one of them out."
             )
 
@@ -128,9 +128,9 @@ vocabulary = Rule("vocabulary")
 """An embedding, or the model's last linear, with partitioned rows, evenly or not."""
 sequence = Rule("sequence", dim=1)
 """A layer of the model that, outside of regions (norms, dropouts, residual connections), treats each position
-of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a piece of the sequence."""
+of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a part of the sequence."""
 piece = Rule("piece")
-"""A dropout in a region, whose mask is that of this rank's piece of a dim with equal pieces: features of a
+"""A dropout in a region, whose mask is that of this rank's part of a dim with equal parts: features of a
 column linear, or heads, but no repeated heads."""
 replicated = Rule("replicated")
 """A module in a region whose parameters every rank has whole, such as a norm of each head; each rank has a
@@ -153,7 +153,7 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     for pattern, rule in rules.items():
         if not isinstance(rule, Rule):
             raise PlanError(
-                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece, "
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, part, "
                 "sequence, replicated or norm of plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]
@@ -178,8 +178,8 @@ def join(path: str, name: str) -> str:
 
 def _fits(pattern: str, name: str) -> bool:
     """Return whether `name` matches `pattern`, in which `*` matches one or more characters except dots."""
-    pieces = (re.escape(piece) for piece in pattern.split("*"))
-    return re.fullmatch(r"[^.]+".join(pieces), name) is not None
+    literals = (re.escape(literal) for literal in pattern.split("*"))
+    return re.fullmatch(r"[^.]+".join(literals), name) is not None
 
 
 def _nearest(pattern: str, names: list[str]) -> str:

@@ -12,7 +12,7 @@ from plait.plan.plan import Plan
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which piece of each parameter and buffer of a model each rank of a plan holds."""
+    """Which shard of each parameter and buffer of a model each rank of a plan holds."""
 
     plan: Plan
     layouts: Mapping[str, Layout]
@@ -33,6 +33,6 @@ class ShardPlan:
 def replica_ranks(
     layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ranks in pipeline `stages` that hold the same piece of a `layout` tensor as `coordinate`."""
+    """Return the ranks in pipeline `stages` that hold the same shard of a `layout` tensor as `coordinate`."""
     alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
     return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))

@@ -3,7 +3,7 @@
 Each value of the graph gets a state, from the leaves on:
 
     an input of the layer              whole      value and gradient are the same on every rank
-    an input in pieces                 piece      value and gradient are this rank's positions of a sequence
+    an input in parts                  part       value and gradient are this rank's positions of a sequence
     a parameter sharded over `tp`      inside     value or gradient is this rank's part
     a parameter with summed gradient   summed     the value is whole, the gradient this rank's part
     any other parameter                neutral    whole, unless it is used in a region
@@ -12,23 +12,23 @@ Each value of the graph gets a state, from the leaves on:
     operation                      reads                        gives
     copy, split                    whole, neutral, constant     inside
     reduce, gather                 inside                       whole
-    gather_in                      piece                        inside
-    scatter_out                    inside                       piece
-    to_pieces, to_whole            whole, piece                 piece, whole
+    gather_in                      part                         inside
+    scatter_out                    inside                       part
+    to_parts, to_whole             whole, part                  part, whole
     any other                      neutral                      neutral
                                    whole, whole and neutral     whole
-                                   piece, piece and summed      piece
+                                   part, part and summed        part
                                    inside, inside and summed    inside
                                    any other combination        refused: a gradient would be one rank's
                                                                 part, or be summed twice
 
-A dropout's mask has to be that of the rank's piece inside, and that of the whole tensor elsewhere.
+A dropout's mask has to be that of the rank's part inside, and that of the whole tensor elsewhere.
 
 Values without a gradient (integers, masks, detached tensors) are not in the graph, so the caller makes every
 floating-point parameter and input require one. In a layer that passes, each parameter and input gets its
 whole gradient, provided that operations inside a region treat each part (head, feature) by itself: a norm
 over all features of a sharded value is not noticed, nor is an operation that mixes positions of a sequence in
-pieces. What an operation hides from autograd (the inside of a reentrant checkpoint) counts as one operation.
+parts. What an operation hides from autograd (the inside of a reentrant checkpoint) counts as one operation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ValueState(Enum):
     NEUTRAL = "neutral"
     WHOLE = "whole"
     INSIDE = "inside"
-    PIECE = "piece"
+    PART = "part"
     SUMMED = "summed"
     CONSTANT = "constant"
 
@@ -75,10 +75,10 @@ class Claims:
     """Whole parameters that do not require a gradient."""
     summed: Collection[str] = ()
     """Whole parameters whose gradient is summed over `tp`."""
-    input_in_pieces: bool = False
-    """Whether the first input is this rank's piece of a sequence."""
-    output_in_pieces: bool = False
-    """Whether the first output is this rank's piece of a sequence."""
+    input_in_parts: bool = False
+    """Whether the first input is this rank's part of a sequence."""
+    output_in_parts: bool = False
+    """Whether the first output is this rank's part of a sequence."""
     dropouts: Mapping[int, str] = field(default_factory=dict)
     """The names in the layer of its dropouts, by their `id`."""
     output_inside: bool = False
@@ -101,8 +101,8 @@ def prove_layer(
     """
     held, given = list(inputs), list(outputs)
     leaves = {id(tensor): ValueState.WHOLE for tensor in held}
-    if claims.input_in_pieces and held:
-        leaves[id(held[0])] = ValueState.PIECE
+    if claims.input_in_parts and held:
+        leaves[id(held[0])] = ValueState.PART
     names = {id(tensor): "the layer's input" for tensor in held}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name.removeprefix(f"{path}."))
@@ -119,9 +119,9 @@ def prove_layer(
     if claims.output_inside:
         proof.require_inside(results)
     else:
-        in_pieces = results[:1] if claims.output_in_pieces and given[0].requires_grad else []
-        proof.require_outside(results[len(in_pieces) :], not_allowed=ValueState.PIECE)
-        proof.require_outside(in_pieces, not_allowed=ValueState.WHOLE)
+        in_parts = results[:1] if claims.output_in_parts and given[0].requires_grad else []
+        proof.require_outside(results[len(in_parts) :], not_allowed=ValueState.PART)
+        proof.require_outside(in_parts, not_allowed=ValueState.WHOLE)
 
 
 def _inputs(node: Node) -> list[Node]:
@@ -186,9 +186,9 @@ class _Proof:
             self._check_dropout(node, dropout)
 
     def _check_dropout(self, node: Node, dropout: Dropout) -> None:
-        """Raise ModelError where a dropout's mask is for a different piece than its input."""
-        if dropout.in_pieces and self.states[node] is not ValueState.PIECE:
-            raise self._other_pieces(node)
+        """Raise ModelError where a dropout's mask is for a different part than its input."""
+        if dropout.in_parts and self.states[node] is not ValueState.PART:
+            raise self._other_parts(node)
         inside = self.states[node] is ValueState.INSIDE
         name = f"the dropout {self.dropouts.get(id(dropout), '')}".strip()
         if inside and not dropout.in_region:
@@ -210,31 +210,31 @@ class _Proof:
         if collective in ("reduce", "gather", "scatter_out"):
             if read != ONLY_INSIDE:
                 raise self._reads_whole(node, collective)
-            return ValueState.PIECE if collective == "scatter_out" else ValueState.WHOLE
+            return ValueState.PART if collective == "scatter_out" else ValueState.WHOLE
         if ValueState.INSIDE in read:
             raise self._enters_again(node)
-        from_pieces = collective in ("gather_in", "to_whole")
-        if from_pieces != (ValueState.PIECE in read) or ValueState.SUMMED in read:
-            raise self._other_pieces(node)
-        results = {"to_whole": ValueState.WHOLE, "to_pieces": ValueState.PIECE}
+        from_parts = collective in ("gather_in", "to_whole")
+        if from_parts != (ValueState.PART in read) or ValueState.SUMMED in read:
+            raise self._other_parts(node)
+        results = {"to_whole": ValueState.WHOLE, "to_parts": ValueState.PART}
         return results.get(collective, ValueState.INSIDE)
 
     def _after_operation(self, node: Node, read: set[ValueState]) -> ValueState:
         """Return the `ValueState` of a non-collective's output, given the states `read` of its inputs."""
-        if ValueState.INSIDE in read and read & {ValueState.WHOLE, ValueState.PIECE}:
+        if ValueState.INSIDE in read and read & {ValueState.WHOLE, ValueState.PART}:
             raise self._meets_whole(node)
-        if read & {ValueState.INSIDE, ValueState.PIECE} and ValueState.NEUTRAL in read:
+        if read & {ValueState.INSIDE, ValueState.PART} and ValueState.NEUTRAL in read:
             raise self._whole_parameter(node)
-        if ValueState.WHOLE in read and read & {ValueState.PIECE, ValueState.SUMMED}:
-            raise self._other_pieces(node)
-        order = (ValueState.INSIDE, ValueState.PIECE, ValueState.WHOLE, ValueState.SUMMED, ValueState.NEUTRAL)
+        if ValueState.WHOLE in read and read & {ValueState.PART, ValueState.SUMMED}:
+            raise self._other_parts(node)
+        order = (ValueState.INSIDE, ValueState.PART, ValueState.WHOLE, ValueState.SUMMED, ValueState.NEUTRAL)
         return next((state for state in order if state in read), ValueState.CONSTANT)
 
     def require_outside(self, outputs: Iterable[Node], not_allowed: ValueState) -> None:
         """Raise ModelError if an output leaves the layer in state INSIDE, SUMMED or `not_allowed`."""
         for node in outputs:
             if self.states[node] in (not_allowed, ValueState.SUMMED):
-                raise self._other_pieces(node)
+                raise self._other_parts(node)
             if self.states[node] is not ValueState.INSIDE:
                 continue
             name = self._nearest([node], ONLY_INSIDE)
@@ -270,10 +270,10 @@ class _Proof:
             "give one of the two no rule"
         )
 
-    def _other_pieces(self, node: Node) -> ModelError:
+    def _other_parts(self, node: Node) -> ModelError:
         origin = self._origin([node] if node in self.states else _inputs(node))
         return self._error(
-            f"a value that is whole on every rank and a piece of the sequence meet at {_operation(node)} "
+            f"a value that is whole on every rank and a part of the sequence meet at {_operation(node)} "
             f"({origin}): let the layer work on each position by itself outside of its regions, or remove "
             "its rule sequence"
         )
@@ -287,7 +287,7 @@ class _Proof:
 
     def _meets_whole(self, node: Node) -> ModelError:
         inside = self._read_in(node, ValueState.INSIDE)
-        origin = self._origin(self._read_in(node, ValueState.WHOLE) + self._read_in(node, ValueState.PIECE))
+        origin = self._origin(self._read_in(node, ValueState.WHOLE) + self._read_in(node, ValueState.PART))
         own = [before for before in inside if self._is_parameter(before)]
         name = self._nearest(own or inside, ONLY_INSIDE)
         if own:
@@ -354,7 +354,7 @@ class _Proof:
 
         A bias may be one step nearer to the fault than its weight, which is transposed.
         """
-        return -1 if self.leaves.get(id(leaf)) in (ValueState.WHOLE, ValueState.PIECE) else leaf.dim()
+        return -1 if self.leaves.get(id(leaf)) in (ValueState.WHOLE, ValueState.PART) else leaf.dim()
 
     def _name(self, leaf: Tensor) -> str:
         return self.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)} that is no parameter")

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.errors import ModelError, listed
 from plait.models.layers.carried_values import refuse_carried_values
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
-from plait.models.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
+from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import BufferKind
 from plait.plan.rules import join
@@ -107,7 +107,7 @@ class MetaLayers:
                 self._results[key] = prove_positions_apart(layer, value)
             value = self._results[key]
 
-    def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[MetaRun]:
+    def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[InferredLayer]:
         given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)
         sequence = running_sequence()
         modes = proves, torch.is_grad_enabled(), torch.get_default_dtype(), sequence and sequence.shape
@@ -117,7 +117,7 @@ class MetaLayers:
             # Documents change no shape, but a layer may refuse long ones: one that ran takes shorter ones.
             if key not in self._results or self._results[key][0] < longest:
                 self._results[key] = longest, self._run(number, given, proves=proves)
-            run: MetaRun = self._results[key][1]
+            run: InferredLayer = self._results[key][1]
             counting = () if proves else self._counting(number, given)
             run = replace(run, info=replace(run.info, counting=counting)) if counting else run
             yield run
@@ -125,7 +125,7 @@ class MetaLayers:
         while len(self._results) > MOST_RESULTS:
             del self._results[next(iter(self._results))]
 
-    def _run(self, number: int, given: LayerInput, *, proves: bool) -> MetaRun:
+    def _run(self, number: int, given: LayerInput, *, proves: bool) -> InferredLayer:
         """Run a layer on the meta device with its rules applied; `proves`: also prove its gradients.
 
         Gradients are proved for the layer with its output linear, like those of the other layers.
@@ -187,8 +187,8 @@ class MetaLayers:
             sharded=self._sharded[number],
             frozen=self._frozen[number] - self._sharded[number],
             summed=self._summed[number] - self._sharded[number],
-            input_in_pieces=dims.previous is not None,
-            output_in_pieces=dims.next is not None,
+            input_in_parts=dims.previous is not None,
+            output_in_parts=dims.next is not None,
             dropouts=names_of(layer.module),
             output_inside=self._output_inside and number == len(self._sequence.layers) - 1,
         )

@@ -1,6 +1,6 @@
 """Proof that an optimizer on one rank updates its parameters as an optimizer of the whole model would.
 
-Where parameters are sharded a rank's optimizer has pieces of them, so the update of an element may depend on
+Where parameters are sharded a rank's optimizer has shards of them, so the update of an element may depend on
 that element alone; under `pp` it has the parameters of its own stages, so the update of a parameter may
 depend on that parameter alone. Any other optimizer would silently compute something else: so each is checked
 before its first step.
@@ -133,7 +133,7 @@ def _change(
         for found, now, then in zip(changes, held, groups, strict=True):
             for name, parameter in now.items():
                 found.setdefault(name, []).append((parameter.detach() - then[name]).view(-1))
-    return [{name: torch.cat(pieces) for name, pieces in group.items()} for group in changes]
+    return [{name: torch.cat(found) for name, found in group.items()} for group in changes]
 
 
 def _parameters_apart(groups: RankTensors) -> Sequence[RankTensors]:
@@ -236,12 +236,12 @@ COUPLING = {torch.optim.LBFGS: "moves all parameters along one line"}
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a plan divides the parameters between the ranks' optimizers: by stage, and into pieces."""
+    """How a plan divides the parameters between the ranks' optimizers: by stage, and into shards."""
 
     pp: int
     """Ranks of `pp`, each with the parameters of its own stages."""
     sharded: bool
-    """Whether a rank has pieces of parameters, over `shard`, `cp` or `tp`."""
+    """Whether a rank has shards of parameters, over `shard`, `cp` or `tp`."""
 
     @staticmethod
     def of(plan: Plan, kinds: Iterable[BufferKind]) -> Partitioning:
@@ -264,7 +264,7 @@ def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> Non
     if not reason:
         return
     if partitioning.sharded:
-        where = "where tensors are sharded an optimizer has pieces of them only"
+        where = "where tensors are sharded an optimizer has shards of them only"
     else:
         where = f"with plan.pp = {partitioning.pp} an optimizer has the parameters of its own stages only"
     way_out = f"{_plan_for(reach, partitioning)}, or take torch.optim.AdamW"
@@ -314,18 +314,18 @@ class OptimizerGuard:
 
     def __init__(
         self,
-        pieces: Iterable[nn.Parameter],
+        shards: Iterable[nn.Parameter],
         partitioning: Partitioning,
         note_step: Callable[[Optimizer], None] = lambda optimizer: None,
     ) -> None:
-        """`pieces`: the parameters that this rank's optimizer updates. `note_step` is called before steps."""
+        """`shards`: the parameters that this rank's optimizer updates. `note_step` is called before steps."""
         self._partitioning = partitioning
         self.note_step = note_step
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many parameter groups each optimizer had when it was checked."""
         reference = _GuardReference(self)
-        for piece in pieces:
-            setattr(piece, _ATTRIBUTE, reference)
+        for shard in shards:
+            setattr(shard, _ATTRIBUTE, reference)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold."""

@@ -4,7 +4,7 @@ Every rank of the group makes the same calls in the same order. A `checked` call
 blocks until all ranks have made the call, and raises on every rank if the calls differ. Without the check, as
 on the hot path whose shapes were checked before, a mismatch ends the process or hangs until the timeout.
 
-Results are the same bits on every rank and in every run. Pieces are in order of the index. A rank that is
+Results are the same bits on every rank and in every run. Ranges are in order of the index. A rank that is
 alone gets its own tensor back. Traffic counts the bytes of the tensor that a rank passes, in
 `all_to_all_uneven` of what it sends to others. Any call may raise `CommunicationError`: here for its
 arguments, from `Handle.wait()` for failures of the operation.
@@ -33,7 +33,7 @@ from plait.ranks.transport.buffers import (
     output_buffer,
     reduction_error,
 )
-from plait.ranks.transport.interface import Pending, PieceSizes
+from plait.ranks.transport.interface import Pending, RangeSizes
 
 T = TypeVar("T")
 
@@ -84,9 +84,9 @@ def reduce_scatter(
 ) -> Handle[Tensor]:
     """Start the reduce-scatter of `tensor`: `[size * n, ...]` to this rank's `[n, ...]`, in `out` if given.
 
-    On the CPU the sum is in rank order, of 16-bit floats in float32. `out` may be a piece of `tensor`.
+    On the CPU the sum is in rank order, of 16-bit floats in float32. `out` may be a range of `tensor`.
     """
-    shape = _piece_shape(tensor, group)
+    shape = _range_shape(tensor, group)
     error = (
         reduction_error(op, tensor.dtype)
         or _division_error(tensor, group)
@@ -98,9 +98,9 @@ def reduce_scatter(
     _check_and_count("reduce_scatter", tensor, group, detail=detail, error=error, checked=checked)
     if transport is None:
         return Handle.done(_copy_to(tensor, out), group)
-    piece = output_buffer(out, shape, tensor)
-    launch = partial(transport.reduce_scatter, tensor, piece, op)
-    return _start("reduce_scatter", group, launch, lambda: copy_out(piece, out))
+    own_range = output_buffer(out, shape, tensor)
+    launch = partial(transport.reduce_scatter, tensor, own_range, op)
+    return _start("reduce_scatter", group, launch, lambda: copy_out(own_range, out))
 
 
 def all_gather(
@@ -108,7 +108,7 @@ def all_gather(
 ) -> Handle[Tensor]:
     """Start the all-gather of the ranks' tensors: `[n, ...]` to `[size * n, ...]`, in `out` if given.
 
-    `tensor` may be this rank's piece of `out`. A 0-d tensor counts as `[1]`.
+    `tensor` may be this rank's range of `out`. A 0-d tensor counts as `[1]`.
     """
     shape = _whole_shape(tensor, group)
     _check_and_count("all_gather", tensor, group, error=_buffer_error(out, shape, tensor), checked=checked)
@@ -154,7 +154,7 @@ def all_to_all_uneven(
     number of elements, the same on all ranks, more than which none sends; with it ranks of one host may use
     shared memory. Traffic: an `all_to_all` of the bytes sent to other ranks.
     """
-    sizes = PieceSizes(tuple(sent), tuple(received), most)
+    sizes = RangeSizes(tuple(sent), tuple(received), most)
     shape = (sum(received),)
     error = _sizes_error(sizes, tensor, group) or _buffer_error(out, shape, tensor)
     payload = sum(sent[: group.index]) + sum(sent[group.index + 1 :])
@@ -162,7 +162,7 @@ def all_to_all_uneven(
         "all_to_all",
         tensor,
         group,
-        detail="in uneven pieces" if most is None else f"in uneven pieces with most={most}",
+        detail="in uneven ranges" if most is None else f"in uneven ranges with most={most}",
         error=error,
         checked=checked,
         payload=payload * tensor.itemsize,
@@ -170,9 +170,9 @@ def all_to_all_uneven(
     )
     if group.transport is None:
         return Handle.done(_copy_to(tensor, out), group)
-    pieces = output_buffer(out, shape, tensor)
-    launch = partial(group.transport.all_to_all, dense(tensor), pieces, sizes)
-    return _start("all_to_all", group, launch, lambda: copy_out(pieces, out))
+    ranges = output_buffer(out, shape, tensor)
+    launch = partial(group.transport.all_to_all, dense(tensor), ranges, sizes)
+    return _start("all_to_all", group, launch, lambda: copy_out(ranges, out))
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, checked: bool = True) -> Handle[Tensor]:
@@ -205,9 +205,9 @@ def gather(
 
 
 def scatter(
-    pieces: Tensor | None, group: Group, source: int = 0, *, out: Tensor, checked: bool = True
+    ranges: Tensor | None, group: Group, source: int = 0, *, out: Tensor, checked: bool = True
 ) -> Handle[Tensor]:
-    """Fill every rank's `out[n, ...]` with its piece of the source's `pieces[size * n, ...]`.
+    """Fill every rank's `out[n, ...]` with its range of the source's `ranges[size * n, ...]`.
 
     `source` is an index in the group; the other ranks may pass `None` (and count no bytes).
     """
@@ -215,8 +215,8 @@ def scatter(
     sends = group.index == source
     error = _index_error(source, group)
     if error is None and sends:
-        error = "the source has no pieces" if pieces is None else _buffer_error(pieces, shape, out)
-    payload = pieces if sends else None
+        error = "the source has no ranges" if ranges is None else _buffer_error(ranges, shape, out)
+    payload = ranges if sends else None
     sent = 0 if payload is None else payload.nbytes
     detail = f"from {source}"
     _check_and_count("scatter", out, group, detail=detail, error=error, checked=checked, payload=sent)
@@ -242,7 +242,7 @@ def shared_zeros(size: int, dtype: torch.dtype, device: torch.device, group: Gro
 
     Over Gloo the ranks of one host send through the loopback interface, which copies each byte several times
     and takes processor time from the step itself. Every rank of the group maps the tensors made here; in
-    `all_reduce` each rank then reduces its piece of all ranks' tensors, in rank order, and writes it back to
+    `all_reduce` each rank then reduces its range of all ranks' tensors, in rank order, and writes it back to
     all of them, between two barriers.
 
     It is supported on the CPU under Linux, for ranks on one host. All ranks of the group call it in the same
@@ -274,7 +274,7 @@ def _check_and_count(
     error: str | None,
     checked: bool,
     payload: int | None = None,
-    sizes: PieceSizes | None = None,
+    sizes: RangeSizes | None = None,
 ) -> None:
     """Count a call as traffic; first raise if `error` is set or, if `checked`, the ranks' calls differ.
 
@@ -320,31 +320,31 @@ def _whole_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
     return (group.size * first, *rest)
 
 
-def _piece_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
-    """Return the shape of one rank's piece: `tensor` divided along dim 0 into one equal piece per rank."""
+def _range_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+    """Return the shape of one rank's range: `tensor` divided along dim 0 into one equal range per rank."""
     first, *rest = tensor.shape or (0,)
     return (first // group.size, *rest)
 
 
 def _division_error(tensor: Tensor, group: Group) -> str | None:
     if tensor.dim() == 0 or tensor.shape[0] % group.size:
-        return f"dim 0 does not divide into {group.size} equal pieces"
+        return f"dim 0 does not divide into {group.size} equal ranges"
     return None
 
 
-def _sizes_error(sizes: PieceSizes, tensor: Tensor, group: Group) -> str | None:
-    """Return why `tensor` does not divide into pieces of `sizes`, one per rank of the group, or None."""
+def _sizes_error(sizes: RangeSizes, tensor: Tensor, group: Group) -> str | None:
+    """Return why `tensor` does not divide into ranges of `sizes`, one per rank of the group, or None."""
     if tensor.dim() != 1:
         return f"the tensor has {tensor.dim()} dims and not 1"
     if len(sizes.sent) != group.size or len(sizes.received) != group.size:
-        numbers = f"{len(sizes.sent)} pieces are sent and {len(sizes.received)} received"
+        numbers = f"{len(sizes.sent)} ranges are sent and {len(sizes.received)} received"
         return f"{numbers}, and the group has {group.size} ranks"
     if min(*sizes.sent, *sizes.received) < 0:
         return f"sizes are negative (sent {list(sizes.sent)}, received {list(sizes.received)})"
     if sizes.most is not None and sum(sizes.sent) > sizes.most:
         return f"{sum(sizes.sent)} elements are sent and `most` is {sizes.most}"
     if sum(sizes.sent) != tensor.numel():
-        return f"the pieces sent have {sum(sizes.sent)} elements and the tensor {tensor.numel()}"
+        return f"the ranges sent have {sum(sizes.sent)} elements and the tensor {tensor.numel()}"
     sent, received = sizes.sent[group.index], sizes.received[group.index]
     return None if sent == received else f"it sends {sent} elements to itself and receives {received}"
 
@@ -353,7 +353,7 @@ def _buffer_error(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> 
     if buffer is None or (buffer.shape == torch.Size(shape) and buffer.dtype == like.dtype):
         return None
     wanted = f"{dtype_name(like.dtype)}{list(shape)}"
-    return f"the buffer of the whole or the piece is {describe(buffer)} and not {wanted}"
+    return f"the buffer of the whole or the range is {describe(buffer)} and not {wanted}"
 
 
 def _index_error(index: int, group: Group) -> str | None:

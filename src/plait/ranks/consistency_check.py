@@ -29,7 +29,7 @@ from plait.errors import CommunicationError
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
 from plait.ranks.transport.buffers import describe
-from plait.ranks.transport.interface import Pending, PieceSizes, Transport
+from plait.ranks.transport.interface import Pending, RangeSizes, Transport
 
 HEADER_BYTES = 256
 _DIGEST_BYTES, _LENGTH_BYTES = 16, 4
@@ -39,7 +39,7 @@ _CONTEXT = 60
 """Bytes of a long line that are shown before the first difference."""
 SAME_CALL = "make the same call with the same shapes on each"
 SIZE_BYTES = 16
-"""Bytes that each rank passes to the check of piece sizes, for each rank of the group."""
+"""Bytes that each rank passes to the check of range sizes, for each rank of the group."""
 
 
 def require_same_text(
@@ -93,7 +93,7 @@ def shown(versions: Mapping[str, list[int]]) -> str:
     return "; ".join(f"{ranks}: {part}" for part, ranks in ranks_of)
 
 
-def require_matching_sizes(sizes: PieceSizes, call: str, group: Group, device: torch.device) -> None:
+def require_matching_sizes(sizes: RangeSizes, call: str, group: Group, device: torch.device) -> None:
     """Block until all ranks of `group` make this call, and raise unless each receives what the others send.
 
     `call` describes the operation. Communication: one all-gather of `SIZE_BYTES * group.size` per rank, as

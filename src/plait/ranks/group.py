@@ -35,7 +35,7 @@ class Traffic:
     """Counts the communication of one rank: `{"dp": {"all_reduce": Count(calls, bytes)}}`.
 
     Groups of one rank count nothing. Bytes are those of the tensor that the rank passed, whatever a backend
-    sends for it; of an all-to-all in uneven pieces, those of the pieces for other ranks.
+    sends for it; of an all-to-all in uneven ranges, those of the ranges for other ranks.
     """
 
     def __init__(self) -> None:

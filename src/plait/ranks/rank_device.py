@@ -10,11 +10,11 @@ import torch
 from plait.errors import MeshError, listed
 from plait.ranks.device import CPU, accelerator_of_rank, current_accelerator, default_device, is_accelerator
 from plait.ranks.launch.ranks_per_gpu import ranks_per_gpu
-from plait.ranks.transport.interface import Ranks
+from plait.ranks.transport.interface import RankTransports
 from plait.ranks.world import find_world
 
 
-def device_of_rank(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
+def device_of_rank(device: str | torch.device | None, ranks: RankTransports | None) -> torch.device:
     """Return this rank's device: `device`, or if None a GPU where `ranks` use NCCL or are none, else the CPU.
 
     `cuda` without an index is this rank's GPU.

@@ -30,7 +30,7 @@ class ActionStart(NamedTuple):
     """Whether the rank has run a backward before, so that gradients are allocated."""
 
 
-class RankHeld(NamedTuple):
+class HeldCounts(NamedTuple):
     """How many micro-batches, receive buffers and sent gradients one rank holds during a step."""
 
     stages: tuple[int, ...]
@@ -44,7 +44,7 @@ class RankHeld(NamedTuple):
     sending: int
     """Gradients that are being sent, after the first backwards."""
 
-    def covers(self, other: RankHeld) -> bool:
+    def covers(self, other: HeldCounts) -> bool:
         """Return whether all counts of this rank are at least those of another with equal stages."""
         return all(map(ge, self[2:], other[2:])) and all(
             _covered(held, self.starts.get(start, ()))
@@ -60,16 +60,16 @@ class HeldMicrobatches:
     schedule: Schedule
 
     @cached_property
-    def ranks(self) -> tuple[RankHeld, ...]:
+    def ranks(self) -> tuple[HeldCounts, ...]:
         """The counts of each rank."""
         return tuple(_rank_held(self.schedule, rank) for rank in range(self.schedule.ranks))
 
-    def largest(self, alike: Sequence[object]) -> list[RankHeld]:
+    def largest(self, alike: Sequence[object]) -> list[HeldCounts]:
         """Return the ranks that may need most memory: those whose counts no rank with equal stages exceeds.
 
         `alike`: for each rank a value that is equal for ranks with equal stages.
         """
-        found: dict[object, list[RankHeld]] = {}
+        found: dict[object, list[HeldCounts]] = {}
         for key, rank in zip(alike, self.ranks, strict=True):
             others = found.setdefault(key, [])
             if not any(other.covers(rank) for other in others):
@@ -77,7 +77,7 @@ class HeldMicrobatches:
         return [rank for ranks in found.values() for rank in ranks]
 
 
-def _rank_held(schedule: Schedule, rank: int) -> RankHeld:
+def _rank_held(schedule: Schedule, rank: int) -> HeldCounts:
     stages = schedule.stages_of(rank)
     first, later = _seen(schedule.actions[rank], stages)
     starts: dict[ActionStart, tuple[Held, ...]] = {}
@@ -92,7 +92,7 @@ def _rank_held(schedule: Schedule, rank: int) -> RankHeld:
             starts[ActionStart(place, kind, False)] = larger
     in_use = _most_received(schedule, rank, starts)
     peers = {schedule.rank_of[stage - 1] for stage in stages if schedule.exchanges_before(stage)}
-    return RankHeld(
+    return HeldCounts(
         stages,
         starts,
         in_use.total(),

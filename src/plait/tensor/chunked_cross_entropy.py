@@ -46,13 +46,13 @@ OutputLinear = nn.Linear | ColumnParallelLinear
 
 
 def output_linear_name(
-    last: NamedLayer, rules: Mapping[str, Rule], loss_rows: int, *, ends_in_pieces: bool = False
+    last: NamedLayer, rules: Mapping[str, Rule], loss_rows: int, *, ends_in_parts: bool = False
 ) -> str:
     """Return the name, within the last layer, of its last `nn.Linear`.
 
     Whether the layer returns the linear's output is known when it runs: see `require_features`. Raises
     PlanError where there is no `nn.Linear`, where `rules` partition it otherwise than by vocabulary, or where
-    the layer `ends_in_pieces`: each rank of `tp` runs the linear on its piece of the sequence.
+    the layer `ends_in_parts`: each rank of `tp` runs the linear on its part of the sequence.
     """
     names = [name for name, module in last.module.named_modules() if type(module) is nn.Linear]
     if not names:
@@ -66,9 +66,9 @@ def output_linear_name(
         raise PlanError(
             f"plan.loss_rows is {loss_rows}, but {full} has a forward of its own: set loss_rows to None."
         )
-    if ends_in_pieces:
+    if ends_in_parts:
         raise PlanError(
-            f"plan.loss_rows is {loss_rows}, but the last layer {last.path!r} runs on pieces of the sequence "
+            f"plan.loss_rows is {loss_rows}, but the last layer {last.path!r} runs on parts of the sequence "
             f"to its end: give {full} the rule vocabulary, or remove the layer's rule sequence."
         )
     if rule is not None and (rule.kind != "vocabulary" or rule.gather_output):
@@ -156,8 +156,8 @@ class ChunkedCrossEntropy:
         rows, found = features.reshape(-1, features.shape[-1]), self._targets(features, targets)
         losses = []
         for chunk in self._chunks(len(rows)):
-            piece = wide(self.logits(rows[chunk]))
-            each, _ = softmax_terms(piece, found.rows(chunk), self.vocabulary, *self._options)
+            part = wide(self.logits(rows[chunk]))
+            each, _ = softmax_terms(part, found.rows(chunk), self.vocabulary, *self._options)
             losses.append(each.sum())
         return torch.stack(losses).sum()
 
@@ -190,13 +190,11 @@ class ChunkedCrossEntropy:
 
     def _logits_gradient(self, rows: Tensor, found: LocalTargets, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a chunk, and the gradient of its logits, in the dtype of `rows`."""
-        piece, options = wide(self.logits(rows)), self._options
-        losses, factor = softmax_terms(piece, found, self.vocabulary, *options)
+        part, options = wide(self.logits(rows)), self._options
+        losses, factor = softmax_terms(part, found, self.vocabulary, *options)
         smoothing, _ = options
-        overwrite_with_gradient(
-            piece, factor, found, self.vocabulary.classes, smoothing, scale.to(piece.dtype)
-        )
-        return losses.sum(), piece.to(rows.dtype)
+        overwrite_with_gradient(part, factor, found, self.vocabulary.classes, smoothing, scale.to(part.dtype))
+        return losses.sum(), part.to(rows.dtype)
 
     def _targets(self, features: Tensor, targets: Tensor) -> LocalTargets:
         shape = torch.Size((*features.shape[:-1], self.vocabulary.classes))

@@ -2,7 +2,7 @@
 
     mask of an element = f(seed, step, path of the module, number of its earlier calls there, global index)
 
-An engine counts steps and sets which rows of the global batch a micro-batch has; a rule sets which piece
+An engine counts steps and sets which rows of the global batch a micro-batch has; a rule sets which part
 of an activation a rank has in a region (see `plait.rules`); under context parallelism dim 1 has the positions
 of `plait.tensor.running_sequence`. In plain PyTorch each call takes a key from torch's default generator.
 """
@@ -26,12 +26,12 @@ from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import parts_of
 from plait.plan.rules import join
 from plait.tensor.autograd.between_graphs import TRACE
-from plait.tensor.dropout_mask import DimPiece, DimRanges, keep_mask_of_ranges
+from plait.tensor.dropout_mask import DimPart, DimRanges, keep_mask_of_ranges
 from plait.tensor.proof_marks import tag, tag_of
 from plait.tensor.running_sequence import running_sequence
 
-LocatePiece = Callable[[int], DimPiece]
-"""Returns which piece of a dim this rank has, given the size of the piece."""
+LocatePart = Callable[[int], DimPart]
+"""Returns which part of a dim this rank has, given the size of the part."""
 _TAG = "plait.tensor.dropout"
 
 
@@ -51,12 +51,12 @@ class Dropout(nn.Module):
         self.p = p
         self.generator: DropoutGenerator | None = None
         """The engine's; None in plain PyTorch."""
-        self.pieces: dict[int, LocatePiece] = {}
-        """By dim, how to locate the rank's piece of the input; not for dim 0."""
+        self.parts: dict[int, LocatePart] = {}
+        """By dim, how to locate the rank's part of the input; not for dim 0."""
         self.in_region = False
         """Whether a rule puts the module inside a region."""
-        self.in_pieces = False
-        """Whether the input is a piece of the sequence."""
+        self.in_parts = False
+        """Whether the input is a part of the sequence."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout. Raises ModelError in an engine unless the micro-batch's rows divide dim 0.
@@ -75,29 +75,29 @@ class Dropout(nn.Module):
 
     def next_mask_maker(self, shape: Sequence[int], device: torch.device) -> Callable[[], Tensor]:
         """Draw this call's random key, and return a function that computes its mask, bool of `shape`."""
-        key, pieces = self.next_mask(shape, device)
-        ranges = self._position_ranges(shape, pieces)
-        return partial(keep_mask_of_ranges, key, shape, self.p, pieces, ranges, device)
+        key, parts = self.next_mask(shape, device)
+        ranges = self._position_ranges(shape, parts)
+        return partial(keep_mask_of_ranges, key, shape, self.p, parts, ranges, device)
 
-    def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPiece]]:
-        """Return the random key of this call's mask for a tensor of `shape`, and the rank's pieces by dim."""
+    def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPart]]:
+        """Return the random key of this call's mask for a tensor of `shape`, and the rank's parts by dim."""
         assert TRACE.get() is None, "the mask would be the same in each step"
-        pieces = {dim: locate(shape[dim]) for dim, locate in self.pieces.items()}
+        parts = {dim: locate(shape[dim]) for dim, locate in self.parts.items()}
         key = 0
         if self.generator is not None:
-            key, pieces[0] = self.generator.next_key(self, shape)
+            key, parts[0] = self.generator.next_key(self, shape)
         elif device.type != "meta":
             key = int(torch.randint(-(2**63), 2**63 - 1, ()))
-        return key, pieces
+        return key, parts
 
-    def _position_ranges(self, shape: Sequence[int], pieces: dict[int, DimPiece]) -> dict[int, DimRanges]:
-        """Return under context parallelism the positions in dim 1, in place of a piece of it in `pieces`."""
+    def _position_ranges(self, shape: Sequence[int], parts: dict[int, DimPart]) -> dict[int, DimRanges]:
+        """Return under context parallelism the positions in dim 1, in place of a part of it in `parts`."""
         sequence = running_sequence()
         if sequence is None or sequence.group.size == 1:
             return {}
-        piece = pieces.pop(1, None) if self.in_pieces else None
-        size = sequence.size if piece is None else shape[1]
-        fits = len(shape) > 1 and shape[1] == size and all(dim % len(shape) != 1 for dim in pieces)
+        part = parts.pop(1, None) if self.in_parts else None
+        size = sequence.size if part is None else shape[1]
+        fits = len(shape) > 1 and shape[1] == size and all(dim % len(shape) != 1 for dim in parts)
         if self.generator is not None:
             path, rows = self.generator.path_and_rows(self)
             if not fits or shape[0] != rows:
@@ -108,7 +108,7 @@ class Dropout(nn.Module):
                 )
         if not fits:
             return {}  # on the meta device; the layer's run raises
-        first = 0 if piece is None else piece.start
+        first = 0 if part is None else part.start
         held = parts_of(sequence.layout.ranges[sequence.group.index], slice(first, first + size))
         return {1: DimRanges(held, sequence.layout.length)}
 
@@ -145,20 +145,20 @@ class _RunningLayer(NamedTuple):
         return join(self.path, self.names.get(id(module), ""))
 
 
-def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
-    """Make a dropout in a tensor-parallel region use the masks of piece `index` of `count` along `dim`."""
+def set_region_part(module: Dropout, dim: int, index: int, count: int) -> None:
+    """Make a dropout in a tensor-parallel region use the masks of part `index` of `count` along `dim`."""
     module.in_region = True
-    module.pieces[dim] = partial(_equal_piece, index, count)
+    module.parts[dim] = partial(_equal_part, index, count)
 
 
-def _equal_piece(index: int, count: int, size: int) -> DimPiece:
-    return DimPiece(index * size, count * size)
+def _equal_part(index: int, count: int, size: int) -> DimPart:
+    return DimPart(index * size, count * size)
 
 
-def set_sequence_piece(module: Dropout, dim: int, locate: LocatePiece) -> None:
-    """Make a dropout outside tensor-parallel regions use the masks of this rank's piece of sequence `dim`."""
-    module.in_pieces = True
-    module.pieces[dim] = locate
+def set_sequence_part(module: Dropout, dim: int, locate: LocatePart) -> None:
+    """Make a dropout outside tensor-parallel regions use the masks of this rank's part of sequence `dim`."""
+    module.in_parts = True
+    module.parts[dim] = locate
 
 
 @dataclass
@@ -189,7 +189,7 @@ class DropoutGenerator:
         finally:
             self._layer = before
 
-    def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPiece]:
+    def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPart]:
         """Return the random key of the mask for this call of `module`, and the mask's start in dim 0."""
         if self._layer is None:
             raise ModelError(
@@ -204,7 +204,7 @@ class DropoutGenerator:
             )
         call = calls.get(id(module), 0)
         calls[id(module)] = call + 1
-        return key_of(self.seed, self.step, path, call), DimPiece(shape[0] // len(rows) * rows.start, 0)
+        return key_of(self.seed, self.step, path, call), DimPart(shape[0] // len(rows) * rows.start, 0)
 
     def path_and_rows(self, module: Dropout) -> tuple[str, int]:
         """Return the path of a dropout in the running layer, and the number of the micro-batch's rows."""

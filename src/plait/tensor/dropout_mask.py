@@ -1,6 +1,6 @@
 """Dropout masks from a counter-based generator: each element is a function of a key and its global index.
 
-So a rank computes only its piece of a mask. The index of element
+So a rank computes only its part of a mask. The index of element
 `(i0, i1, i2)` of a tensor of sizes `(D0, D1, D2)` is `(i0 · D1 + i1) · D2 + i2`. The generator is made of
 splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"): 64-bit integer
 arithmetic, which is the same on every device.
@@ -29,17 +29,17 @@ BLOCK_ON_ACCELERATORS = 2**21
 """Elements per block on a GPU: 48 MiB of temporaries, and kernels that take longer than their launch."""
 
 
-class DimPiece(NamedTuple):
-    """The first index of a piece of a dim, and the size of the whole dim (which is not used for dim 0)."""
+class DimPart(NamedTuple):
+    """The first index of a part of a dim, and the size of the whole dim (which is not used for dim 0)."""
 
     start: int
     whole: int
     step: int = 1
-    """The distance of neighbours of the piece in the whole dim."""
+    """The distance of neighbours of the part in the whole dim."""
 
 
 class DimRanges(NamedTuple):
-    """A piece of a dim that consists of several ranges, one after another; and the size of the whole dim."""
+    """A part of a dim that consists of several ranges, one after another; and the size of the whole dim."""
 
     ranges: Sequence[range]
     whole: int
@@ -54,15 +54,15 @@ class _Dim(NamedTuple):
 
 @gives_positions
 def keep_mask(
-    key: int, shape: Sequence[int], p: float, pieces: Mapping[int, DimPiece], device: torch.device
+    key: int, shape: Sequence[int], p: float, parts: Mapping[int, DimPart], device: torch.device
 ) -> Tensor:
-    """Return the dropout mask of a piece of a tensor: bool `shape`, each element False with probability `p`.
+    """Return the dropout mask of a part of a tensor: bool `shape`, each element False with probability `p`.
 
-    `key` is a signed 64-bit integer. `pieces` locates the piece in the whole tensor, by dim; other dims are
-    whole. The mask is equal on every device; on meta nothing is computed. ModelError where `pieces` names a
-    dim that the tensor does not have, or one dim twice, or where a piece ends behind the whole.
+    `key` is a signed 64-bit integer. `parts` locates the part in the whole tensor, by dim; other dims are
+    whole. The mask is equal on every device; on meta nothing is computed. ModelError where `parts` names a
+    dim that the tensor does not have, or one dim twice, or where a part ends behind the whole.
     """
-    dims = _joined(_dims(shape, pieces))
+    dims = _joined(_dims(shape, parts))
     keep = torch.empty(prod(shape), dtype=torch.bool, device=device)
     if p >= 1.0 or not len(keep):
         return keep.fill_(False).view(tuple(shape))
@@ -87,51 +87,51 @@ def keep_mask_of_ranges(
     key: int,
     shape: Sequence[int],
     p: float,
-    pieces: Mapping[int, DimPiece],
+    parts: Mapping[int, DimPart],
     ranges: Mapping[int, DimRanges],
     device: torch.device,
 ) -> Tensor:
-    """Return the mask as `keep_mask` does, for a piece that along the dims in `ranges` has several ranges."""
+    """Return the mask as `keep_mask` does, for a part that along the dims in `ranges` has several ranges."""
     if not ranges:
-        return keep_mask(key, shape, p, pieces, device)
+        return keep_mask(key, shape, p, parts, device)
     dim = next(iter(ranges))
     others = {other: those for other, those in ranges.items() if other != dim}
     masks = []
     for one in ranges[dim].ranges:
         part = [len(one) if number == dim else size for number, size in enumerate(shape)]
-        located = {**pieces, dim: DimPiece(one.start, ranges[dim].whole, one.step)}
+        located = {**parts, dim: DimPart(one.start, ranges[dim].whole, one.step)}
         masks.append(keep_mask_of_ranges(key, part, p, located, others, device))
     if not masks:
         return torch.empty(tuple(shape), dtype=torch.bool, device=device)
     return masks[0] if len(masks) == 1 else torch.cat(masks, dim)
 
 
-def _dims(shape: Sequence[int], pieces: Mapping[int, DimPiece]) -> list[_Dim]:
+def _dims(shape: Sequence[int], parts: Mapping[int, DimPart]) -> list[_Dim]:
     dims = [_Dim(size, 0, size) for size in shape]
-    if len({dim % max(1, len(shape)) for dim in pieces}) < len(pieces):
+    if len({dim % max(1, len(shape)) for dim in parts}) < len(parts):
         raise ModelError(
-            f"dropout was given a tensor of shape {list(shape)} and two pieces of one dim, among the dims "
-            f"{', '.join(map(str, pieces))}: name each dim once (dim 0 is the micro-batch's rows)."
+            f"dropout was given a tensor of shape {list(shape)} and two parts of one dim, among the dims "
+            f"{', '.join(map(str, parts))}: name each dim once (dim 0 is the micro-batch's rows)."
         )
-    for dim, piece in pieces.items():
+    for dim, part in parts.items():
         if not -len(shape) <= dim < len(shape):
             raise ModelError(
-                f"dropout was given a tensor of shape {list(shape)} and a piece of its dim {dim}, which it "
+                f"dropout was given a tensor of shape {list(shape)} and a part of its dim {dim}, which it "
                 "does not have: name another dim."
             )
         size = shape[dim]
-        last = piece.start + (size - 1) * piece.step
-        if dim % len(shape) and last >= piece.whole:
+        last = part.start + (size - 1) * part.step
+        if dim % len(shape) and last >= part.whole:
             raise ModelError(
-                f"dropout was given elements {piece.start} … {last} of dim {dim}, whose whole size is "
-                f"{piece.whole}: give the piece that lies within it."
+                f"dropout was given elements {part.start} … {last} of dim {dim}, whose whole size is "
+                f"{part.whole}: give the part that lies within it."
             )
-        dims[dim] = _Dim(size, piece.start, piece.whole, piece.step if size > 1 else 1)
+        dims[dim] = _Dim(size, part.start, part.whole, part.step if size > 1 else 1)
     return dims
 
 
 def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
-    """Merge each dim that the piece covers whole into the dim before it, so that few dims remain."""
+    """Merge each dim that the part covers whole into the dim before it, so that few dims remain."""
     joined: list[_Dim] = []
     for dim in dims:
         if joined and joined[-1].step == 1 and dim.start == 0 and dim.size == dim.whole:
@@ -142,16 +142,16 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
 
 
 class _Blocks(NamedTuple):
-    """Division of a piece into blocks: one index per dim before `cut`, a range of `cut`, later dims whole.
+    """Division of a part into blocks: one index per dim before `cut`, a range of `cut`, later dims whole.
 
     Indexes in a block are those of the first block plus a constant, so that one tile serves all blocks.
     """
 
     dims: Sequence[_Dim]
     start: int
-    """The index of the piece's first element in the whole tensor."""
+    """The index of the part's first element in the whole tensor."""
     strides: Sequence[int]
-    """The distance of the piece's neighbours along each dim, in the whole tensor."""
+    """The distance of the part's neighbours along each dim, in the whole tensor."""
     cut: int
     """The dim that is cut into blocks; the dims before it have one index in a block."""
     rows: int

@@ -184,8 +184,8 @@ def signature(value: Value) -> str:
     return repr(map_tensors(lambda tensor: (tuple(tensor.shape), tensor.dtype), value))
 
 
-RunOnPieces = Callable[[nn.Module, Value, int], tuple[Value, int]]
-"""Runs a module between layers that exchange pieces of a sequence; see `NamedLayer.run`."""
+RunOnParts = Callable[[nn.Module, Value, int], tuple[Value, int]]
+"""Runs a module between layers that exchange parts of a sequence; see `NamedLayer.run`."""
 
 
 @dataclass(frozen=True)
@@ -194,17 +194,17 @@ class NamedLayer:
 
     path: str
     module: nn.Module
-    run_on_pieces: RunOnPieces | None = None
-    """With sequence parallelism: how the module runs where its input or output is a piece of a sequence."""
+    run_on_parts: RunOnParts | None = None
+    """With sequence parallelism: how the module runs where its input or output is a part of a sequence."""
 
     def run(self, value: Value, length: int) -> tuple[Value, int]:
         """Return the layer's output, and the whole sequence length to pass to the next layer as `length`.
 
-        `length`: the length of the sequence of which `value` holds a piece; 0 if it is not in pieces yet.
+        `length`: the length of the sequence of which `value` holds a part; 0 if it is not in parts yet.
         """
-        if self.run_on_pieces is None:
+        if self.run_on_parts is None:
             return self.module(value), length
-        return self.run_on_pieces(self.module, value, length)
+        return self.run_on_parts(self.module, value, length)
 
 
 DTYPES: dict[Precision | None, torch.dtype | None] = {

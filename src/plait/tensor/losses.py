@@ -4,7 +4,7 @@ Every layout has the same mean only if the divisor belongs to the global batch. 
 the targets of a micro-batch, and their weight; plait sums both over micro-batches and ranks, and divides
 once.
 
-With a rank's piece `x` of a row of logits, the largest logit `m` of the whole row, and `s = x - m`:
+With a rank's part `x` of a row of logits, the largest logit `m` of the whole row, and `s = x - m`:
 
     all-reduce 1   m                                                    max over the ranks
     all-reduce 2   Σ exp(s),  s[target],  Σ s (for label smoothing)     sums over the ranks, packed
@@ -49,25 +49,25 @@ class LocalTargets:
     here: Tensor
     """bool `[n]`: counted, and one of this rank's classes."""
     columns: Tensor
-    """int64 `[n, 1]`: the column in this rank's piece, 0 for targets that are not here; `[n, 0]` for an
-    empty piece."""
+    """int64 `[n, 1]`: the column in this rank's part, 0 for targets that are not here; `[n, 0]` for an
+    empty part."""
 
     def rows(self, chunk: slice) -> LocalTargets:
         """Return the targets of a chunk of the rows, as views."""
         return LocalTargets(self.counted[chunk], self.known[chunk], self.here[chunk], self.columns[chunk])
 
-    def pick(self, piece: Tensor) -> Tensor:
-        """Return each row's element of `piece` at its target's column, `[n]`.
+    def pick(self, part: Tensor) -> Tensor:
+        """Return each row's element of `part` at its target's column, `[n]`.
 
-        0 where the target belongs to another rank or is ignored. `piece` is `[n, len(own)]`.
+        0 where the target belongs to another rank or is ignored. `part` is `[n, len(own)]`.
         """
-        return piece.gather(1, self.columns).masked_fill(~self.here[:, None], 0).sum(1)
+        return part.gather(1, self.columns).masked_fill(~self.here[:, None], 0).sum(1)
 
-    def subtract(self, piece: Tensor, amounts: Tensor) -> None:
-        """Subtract each row's amount from its element of `piece` at its target's column, in place."""
+    def subtract(self, part: Tensor, amounts: Tensor) -> None:
+        """Subtract each row's amount from its element of `part` at its target's column, in place."""
         # Not scatter_add_, which is not deterministic on CUDA; each row has at most one element here.
         amounts = amounts.where(self.here, 0)[:, None]
-        piece.scatter_(1, self.columns, piece.gather(1, self.columns) - amounts)
+        part.scatter_(1, self.columns, part.gather(1, self.columns) - amounts)
 
 
 def local_targets(
@@ -98,17 +98,17 @@ def local_targets(
 
 
 def softmax_terms(
-    piece: Tensor, found: LocalTargets, vocabulary: Vocabulary, smoothing: float, z_loss: float
+    part: Tensor, found: LocalTargets, vocabulary: Vocabulary, smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Return each row's loss, 0 where it does not count, and the factor of exp(s) in its gradient: `[n]`.
 
-    Overwrites `piece` `[n, len(own)]` with exp(s). Communication: the two all-reduces above.
+    Overwrites `part` `[n, len(own)]` with exp(s). Communication: the two all-reduces above.
     """
-    largest = piece.amax(1) if len(vocabulary.own) else piece.new_full(piece.shape[:1], -torch.inf)
+    largest = part.amax(1) if len(vocabulary.own) else part.new_full(part.shape[:1], -torch.inf)
     all_reduce(largest, vocabulary.group, "max", checked=False).wait()
-    piece.sub_(largest[:, None])
-    sums = [found.pick(piece), *([piece.sum(1)] if smoothing else [])]
-    packed = torch.stack([piece.exp_().sum(1), *sums])
+    part.sub_(largest[:, None])
+    sums = [found.pick(part), *([part.sum(1)] if smoothing else [])]
+    packed = torch.stack([part.exp_().sum(1), *sums])
     all_reduce(packed, vocabulary.group, checked=False).wait()
     normalizer, at_target, *whole = packed.unbind()
     normalizer.masked_fill_(~found.known, torch.nan)
@@ -125,14 +125,14 @@ def softmax_terms(
 
 
 def overwrite_with_gradient(
-    piece: Tensor, factor: Tensor, found: LocalTargets, classes: int, smoothing: float, scale: Tensor
+    part: Tensor, factor: Tensor, found: LocalTargets, classes: int, smoothing: float, scale: Tensor
 ) -> None:
     """Overwrite exp(s), of `softmax_terms`, with each row's gradient times `scale`, 0-d or `[n]`."""
     scales = scale.where(found.counted, 0)
-    piece.mul_((scales * factor)[:, None])
-    found.subtract(piece, scales * (1 - smoothing))
+    part.mul_((scales * factor)[:, None])
+    found.subtract(part, scales * (1 - smoothing))
     if smoothing:
-        piece.sub_((scales * (smoothing / classes))[:, None])
+        part.sub_((scales * (smoothing / classes))[:, None])
 
 
 @runtime_checkable
@@ -210,14 +210,14 @@ class CrossEntropy:
         DataError for targets that are no classes; on CUDA, which is not synchronised, loss and gradient are
         nan.
         """
-        return token_losses_of_pieces(logits, targets, vocabulary, self).sum()
+        return token_losses_over_vocabulary(logits, targets, vocabulary, self).sum()
 
     def weight(self, targets: Tensor) -> Tensor:
         """Return the number of targets that are not `ignore_index`, 0-d."""
         return (targets != self.ignore_index).sum()
 
 
-def token_losses_of_pieces(
+def token_losses_over_vocabulary(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> Tensor:
     """Return the cross-entropy of each target, `[n]`, 0 where it is ignored; see `total_of_pieces`."""
@@ -234,16 +234,16 @@ cross_entropy = CrossEntropy()
 """Cross-entropy over the last dim, mean over all targets of the global batch but those of -100."""
 
 
-def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
+def loss_over_vocabulary(loss: Loss, vocabulary: Vocabulary) -> Loss:
     """Return `loss` as a loss whose `total` takes this rank's shard of the logits, partitioned by class.
 
     Uses `total_of_pieces` where the loss has it, else gathers the logits. Communication: then one all-gather
-    of the logits over the group. `total` raises ModelError if the output is not such a piece.
+    of the logits over the group. `total` raises ModelError if the output is not such a part.
     """
-    return _LossOfPieces(loss, vocabulary, _takes_pieces(loss))
+    return _LossOverVocabulary(loss, vocabulary, _takes_vocabulary_shards(loss))
 
 
-def _takes_pieces(loss: Loss) -> bool:
+def _takes_vocabulary_shards(loss: Loss) -> bool:
     """Return whether `total_of_pieces` of `loss` can be used: not if a subclass overrides only `total`."""
     if not isinstance(loss, PiecewiseLoss):
         return False
@@ -253,17 +253,17 @@ def _takes_pieces(loss: Loss) -> bool:
 
 
 @dataclass(frozen=True)
-class _LossOfPieces:
+class _LossOverVocabulary:
     loss: Loss
     vocabulary: Vocabulary
-    by_pieces: bool
+    by_parts: bool
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        piece, vocabulary = self.vocabulary.require_piece(output), self.vocabulary
-        if self.by_pieces:
+        part, vocabulary = self.vocabulary.require_vocabulary_shard(output), self.vocabulary
+        if self.by_parts:
             assert isinstance(self.loss, PiecewiseLoss)
-            return self.loss.total_of_pieces(piece, targets, vocabulary)
-        return self.loss.total(gather(piece, vocabulary.group, -1, vocabulary.classes), targets)
+            return self.loss.total_of_pieces(part, targets, vocabulary)
+        return self.loss.total(gather(part, vocabulary.group, -1, vocabulary.classes), targets)
 
     def weight(self, targets: Any) -> Tensor:
         return self.loss.weight(targets)
@@ -280,9 +280,9 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, logits: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
     ) -> Tensor:
         # The same memory and version counter, so that autograd notices the write to saved logits.
-        piece = logits.detach()
-        losses, factor = softmax_terms(piece, found, vocabulary, terms.label_smoothing, terms.z_loss)
-        ctx.save_for_backward(piece, factor)
+        part = logits.detach()
+        losses, factor = softmax_terms(part, found, vocabulary, terms.label_smoothing, terms.z_loss)
+        ctx.save_for_backward(part, factor)
         ctx.found, ctx.classes, ctx.terms, ctx.ran = found, vocabulary.classes, terms, False
         return losses
 
@@ -295,6 +295,6 @@ class _TokenLosses(torch.autograd.Function):
                 "gradient overwrites the logits, so call backward once, without either."
             )
         ctx.ran = True
-        piece, factor = ctx.saved_tensors
-        overwrite_with_gradient(piece, factor, ctx.found, ctx.classes, ctx.terms.label_smoothing, gradient)
-        return piece, None, None, None
+        part, factor = ctx.saved_tensors
+        overwrite_with_gradient(part, factor, ctx.found, ctx.classes, ctx.terms.label_smoothing, gradient)
+        return part, None, None, None

@@ -23,7 +23,7 @@ from torch.nn import functional
 from plait.errors import ConfigError, DataError
 from plait.plan.arguments import require_flag, require_instance, require_number, whole
 from plait.tensor.autograd.paired_collectives import reduce
-from plait.tensor.losses import CrossEntropy, token_losses_of_pieces
+from plait.tensor.losses import CrossEntropy, token_losses_over_vocabulary
 from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.running_sequence import running_sequence
 
@@ -71,7 +71,7 @@ class PreferenceLoss:
         """
 
         def losses(tokens: Tensor) -> Tensor:
-            return token_losses_of_pieces(logits, tokens, vocabulary, _TERMS).view(tokens.shape)
+            return token_losses_over_vocabulary(logits, tokens, vocabulary, _TERMS).view(tokens.shape)
 
         return self._total(losses, _required(targets))
 

@@ -70,7 +70,7 @@ def next_token(
     *,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """Return one token per row, int64 `[rows]`, from whole logits or this rank's piece `[rows, len(own)]`.
+    """Return one token per row, int64 `[rows]`, from whole logits or this rank's part `[rows, len(own)]`.
 
     Rows end by `TokenChoice.stopped`, not here. Samples the softmax of `logits / temperature` by the
     Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the argmax of logits plus noise. The noise of all
@@ -78,11 +78,11 @@ def next_token(
     and for any number of ranks, up to the rounding of logits. `temperature` 0 takes the argmax; of equal
     logits the smallest token. `top_k`: only logits that are not below the k-th largest are sampled.
     Communication, with a vocabulary: an all-gather of 16 bytes a row; with `top_k` one more, of 8 · k.
-    Raises ModelError for logits that are not this rank's piece, NonFiniteError for a row whose maximum is not
+    Raises ModelError for logits that are not this rank's part, NonFiniteError for a row whose maximum is not
     finite.
     """
     if vocabulary is not None:
-        vocabulary.require_piece(logits)
+        vocabulary.require_vocabulary_shard(logits)
     values = logits.detach().to("cpu", torch.float64)
     classes = range(logits.shape[-1]) if vocabulary is None else vocabulary.own
     if choice.temperature > 0:
@@ -92,7 +92,7 @@ def next_token(
         total = len(classes) if vocabulary is None else vocabulary.classes
         uniform = torch.rand(values.shape[0], total, dtype=torch.float64, generator=generator)
         values = values - (-uniform.log()).log()[:, classes.start : classes.stop]
-    # One more column of -inf, because a piece may be empty; argmax finds the first of equals.
+    # One more column of -inf, because a part may be empty; argmax finds the first of equals.
     best = functional.pad(values, (0, 1), value=-torch.inf).max(dim=-1)
     own = torch.stack([best.values, (best.indices + classes.start).double()])
     largest, tokens = _all_gathered(own, vocabulary, logits.device).unbind(1)
@@ -103,11 +103,11 @@ def next_token(
 
 def _likeliest(values: Tensor, top_k: int, vocabulary: Vocabulary | None, device: torch.device) -> Tensor:
     """Return `values` with -inf where they are below the k-th largest of their row over all ranks."""
-    pieces = (values.shape[-1],) if vocabulary is None else vocabulary.sizes
-    if top_k >= sum(pieces):
+    parts = (values.shape[-1],) if vocabulary is None else vocabulary.sizes
+    if top_k >= sum(parts):
         return values
-    # Every rank sends the same number of values: at most the size of the largest piece.
-    count = min(top_k, max(pieces))
+    # Every rank sends the same number of values: at most the size of the largest part.
+    count = min(top_k, max(parts))
     own = values.topk(min(count, values.shape[-1]), dim=-1).values
     own = functional.pad(own, (0, count - own.shape[-1]), value=-torch.inf)
     gathered = torch.cat(list(_all_gathered(own, vocabulary, device)), dim=-1)

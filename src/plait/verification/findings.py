@@ -31,20 +31,20 @@ INCONCLUSIVE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rank's piece of a global tensor of `shape`; `of` extracts it from any tensor of that shape."""
+class ComparedBox:
+    """A rank's part of a global tensor of `shape`; `of` extracts it from any tensor of that shape."""
 
     shape: tuple[int, ...]
     of: Callable[[Tensor], Tensor]
 
     def flat_indices(self) -> Tensor:
-        """Return for each element of the flattened piece its index in the flattened global tensor."""
+        """Return for each element of the flattened part its index in the flattened global tensor."""
         return self.of(torch.arange(prod(self.shape)).view(self.shape)).reshape(-1)
 
 
-def piece_of(layout: Layout, coordinate: Mapping[str, int]) -> Piece:
-    """Return the piece that the rank at `coordinate` holds of a tensor with `layout`."""
-    return Piece(layout.shape, lambda whole: shard(whole, layout, coordinate))
+def box_of(layout: Layout, coordinate: Mapping[str, int]) -> ComparedBox:
+    """Return the part that the rank at `coordinate` holds of a tensor with `layout`."""
+    return ComparedBox(layout.shape, lambda whole: shard(whole, layout, coordinate))
 
 
 Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -130,13 +130,13 @@ class Findings:
         expected: Tensor,
         tolerance: Tolerance,
         *,
-        piece: Piece | None = None,
+        box: ComparedBox | None = None,
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
         rounding: float | None = None,
         inside: Callable[[], InnerDifference | None] = lambda: None,
     ) -> bool:
-        """Compare `actual`, a `piece` or a whole tensor, with `expected`; return whether they are equal.
+        """Compare `actual`, a `box` or a whole tensor, with `expected`; return whether they are equal.
 
         `rounding`: the largest machine epsilon of a dtype that `actual` may have passed through. If given, a
         tensor that was rounded to a narrower dtype is a difference, within the tolerance too. `alternatives`,
@@ -165,10 +165,10 @@ class Findings:
             shortened = _shortened(base) if base is not None and fits else None
             self.evidence = Evidence(location, _shortened(actual), _shortened(expected), shortened)
             hint = _hint(actual, expected, tolerance, alternatives)
-            found = _describe(location, actual, expected, tolerance, piece, hint)
+            found = _describe(location, actual, expected, tolerance, box, hint)
             self.differences.insert(0, replace(found, inside=inside()))
         elif len(self.differences) < MAX_LISTED:
-            self.differences.append(_describe(location, actual, expected, tolerance, piece, ""))
+            self.differences.append(_describe(location, actual, expected, tolerance, box, ""))
         return False
 
 
@@ -237,7 +237,12 @@ def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: 
 
 
 def _describe(
-    location: Location, actual: Tensor, expected: Tensor, tolerance: Tolerance, piece: Piece | None, hint: str
+    location: Location,
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: Tolerance,
+    box: ComparedBox | None,
+    hint: str,
 ) -> Difference:
     """Return a `Difference`: where in the tensor, and by how much, `actual` differs from `expected`."""
     if _misfit(actual, expected) or not actual.numel():
@@ -250,8 +255,8 @@ def _describe(
         far = far.amax(-1)
     far = far.reshape(-1).cpu()
     wrong, worst = (far > tolerance.allowed).nonzero()[:, 0], far.argmax()
-    local, whole = actual.shape or (1,), (actual.shape if piece is None else piece.shape) or (1,)
-    flat = torch.arange(len(far)) if piece is None else piece.flat_indices()
+    local, whole = actual.shape or (1,), (actual.shape if box is None else box.shape) or (1,)
+    flat = torch.arange(len(far)) if box is None else box.flat_indices()
     return Difference(
         location=location,
         largest=float(far.max()),

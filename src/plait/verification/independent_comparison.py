@@ -29,7 +29,7 @@ from plait.verification.independent_reference import (
     Expected,
     Float64Mode,
     IndependentReference,
-    ReferenceRank,
+    ReferenceSide,
 )
 from plait.verification.reference.recording import broadcast_object
 from plait.verification.reference.start_values import add_offsets
@@ -110,7 +110,7 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
         model = case.build()
         model = copy.deepcopy(model).eval() if any(one.training for one in model.modules()) else model
         engine = parallelize(model, plan, mesh, case.loss, rules=case.rules_of(model), seed=case.options.seed)
-        run = PlanRank(case, model, engine, reference)
+        run = PlanSide(case, model, engine, reference)
         found = run.unlike
         mode: AbstractContextManager[Any] = nullcontext() if plan.compile else Float64Mode()
         with mode:
@@ -124,7 +124,7 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
         mesh.close()
 
 
-def _initial_values(reference: ReferenceRank, state: Mapping[str, Tensor]) -> Iterator[Compared]:
+def _initial_values(reference: ReferenceSide, state: Mapping[str, Tensor]) -> Iterator[Compared]:
     """Yield the comparisons of the values in `state`, by the model's names, with the reference's."""
     for pair, own in reference.values():
         if not own.is_meta:
@@ -133,23 +133,23 @@ def _initial_values(reference: ReferenceRank, state: Mapping[str, Tensor]) -> It
             yield compare(0, "initial values", pair.theirs, found, own, allowed)
 
 
-class PlanRank:
+class PlanSide:
     """One rank of the plan's run, beside the reference on rank 0."""
 
     def __init__(self, case: Case, model: nn.Module, engine: Engine, reference: IndependentReference) -> None:
         self.case, self.model, self.engine, self.mesh = case, model, engine, engine.mesh
         self.unlike: list[Compared] = []
         self.place, self.unmatched = "", 0
-        self.reference: ReferenceRank | None = None
+        self.reference: ReferenceSide | None = None
         self.state = engine.state_dict()
         with _on_rank_zero(self.mesh) as here:
             if here:
                 self.reference = self._reference(reference)
         engine.load_state_dict(self.state or None, broadcast=True)
 
-    def _reference(self, given: IndependentReference) -> ReferenceRank:
+    def _reference(self, given: IndependentReference) -> ReferenceSide:
         """Return the reference with the values of the plan's run, which are changed a little in both."""
-        built = ReferenceRank(self.case.loss, given, self.model, self.mesh.device)
+        built = ReferenceSide(self.case.loss, given, self.model, self.mesh.device)
         if self.engine.plan.compile:
             built.accuracy = max(built.accuracy, COMPILED)
         if any(not one.is_meta for one in self.model.parameters()):

@@ -134,7 +134,7 @@ class Expected:
         return PART_OF_LARGEST * largest
 
 
-class ReferenceRank:
+class ReferenceSide:
     """The reference on rank 0: a copy in float64, in evaluation mode, with the values of the plan's run."""
 
     def __init__(

@@ -56,7 +56,7 @@ def rounded_otherwise(
 
 
 def _nearest(found: Tensor, expected: Tensor) -> Tensor:
-    """Return `expected`, or if `found` is shorter (a piece), the elements nearest to those of `found`."""
+    """Return `expected`, or if `found` is shorter (a part), the elements nearest to those of `found`."""
     if found.shape == expected.shape:
         return expected
     ordered = expected.sort().values

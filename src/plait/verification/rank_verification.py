@@ -151,7 +151,7 @@ def _recorded(
 
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
         if scope == loaded and key.kind in ("value", "state"):
-            return True  # under another plan this rank loads other pieces
+            return True  # under another plan this rank loads other parts
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
         return is_held and scope.microbatch in own
 

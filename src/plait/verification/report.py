@@ -275,7 +275,7 @@ def _where(difference: Difference) -> str:
         return f"all of {list(difference.shape)}"
     shape = list(difference.shape)
     box = ", ".join(f"{start}:{stop}" for start, stop in difference.box)
-    part = f"{difference.share:.0%} of {shape}" if difference.whole_box else f"[{box}] of a piece {shape}"
+    part = f"{difference.share:.0%} of {shape}" if difference.whole_box else f"[{box}] of a part {shape}"
     return f"{part}; worst at {list(difference.worst)}: {values}"
 
 

@@ -27,14 +27,14 @@ from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.findings import Piece
+from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, StepPhase
 from plait.verification.reference.recording import Tolerance, largest_magnitude
 
 MakeEngine = Callable[[Plan, Mesh], Engine]
 """Returns a new engine of the model, with its initial values."""
-SavedTensor = tuple[str, Tensor, Piece | None]
-"""Name, value, and which piece of a parameter it is."""
+SavedTensor = tuple[str, Tensor, ComparedBox | None]
+"""Name, value, and which part of a parameter it is."""
 BYTES_OF_PARAMETER = 32
 """Bytes a parameter that a checkpoint has at most, but for unusual optimizers: four numbers in float64."""
 
@@ -73,13 +73,13 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
     load(engine, run.update.optimizer, path)
     loaded = {name: tensor for name, tensor, _ in _saved_tensors(run)}
     saved = list(_saved_tensors(candidate))
-    for name, expected, piece in saved:
+    for name, expected, box in saved:
         old.findings.compare(
             Location(step, StepPhase.LOAD, name=name),
             loaded.get(name, torch.zeros_like(expected)),
             expected,
             Tolerance(largest_magnitude(expected), 0.0),
-            piece=piece,
+            box=box,
             alternatives=partial(_after_mistakes, name, first, loaded, saved),
         )
     return run
@@ -105,7 +105,7 @@ def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
     for name, tensor in run.update.updated_tensors():
         parameter = name.rpartition("/")[0] or name
         has_its_shape = tensor.shape == run.comparison.parameters[parameter].shape
-        yield name, tensor, run.comparison.piece(parameter) if has_its_shape else None
+        yield name, tensor, run.comparison.box(parameter) if has_its_shape else None
     for name, buffer in run.engine.named_buffers():
         yield name, buffer, None
     state = run.engine.run_state
@@ -114,7 +114,7 @@ def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
 
 
 def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, step: int, path: Path) -> None:
-    """Load `path` under a plan whose ranks hold other pieces, if any, and compare with the recording."""
+    """Load `path` under a plan whose ranks hold other parts, if any, and compare with the recording."""
     mesh = old.engine.mesh
     plan = another_plan(old.engine.plan, len(old.sequence.layers))
     if plan is None:
@@ -132,7 +132,7 @@ def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, st
 
 
 def another_plan(plan: Plan, layers: int) -> Plan | None:
-    """Return a plan of as many ranks whose ranks hold other pieces; None: there is none of the usual kinds.
+    """Return a plan of as many ranks whose ranks hold other parts; None: there is none of the usual kinds.
 
     Data parallelism alone, or if `plan` is that, a stage of the `layers` on each rank.
     """

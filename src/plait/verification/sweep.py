@@ -112,12 +112,12 @@ def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> st
 
 
 def plans_on(
-    ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False, in_chunks: bool = False
+    ranks: int, plan: Plan, rows: int, *, in_parts: bool = False, in_chunks: bool = False
 ) -> tuple[Plan, ...]:
     """Return the plans on `ranks` ranks that a sweep verifies, with about as many micro-batches as `plan`.
 
     Every layout with every schedule, activations kept and recomputed; and every layout with every sharding,
-    each with the next schedule and the next mode of recomputation. Where layers can run `in_pieces` of the
+    each with the next schedule and the next mode of recomputation. Where layers can run `in_parts` of the
     sequence, every layout with tp does so in both ways with every mode of recomputation, each with the next
     schedule and the next sharding; then follows every layout with cp, by ring and by Ulysses, with each
     layout of positions, and each with the next of all these. Where the loss can be computed `in_chunks` of
@@ -129,7 +129,7 @@ def plans_on(
     extremes = tuple(dict.fromkeys((modes[0], modes[-1])))
     # Three modes would always meet the same of the nine schedules and of the three kinds of offload.
     in_turns = (*modes, modes[-1])
-    both = get_args(SequenceParallel)[1:] if in_pieces and plan.sequence_parallel == "none" else ()
+    both = get_args(SequenceParallel)[1:] if in_parts and plan.sequence_parallel == "none" else ()
     schedules, turns = cycle(POLICY_NAMES), cycle(modes)
     plans = []
     for pp, dp, tp in _degrees(ranks):
@@ -145,7 +145,7 @@ def plans_on(
             plans.append(
                 _with_schedule(replace(next(sharded), loss_rows=LOSS_ROWS), next(schedules), next(turns))
             )
-    if in_pieces:
+    if in_parts:
         plans += _context_parallel(ranks, plan, rows)
     return tuple(dict.fromkeys(plans))
 

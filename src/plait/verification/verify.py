@@ -113,7 +113,7 @@ def _is_partitioned(outcomes: Sequence[RankOutcome], location: Location) -> bool
 
 
 def _compares(outcome: RankOutcome, chosen: RankOutcome, location: Location) -> bool:
-    """Return whether a rank compares the tensor, or a piece of it, that `chosen` compares at `location`."""
+    """Return whether a rank compares the tensor, or a part of it, that `chosen` compares at `location`."""
     if location.phase is StepPhase.BATCH:
         return outcome is chosen
     if location in outcome.findings.empty:
@@ -270,10 +270,10 @@ def verify_all(
     """
     model = case.build()
     rules = case.rules_of(model) or {}
-    in_pieces = any(isinstance(rule, Rule) and rule.kind == "sequence" for rule in rules.values())
+    in_parts = any(isinstance(rule, Rule) and rule.kind == "sequence" for rule in rules.values())
     in_chunks = case.options.mode != "exact" and _computes_loss_in_chunks(case.loss, model)
     rows = rows_of(case.batches[0][0])
-    plans = plans_on(ranks, plan, rows, in_pieces=in_pieces, in_chunks=in_chunks)
+    plans = plans_on(ranks, plan, rows, in_parts=in_parts, in_chunks=in_chunks)
     outcomes = _launch(partial(verify_plans, case, plans, report_progress), case, ranks, threads)
     results: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
     for number, one in enumerate(plans):

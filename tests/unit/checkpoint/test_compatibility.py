@@ -33,9 +33,9 @@ def engine_of(plan: Plan, value: float, *, frozen: Sequence[str] = ()) -> Engine
 
 def adamw(engine: Engine, *groups: Group, lr: float = 0.1) -> torch.optim.Optimizer:
     """Of the parameters that this rank has of each group."""
-    pieces = dict(engine.named_parameters())
+    shards = dict(engine.named_parameters())
     return torch.optim.AdamW(
-        [{"params": [pieces[name] for name in names if name in pieces], **of} for names, of in groups], lr=lr
+        [{"params": [shards[name] for name in names if name in shards], **of} for names, of in groups], lr=lr
     )
 
 
@@ -55,7 +55,7 @@ def refused(path: Path, *groups: Group, plan: Plan = ONE, frozen: Sequence[str] 
     try:
         plait.load(engine, optimizer, path)
     except CheckpointError as error:
-        assert all((piece == 0.25).all() for piece in engine.parameters())
+        assert all((shard == 0.25).all() for shard in engine.parameters())
         assert not optimizer.state
         return str(error)
     return ""
@@ -174,7 +174,7 @@ def kept_by_rows(path: Path) -> tuple[str, bool]:
     engine = engine_of(Plan(dp=2, strategy="full"), 0.25)
     with pytest.raises(CheckpointError) as caught:
         plait.load(engine, RowMeans(engine.parameters()), path)
-    return str(caught.value), all(bool((piece == 0.25).all()) for piece in engine.parameters())
+    return str(caught.value), all(bool((shard == 0.25).all()) for shard in engine.parameters())
 
 
 def test_a_state_that_cannot_be_cut_is_refused_before_anything_is_read(
@@ -190,7 +190,7 @@ def test_a_state_that_cannot_be_cut_is_refused_before_anything_is_read(
 
 def with_lbfgs(path: Path) -> bool:
     with run_of(plan_of("pp")) as run:
-        before = [piece.detach().clone() for piece in run.engine.parameters()]
+        before = [shard.detach().clone() for shard in run.engine.parameters()]
         with pytest.raises(PlanError, match="LBFGS"):
             plait.load(run.engine, torch.optim.LBFGS(run.engine.parameters()), path)
         return all(torch.equal(a, b) for a, b in zip(before, run.engine.parameters(), strict=True))

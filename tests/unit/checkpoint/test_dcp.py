@@ -1,4 +1,4 @@
-"""To torch.distributed.checkpoint and back: bit by bit, a piece at a time, and nothing in a file is run."""
+"""To torch.distributed.checkpoint and back: bit by bit, a shard at a time, and nothing in a file is run."""
 
 from __future__ import annotations
 
@@ -190,9 +190,9 @@ def test_torch_continues_training_from_a_checkpoint_exported_to_dcp(tmp_path: Pa
         saved_groups = [group["lr"] for group in run.optimizer.param_groups]
         assert [group["lr"] for group in optimizer.param_groups] == saved_groups
         theirs = dict(plain.named_parameters())
-        for name, piece in run.engine.named_parameters():
-            assert torch.equal(theirs[name], piece), name
-            for key, value in run.optimizer.state[piece].items():
+        for name, shard in run.engine.named_parameters():
+            assert torch.equal(theirs[name], shard), name
+            for key, value in run.optimizer.state[shard].items():
                 assert torch.equal(optimizer.state[theirs[name]][key], value), (name, key)
 
 
@@ -250,10 +250,10 @@ def test_plait_continues_training_from_a_checkpoint_that_torch_wrote(tmp_path: P
     theirs = dict(plain.named_parameters())
     with run_of(PLAN, seed=9) as run:
         assert plait.load(run.engine, run.optimizer, tmp_path / "native") == {}
-        for name, piece in run.engine.named_parameters():
-            assert torch.equal(theirs[name], piece), name
+        for name, shard in run.engine.named_parameters():
+            assert torch.equal(theirs[name], shard), name
             for key, value in optimizer.state[theirs[name]].items():
-                assert torch.equal(run.optimizer.state[piece][key], value), (name, key)
+                assert torch.equal(run.optimizer.state[shard][key], value), (name, key)
         assert {group["lr"] for group in run.optimizer.param_groups} == {0.125, 1e-2}
         run.train(range(1))
         with pytest.raises(CheckpointError, match="which SGD is not"):

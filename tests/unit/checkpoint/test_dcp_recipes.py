@@ -261,15 +261,15 @@ def test_a_llama_of_transformers_brings_its_moments_and_goes_back(
 
     engine, of_engine = engine_of(layers)
     plait.load(engine, of_engine, native)
-    pieces = dict(engine.named_parameters())
+    shards = dict(engine.named_parameters())
     assert {group["lr"] for group in of_engine.param_groups} == {0.1}
     for full, parameter in model.named_parameters():
-        piece = pieces.pop(own_name(full, names))
-        assert torch.equal(piece, parameter), full
-        assert of_engine.state[piece].keys() == optimizer.state[parameter].keys()
+        shard = shards.pop(own_name(full, names))
+        assert torch.equal(shard, parameter), full
+        assert of_engine.state[shard].keys() == optimizer.state[parameter].keys()
         for key, value in optimizer.state[parameter].items():
-            assert torch.equal(of_engine.state[piece][key], value), (full, key)
-    assert not pieces
+            assert torch.equal(of_engine.state[shard][key], value), (full, key)
+    assert not shards
 
     plait.save(engine, of_engine, tmp_path / "ours", {"step": 2})
     assert main(["checkpoint", "export", str(tmp_path / "ours"), back, *option]) == 0

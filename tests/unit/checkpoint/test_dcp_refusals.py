@@ -228,10 +228,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "junk": (junk, "cannot be read"),
     "half of a file": (lambda source: cut_short(source / "__0_0.distcp"), "cannot be read"),
     "another folder": (lambda source: changed(source, lead_out), "it has no file ../torch/"),
-    "overlapping pieces": (lambda source: changed(source, overlap), "do not make up"),
+    "overlapping shards": (lambda source: changed(source, overlap), "do not make up"),
     "another path": (lambda source: changed(source, another_path), "is not that of model.0.weight"),
     "no path": (lambda source: changed(source, no_path), "is no path"),
-    "missing pieces": (lambda source: changed(source, grow), "cannot be read"),
+    "missing shards": (lambda source: changed(source, grow), "cannot be read"),
     "something else": (lambda source: (source / ".metadata").write_bytes(pickle.dumps({})), "damaged"),
     "text": (lambda source: (source / ".metadata").write_text("hello"), "damaged"),
 }

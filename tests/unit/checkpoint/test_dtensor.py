@@ -43,13 +43,13 @@ def shown(plan: plait.Plan) -> dict[str, Any]:
         found[name] = (parameter.placements, mesh.mesh_dim_names, parameter.full_tensor(), shares)
     traffic = engine.mesh.traffic.since(engine._traffic_before)
     grown = len(dist.distributed_c10d._world.pg_names) - groups
-    pieces = {name: piece.detach().clone() for name, piece in local.items()}
+    shards = {name: one.detach().clone() for name, one in local.items()}
     engine.mesh.close()
     return {
         "shown": found,
         "traffic": traffic,
         "groups": grown,
-        "pieces": pieces,
+        "shards": shards,
         "layouts": dict(engine.layouts),
         "at": engine.mesh.coordinate,
     }
@@ -78,7 +78,7 @@ def test_a_full_tensor_is_the_assembled_parameter(rank_pool: Any, name: str) -> 
         mates = [other for other in ranks if other["at"]["pp"] == rank["at"]["pp"]]
         for parameter, (_, names, full, _) in rank["shown"].items():
             layout = rank["layouts"][parameter]
-            held = {layout.coordinate(mate["at"]): mate["pieces"][parameter] for mate in mates}
+            held = {layout.coordinate(mate["at"]): mate["shards"][parameter] for mate in mates}
             assert torch.equal(full, assemble(held, layout)), parameter
             sizes = {"replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
             assert names == (tuple(axis for axis, size in sizes.items() if size > 1) or ("tp",))
@@ -129,7 +129,7 @@ def test_writing_to_a_dtensor_writes_to_the_parameter(rank_pool: Any) -> None:
         engine = woven(PLANS["tp"])
         for _, parameter in engine.named_dtensors():
             parameter.to_local().fill_(5)
-        return all(bool((piece == 5).all()) for piece in engine.parameters())
+        return all(bool((local == 5).all()) for local in engine.parameters())
 
     assert rank_pool.run(body, ranks=2) == [True, True]
 

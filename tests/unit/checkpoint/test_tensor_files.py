@@ -50,7 +50,7 @@ def item(name: str, value: torch.Tensor) -> BoxToWrite:
 def test_a_tensor_file_has_the_size_and_checksum_of_its_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every dtype, aligned; in whatever pieces it is written and checked."""
+    """Every dtype, aligned; in whatever shards it is written and checked."""
     monkeypatch.setattr(tensor_file, "CHUNK", 5)
     values = {str(dtype): (torch.arange(6).view(2, 3) % 2).to(dtype) for dtype in DTYPES}
     values["empty"] = torch.empty(0, 3)
@@ -253,7 +253,7 @@ def test_optimizer_options_may_replace_those_of_like_type_only() -> None:
 
 
 def test_step_counts_are_on_the_cpu_unless_the_optimizer_needs_them() -> None:
-    piece, cpu = torch.empty(1, device="meta"), torch.device("cpu")
-    for group, device in (({}, cpu), ({"fused": True}, piece.device), ({"capturable": True}, piece.device)):
-        assert number_device("step", group, piece) == device
-        assert number_device("eta", group, piece) == piece.device
+    shard, cpu = torch.empty(1, device="meta"), torch.device("cpu")
+    for group, device in (({}, cpu), ({"fused": True}, shard.device), ({"capturable": True}, shard.device)):
+        assert number_device("step", group, shard) == device
+        assert number_device("eta", group, shard) == shard.device

@@ -31,8 +31,8 @@ START = 7_000_000_123
 def row(text: str) -> tuple[MeasuredAction, ...]:
     """`0F0 5-9` ran from 5 to 9; `0B0 2>5-9` waited for its gradient from 2 on."""
     done = []
-    for piece in text.split(", "):
-        name, times = piece.split()
+    for part in text.split(", "):
+        name, times = part.split()
         asked, _, ran = times.rpartition(">")
         start, end = ran.split("-")
         done.append(MeasuredAction(Action.parse(name), int(start), int(end), int(asked) if asked else None))

@@ -38,19 +38,19 @@ def half_of(attention: nn.Module, half: int) -> nn.Module:
     for name in ("query", "key", "value"):
         full = getattr(attention, name)
         heads = full.out_features // attention.head_size
-        rows = slice(None) if heads == 1 else _piece(full.out_features, half)
-        piece = nn.Linear(full.in_features, len(full.weight[rows]), full.bias is not None)
-        piece.weight.data = full.weight.detach()[rows]
+        rows = slice(None) if heads == 1 else _part(full.out_features, half)
+        part = nn.Linear(full.in_features, len(full.weight[rows]), full.bias is not None)
+        part.weight.data = full.weight.detach()[rows]
         if full.bias is not None:
-            piece.bias.data = full.bias.detach()[rows]
-        setattr(mine, name, piece)
+            part.bias.data = full.bias.detach()[rows]
+        setattr(mine, name, part)
     full = attention.output
     mine.output = nn.Linear(full.in_features // 2, full.out_features, bias=False)
-    mine.output.weight.data = full.weight.detach()[:, _piece(full.in_features, half)]
+    mine.output.weight.data = full.weight.detach()[:, _part(full.in_features, half)]
     return mine
 
 
-def _piece(features: int, half: int) -> slice:
+def _part(features: int, half: int) -> slice:
     return slice(half * features // 2, (half + 1) * features // 2)
 
 

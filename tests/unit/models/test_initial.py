@@ -23,8 +23,8 @@ def test_initial_values_of_a_range_are_that_slice_of_the_whole(one: int, other: 
 
 def test_initial_values_of_a_range_beyond_10_to_the_15_are_consistent() -> None:
     start = 10**15 + 3
-    piece = normal_values("layer.weight", 0, start, start + 8, 1.0)
-    assert torch.equal(normal_values("layer.weight", 0, start + 5, start + 8, 1.0), piece[5:])
+    part = normal_values("layer.weight", 0, start, start + 8, 1.0)
+    assert torch.equal(normal_values("layer.weight", 0, start + 5, start + 8, 1.0), part[5:])
 
 
 def test_initial_values_depend_on_name_seed_and_spread() -> None:

@@ -93,7 +93,7 @@ def test_without_a_precision_the_model_keeps_its_own() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_the_optimizer_has_pieces_where_something_is_cut_or_offloaded(strategy: Any) -> None:
+def test_the_optimizer_has_shards_where_something_is_cut_or_offloaded(strategy: Any) -> None:
     assert Plan(dp=2, strategy=strategy).shards
     assert not Plan(dp=2, replicate=2, strategy=strategy).shards
     assert not Plan(strategy=strategy).shards

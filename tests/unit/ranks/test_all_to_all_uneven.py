@@ -1,4 +1,4 @@
-"""An all-to-all in pieces of different sizes, none among them."""
+"""An all-to-all in ranges of different sizes, none among them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.errors import CommunicationError
 from plait.ranks import Count, Group, Mesh, Traffic, all_reduce, all_to_all, all_to_all_uneven
 
 SIZES = {
-    "own pieces too": [[2, 0, 3], [1, 4, 0], [0, 2, 5]],
+    "own ranges too": [[2, 0, 3], [1, 4, 0], [0, 2, 5]],
     "a rank without any": [[0, 0, 7], [0, 0, 0], [3, 0, 0]],
     "only to itself": [[0, 0, 0], [0, 4, 0], [0, 0, 0]],
     "none": [[0] * 3] * 3,
@@ -38,17 +38,17 @@ def over_messages(group: Group) -> Group:
     return replace(group, transport=group.transport.over_torch())  # type: ignore[union-attr]
 
 
-def piece(source: int, destination: int, size: int, dtype: torch.dtype) -> Tensor:
+def sent_range(source: int, destination: int, size: int, dtype: torch.dtype) -> Tensor:
     """What one rank sends to another: small whole numbers, which every dtype holds."""
     return ((torch.arange(size) + 3 * source + destination) % 7).to(dtype)
 
 
 def handed_in(sizes: Sequence[Sequence[int]], index: int, dtype: torch.dtype) -> Tensor:
-    return torch.cat([piece(index, peer, size, dtype) for peer, size in enumerate(sizes[index])])
+    return torch.cat([sent_range(index, peer, size, dtype) for peer, size in enumerate(sizes[index])])
 
 
 def wanted_of(sizes: Sequence[Sequence[int]], index: int, dtype: torch.dtype) -> Tensor:
-    return torch.cat([piece(peer, index, row[index], dtype) for peer, row in enumerate(sizes)])
+    return torch.cat([sent_range(peer, index, row[index], dtype) for peer, row in enumerate(sizes)])
 
 
 def exchanged(
@@ -74,7 +74,7 @@ def exchanged(
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 @pytest.mark.parametrize("name", SIZES)
-def test_all_to_all_uneven_joins_received_pieces_in_order_of_sending_rank(
+def test_all_to_all_uneven_joins_received_ranges_in_order_of_sending_rank(
     rank_pool: Any, name: str, messages: bool
 ) -> None:
     sizes = SIZES[name]
@@ -89,7 +89,7 @@ def test_all_to_all_uneven_joins_received_pieces_in_order_of_sending_rank(
 
 @pytest.mark.parametrize("ranks_as", ["threads", "processes"])
 def test_all_to_all_uneven_moves_every_dtype(rank_pool: Any, thread_ranks: Any, ranks_as: str) -> None:
-    sizes = SIZES["own pieces too"]
+    sizes = SIZES["own ranges too"]
 
     def body() -> list[Tensor]:
         results = [exchanged(sizes, dtype)[0] for dtype in DTYPES]
@@ -116,7 +116,7 @@ def test_equal_sizes_give_what_all_to_all_gives(thread_ranks: Any) -> None:
 def test_several_uneven_all_to_alls_may_be_in_flight(
     rank_pool: Any, thread_ranks: Any, ranks_as: str
 ) -> None:
-    names = ["own pieces too", "none", "large", "a rank without any"]
+    names = ["own ranges too", "none", "large", "a rank without any"]
 
     def body() -> list[Tensor]:
         group = Mesh(dp=3).group("dp")
@@ -147,23 +147,23 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
     "size": (
         sends([1, 3], [1, 2]),
         sends([2, 0], [4, 0]),
-        "all_to_all in uneven pieces of float32: rank 0 sends 3 elements to rank 1, which expects 4): give "
+        "all_to_all in uneven ranges of float32: rank 0 sends 3 elements to rank 1, which expects 4): give "
         "the same size on both.",
     ),
     "dtype": (
         sends([1, 3], [1, 2]),
         sends([2, 0], [3, 0], torch.float64),
-        "rank 0: all_to_all in uneven pieces of float32; rank 1: all_to_all in uneven pieces of float64",
+        "rank 0: all_to_all in uneven ranges of float32; rank 1: all_to_all in uneven ranges of float64",
     ),
     "operation": (
         sends([2, 2], [2, 2]),
         lambda group: all_to_all(torch.ones(4), group),
-        "rank 0: all_to_all in uneven pieces of float32; rank 1: all_to_all of float32[4]",
+        "rank 0: all_to_all in uneven ranges of float32; rank 1: all_to_all of float32[4]",
     ),
     "most": (
         lambda group: all_to_all_uneven(torch.ones(4), group, [1, 3], [1, 2], most=4),
         lambda group: all_to_all_uneven(torch.ones(2), group, [2, 0], [3, 0], most=2),
-        "in uneven pieces with most=4 of float32; rank 1: all_to_all in uneven pieces with most=2 of float32",
+        "in uneven ranges with most=4 of float32; rank 1: all_to_all in uneven ranges with most=2 of float32",
     ),
     "more than most": (
         lambda group: all_to_all_uneven(torch.ones(4), group, [1, 3], [1, 2], most=2),
@@ -173,7 +173,7 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
     "flaw of one": (
         sends([1, 3], [1, 2]),
         sends([2, 0], [3]),
-        "rank 1: all_to_all in uneven pieces of float32 but 2 pieces are sent and 1 received, and the group "
+        "rank 1: all_to_all in uneven ranges of float32 but 2 ranges are sent and 1 received, and the group "
         "has 2 ranks",
     ),
 }
@@ -218,7 +218,7 @@ def test_threads_keep_no_sizes_of_calls_that_are_over(thread_ranks: Any) -> None
         sizes = [1, 2] if group.index == 0 else [2, 1]
         for _ in range(3):
             all_to_all_uneven(torch.ones(3), group, sizes, sizes, checked=False).wait()
-        return len(group.transport._posted._piece_sizes)  # type: ignore[union-attr]
+        return len(group.transport._posted._range_sizes)  # type: ignore[union-attr]
 
     assert thread_ranks.run(body, ranks=2) == [0, 0]
 
@@ -247,11 +247,11 @@ WRONG: dict[str, tuple[Callable[[Group], object], str]] = {
     ),
     "sum": (
         lambda group: all_to_all_uneven(torch.ones(5), group, [2, 2], [2, 2]),
-        "the pieces sent have 4 elements and the tensor 5",
+        "the ranges sent have 4 elements and the tensor 5",
     ),
     "count": (
         lambda group: all_to_all_uneven(torch.ones(4), group, [4], [2, 2]),
-        "1 pieces are sent and 2 received, and the group has 2 ranks",
+        "1 ranges are sent and 2 received, and the group has 2 ranks",
     ),
     "negative": (
         lambda group: all_to_all_uneven(torch.ones(4), group, [5, -1], [2, 2]),
@@ -276,7 +276,7 @@ def test_all_to_all_uneven_refuses_wrong_sizes(thread_ranks: Any) -> None:
     for messages in thread_ranks.run(body, ranks=2):
         for message, (_, wanted) in zip(messages, WRONG.values(), strict=True):
             assert wanted in message
-            assert "all_to_all in uneven pieces of float32" in message
+            assert "all_to_all in uneven ranges of float32" in message
 
 
 def test_all_to_all_uneven_on_one_rank_returns_its_own_tensor() -> None:

@@ -62,7 +62,7 @@ def over_messages(group: Group) -> Group:
 
 WAYS = {
     "whole": (12, False),
-    "pieces": (100_003, False),
+    "ranges": (100_003, False),
     "exchange": (12, True),
     "backend": (100_000, True),
 }
@@ -118,7 +118,7 @@ def test_reduce_scatter_and_reduce(rank_pool, messages):
         expected = combine(torch.stack([value(rank, (8, 3)) for rank in range(4)]))
         results = [answers[op] for answers in ranks]
         assert all(same for same, _, _ in results), op
-        assert torch.equal(torch.cat([piece for _, piece, _ in results]), expected), op
+        assert torch.equal(torch.cat([one for _, one, _ in results]), expected), op
         assert torch.equal(results[2][2], expected), op
 
 
@@ -146,9 +146,9 @@ def test_small_bfloat16_sums_round_once(rank_pool, messages):
         whole = all_reduce(mine.clone(), group).wait()
         return whole, reduce_scatter(mine.repeat(4), group).wait()
 
-    for whole, piece in rank_pool.run(body, ranks=4):
+    for whole, one in rank_pool.run(body, ranks=4):
         # 256 + 1 is 256 in bfloat16, so rounding thrice gives 256
-        assert whole.item() == piece.item() == 260.0
+        assert whole.item() == one.item() == 260.0
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
@@ -227,8 +227,8 @@ def test_collectives_accept_strided_tensors_and_outputs(rank_pool, messages):
 
     a, b = value(0, (4, 2)), value(1, (4, 2))
     for index, results in enumerate(rank_pool.run(body, ranks=2)):
-        piece = (a + b).t()[index : index + 1]
-        expected = [(a + b).t(), b.t(), torch.cat([a.t(), b.t()]), piece, torch.cat([a, b])]
+        one = (a + b).t()[index : index + 1]
+        expected = [(a + b).t(), b.t(), torch.cat([a.t(), b.t()]), one, torch.cat([a, b])]
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
@@ -365,8 +365,8 @@ def test_collectives_with_invalid_arguments_on_every_rank_are_refused(rank_pool)
         "the reduction 'median' is none of sum, mean, product, min, max",
         "torch.int64 has no mean",
         "complex64 cannot be reduced",
-        "dim 0 does not divide into 2 equal pieces",
-        "dim 0 does not divide into 2 equal pieces",
+        "dim 0 does not divide into 2 equal ranges",
+        "dim 0 does not divide into 2 equal ranges",
         "indices 0 to 1 only",
         "float32[3] and not float32[4]",
     ]

@@ -87,10 +87,10 @@ def wholes_in_a_rank() -> list[bool]:
         Layout((8, 6), axes, {"rows": Shard(1), "columns": Shard(0, blocks=2)}),
         Layout((8, 6), axes),
     ]
-    pieces = [shard(whole, layout, mesh.coordinate) for layout in layouts]
+    ranges = [shard(whole, layout, mesh.coordinate) for layout in layouts]
     return [
-        torch.equal(full_tensor(piece, layout, mesh), whole)
-        for piece, layout in zip(pieces, layouts, strict=True)
+        torch.equal(full_tensor(one, layout, mesh), whole)
+        for one, layout in zip(ranges, layouts, strict=True)
     ]
 
 

@@ -94,7 +94,7 @@ MISMATCHES: dict[str, tuple[Callable[[Group], object], str, str]] = {
     "flaw": (
         lambda group: reduce_scatter(ones(group, 4, 5), group, checked=False),
         "reduce_scatter sum of float32[4]",
-        "reduce_scatter sum of float32[5] but dim 0 does not divide into 4 equal pieces",
+        "reduce_scatter sum of float32[5] but dim 0 does not divide into 4 equal ranges",
     ),
     "memory": (
         lambda group: all_reduce(one_elsewhere(group), group, checked=False),
@@ -180,8 +180,8 @@ def test_a_guarded_mesh_gives_the_same_bits_and_counts_its_checks(rank_pool: Any
         group = mesh.group("dp")
         mine = torch.randn(1000, generator=torch.Generator().manual_seed(group.index))
         under_way = [all_reduce(mine.clone(), group, checked=checked) for checked in (False, True)]
-        pieces = all_gather(mine, group, checked=False).wait()
-        return torch.cat([*(handle.wait() for handle in under_way), pieces]), mesh.traffic.snapshot()
+        ranges = all_gather(mine, group, checked=False).wait()
+        return torch.cat([*(handle.wait() for handle in under_way), ranges]), mesh.traffic.snapshot()
 
     plain = {"dp": {"all_reduce": Count(2, 8000), "all_gather": Count(1, 4000)}}
     guarded = {"dp": plain["dp"] | {"guard": Count(3, 3 * 256)}}

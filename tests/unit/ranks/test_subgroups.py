@@ -29,7 +29,7 @@ from plait.ranks import (
 WORLD = 7
 GROUPS = ((4, 1, 6), (5, 0, 3, 2))
 ROWS = 12
-"""Of what a rank hands in: pieces of both sizes of group."""
+"""Of what a rank hands in: ranges of both sizes of group."""
 Op = Any
 OPS: dict[Op, Any] = {
     "sum": lambda stack: stack.sum(0),
@@ -49,7 +49,7 @@ def value(rank: int, rows: int = ROWS) -> Tensor:
 def rooted(group: Group, root: int) -> dict[str, Tensor | None]:
     """The collectives that have a source or a destination, at index `root`."""
     mine = value(group.rank)
-    pieces = value(group.rank, ROWS * group.size) if group.index == root else None
+    ranges = value(group.rank, ROWS * group.size) if group.index == root else None
     reduced = {f"reduce {op}": reduce(mine.clone(), group, op, destination=root).wait() for op in OPS}
     if group.index != root:
         reduced = dict.fromkeys(reduced)  # what the others hold is undefined
@@ -57,7 +57,7 @@ def rooted(group: Group, root: int) -> dict[str, Tensor | None]:
         "broadcast": broadcast(mine.clone(), group, root).wait(),
         "gather": gather(mine, group, root).wait(),
         "gather out": gather(mine, group, root, out=torch.empty_like(whole_of(group))).wait(),
-        "scatter": scatter(pieces, group, root, out=torch.empty_like(mine)).wait(),
+        "scatter": scatter(ranges, group, root, out=torch.empty_like(mine)).wait(),
         **reduced,
     }
 
@@ -100,16 +100,16 @@ def body(messages: bool) -> list[dict[str, Tensor | None]]:
 
 def expected_rootless(ranks: tuple[int, ...], index: int) -> dict[str, Tensor | None]:
     stack = torch.stack([value(rank) for rank in ranks])
-    pieces = stack.chunk(len(ranks), dim=1)
+    ranges = stack.chunk(len(ranks), dim=1)
     found: dict[str, Tensor | None] = {"receive": value(ranks[index - 1])}
     for op, combine in OPS.items():
         found[f"all_reduce {op}"] = combine(stack)
-        found[f"reduce_scatter {op}"] = combine(pieces[index])
+        found[f"reduce_scatter {op}"] = combine(ranges[index])
     uneven = []
     for source, rank in enumerate(ranks):
         sizes = sizes_sent(len(ranks), source)
         uneven.append(value(rank).view(-1)[sum(sizes[:index]) :][: sizes[index]])
-    found |= {"all_to_all": pieces[index].flatten(0, 1), "all_to_all_uneven": torch.cat(uneven)}
+    found |= {"all_to_all": ranges[index].flatten(0, 1), "all_to_all_uneven": torch.cat(uneven)}
     return {**found, "all_gather": stack.flatten(0, 1)}
 
 
@@ -127,7 +127,7 @@ def expected_rooted(ranks: tuple[int, ...], index: int, root: int) -> dict[str, 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 def test_collectives_of_groups_smaller_than_the_world_work(rank_pool: Any, messages: bool) -> None:
-    """Indices are places in the group; roots, pieces and neighbours follow them, not the global ranks."""
+    """Indices are places in the group; roots, ranges and neighbours follow them, not the global ranks."""
     told = rank_pool.run(body, messages, ranks=WORLD)
     for ranks in GROUPS:
         for index, rank in enumerate(ranks):

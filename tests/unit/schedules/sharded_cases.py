@@ -161,7 +161,7 @@ class Gradients:
                 self.collected.setdefault(unit, []).extend(self.under_way.pop(unit))
             case ReduceGradient(unit):
                 assert unit not in self.reduced, f"{unit} is reduced twice"
-                assert unit not in self.under_way, f"{unit} is reduced before its pieces have come"
+                assert unit not in self.under_way, f"{unit} is reduced before its shards have come"
                 self.reduced.append(unit)
             case RunLayer(action, layer) if action.kind is not Kind.F:
                 for unit in units:

@@ -95,9 +95,9 @@ def gathered_along_the_first_dim() -> Iterator[None]:
     def gather_first(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
         if tensor.shape[dim] == size:
             return tensor
-        pieces = all_gather(tensor.detach().contiguous(), group).wait()
+        parts = all_gather(tensor.detach().contiguous(), group).wait()
         own = paired_collectives.gather(tensor, group, dim, size)
-        return own + (pieces.reshape(own.shape) - own).detach()
+        return own + (parts.reshape(own.shape) - own).detach()
 
     with patch.object(linear_module, "gather", gather_first):
         yield

@@ -29,10 +29,10 @@ class Trial:
     cut: Callable[[Any, Group], nn.Module]
     given: Tensor
     gradient: Tensor
-    pieces_in: bool = False
-    """Whether a rank is given its piece of the input's last dim; else all of it."""
-    pieces_out: bool = False
-    """Whether a rank gives its piece of the output's last dim."""
+    parts_in: bool = False
+    """Whether a rank is given its part of the input's last dim; else all of it."""
+    parts_out: bool = False
+    """Whether a rank gives its part of the output's last dim."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Answer:
     layouts: dict[str, Layout]
 
 
-def piece(whole: Tensor, group: Group) -> Tensor:
-    """This rank's piece of the last dim: a view, so not contiguous where there are several dims."""
+def part(whole: Tensor, group: Group) -> Tensor:
+    """This rank's part of the last dim: a view, so not contiguous where there are several dims."""
     own = divide(whole.shape[-1], group.size)[group.index]
     return whole.narrow(-1, own.start, len(own))
 
@@ -83,8 +83,8 @@ def answers_of_a_rank(
         for trial in trials:
             layer = trial.cut(trial.full, group)
             queue = defer(layer) if deferred else None
-            given = piece(trial.given, group) if trial.pieces_in else trial.given
-            gradient = piece(trial.gradient, group) if trial.pieces_out else trial.gradient
+            given = part(trial.given, group) if trial.parts_in else trial.given
+            gradient = part(trial.gradient, group) if trial.parts_out else trial.gradient
             for _ in range(2 if twice else 1):
                 output, input_gradient = run_plain(layer, given, gradient)
             if queue is not None:
@@ -109,25 +109,25 @@ def check(
         full = copy.deepcopy(trial.full)
         for _ in range(2 if twice else 1):
             output, input_gradient = run_plain(full, trial.given, trial.gradient)
-        assert_close(whole([answer.output for answer in answers], trial.pieces_out), output, "output")
+        assert_close(whole([answer.output for answer in answers], trial.parts_out), output, "output")
         if input_gradient is not None:
-            got = whole([answer.input_gradient for answer in answers], trial.pieces_in)
+            got = whole([answer.input_gradient for answer in answers], trial.parts_in)
             assert_close(got, input_gradient, "gradient of the input")
         for name, parameter in full.named_parameters():
-            pieces = [answer.gradients[name] for answer in answers]
+            parts = [answer.gradients[name] for answer in answers]
             if parameter.grad is None:
-                assert pieces == [None] * ranks, f"{name} is frozen"
+                assert parts == [None] * ranks, f"{name} is frozen"
             else:
-                assert None not in pieces, f"{name} has no gradient"
-                got = assemble(pieces, answers[0].layouts[name])
+                assert None not in parts, f"{name} has no gradient"
+                got = assemble(parts, answers[0].layouts[name])
                 assert_close(got, parameter.grad, f"gradient of {name}")
 
 
-def whole(pieces: Sequence[Tensor], cut: bool) -> Tensor:
+def whole(parts: Sequence[Tensor], cut: bool) -> Tensor:
     if cut:
-        return torch.cat(list(pieces), dim=-1)
-    assert all(torch.equal(one, pieces[0]) for one in pieces), "the ranks differ"
-    return pieces[0]
+        return torch.cat(list(parts), dim=-1)
+    assert all(torch.equal(one, parts[0]) for one in parts), "the ranks differ"
+    return parts[0]
 
 
 def assert_close(got: Tensor, wanted: Tensor, name: str) -> None:

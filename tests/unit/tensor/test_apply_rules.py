@@ -76,14 +76,14 @@ def seeded(*layers: nn.Module) -> list[tuple[str, nn.Module]]:
 def cut(
     layers: list[tuple[str, nn.Module]], rules: Rules, group: Group, queue: WeightGradientQueue | None
 ) -> list[nn.Module]:
-    """A copy of the layers, on this rank's pieces, woven."""
+    """A copy of the layers, on this rank's parts, woven."""
     matched = match_modules(rules, layers)
     layouts = layouts_of(layers, matched, {"tp": group.size})
     memo: dict[int, Any] = {}
     for _, layer in layers:
         for parameter in layer.parameters():
-            piece = shard(parameter, layouts[id(parameter)], (group.index,))
-            memo[id(parameter)] = nn.Parameter(piece, parameter.requires_grad)
+            part = shard(parameter, layouts[id(parameter)], (group.index,))
+            memo[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
     copies = copy.deepcopy([layer for _, layer in layers], memo)
     named = [(path, layer) for (path, _), layer in zip(layers, copies, strict=True)]
     return woven(named, matched, group, queue)
@@ -346,7 +346,7 @@ def run(one: nn.Module, two: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
-    """Results, gradients of the pieces, how much work was left after the backward, and the traffic."""
+    """Results, gradients of the parts, how much work was left after the backward, and the traffic."""
     mesh, queue = Mesh(tp=2), WeightGradientQueue()
     woven = nn.ModuleList(cut(make(), rules, mesh.group("tp"), queue if keeps else None))
     for parameter in woven.parameters():
@@ -377,8 +377,8 @@ def test_parallel_layers_equal_plain_ones(thread_ranks, make, rules, sums, linea
         assert kept == (linears if keeps and not spends else 0)
         assert traffic == {"tp": {"all_reduce": Count(sums, sums * 5 * WIDTH * 8)}}
     for name, parameter in plain.named_parameters():
-        pieces = [gradients[name] for _, gradients, _, _ in answers]
-        assert_close(assemble(pieces, layouts[id(parameter)]), parameter.grad, name)
+        parts = [gradients[name] for _, gradients, _, _ in answers]
+        assert_close(assemble(parts, layouts[id(parameter)]), parameter.grad, name)
 
 
 def test_overlapped_weight_gradients_give_the_same_bits(thread_ranks):

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits in pieces, against torch's on whole ones."""
+"""Cross-entropy of logits in parts, against torch's on whole ones."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def woven(
     """One rank's loss and gradient, whether the gradient lies where the logits did, and they were spent."""
     vocabulary = Vocabulary(logits.shape[-1], group)
     own = vocabulary.own
-    piece = logits[..., own.start : own.stop].contiguous()
-    leaf = piece.clone().requires_grad_()
+    part = logits[..., own.start : own.stop].contiguous()
+    leaf = part.clone().requires_grad_()
     total = loss.total_of_pieces(leaf, targets, vocabulary)
     total.backward(torch.tensor(GRADIENT, dtype=total.dtype))
     in_place = leaf.grad.data_ptr() == leaf.data_ptr()
-    return total.detach(), leaf.grad, in_place, not torch.equal(leaf.detach(), piece)
+    return total.detach(), leaf.grad, in_place, not torch.equal(leaf.detach(), part)
 
 
 def all_over_ranks(thread_ranks, ranks, *trials):
@@ -68,9 +68,9 @@ def all_over_ranks(thread_ranks, ranks, *trials):
         return [woven(*trial, group) for trial in trials]
 
     for answers in zip(*thread_ranks.run(body, ranks=ranks), strict=True):
-        totals, pieces, in_place, spent = zip(*answers, strict=True)
+        totals, parts, in_place, spent = zip(*answers, strict=True)
         assert all(torch.equal(total, totals[0]) for total in totals)
-        yield totals[0], torch.cat(pieces, dim=-1), in_place, spent
+        yield totals[0], torch.cat(parts, dim=-1), in_place, spent
 
 
 def over_ranks(thread_ranks, ranks, loss, logits, targets):

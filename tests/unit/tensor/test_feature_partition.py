@@ -167,14 +167,14 @@ def test_a_layout_is_sharded_only_along_an_axis_with_several_ranks() -> None:
 def test_a_shard_is_a_parameter_with_memory_of_its_own(trainable: bool) -> None:
     group = Group("tp", (4, 5, 6), 1, None, Traffic(), 1.0)
     full = nn.Parameter(torch.arange(12.0).view(6, 2), trainable)
-    piece = local_shard(full, Layout((6, 2), {"tp": 3}, {"tp": Shard(0)}), group)
-    assert isinstance(piece, nn.Parameter)
-    assert piece.requires_grad == trainable
-    assert torch.equal(piece, full[2:4])
-    assert piece.data_ptr() != full[2:4].data_ptr()
+    part = local_shard(full, Layout((6, 2), {"tp": 3}, {"tp": Shard(0)}), group)
+    assert isinstance(part, nn.Parameter)
+    assert part.requires_grad == trainable
+    assert torch.equal(part, full[2:4])
+    assert part.data_ptr() != full[2:4].data_ptr()
 
 
 def test_one_rank_holds_all_features() -> None:
     full = nn.Parameter(torch.arange(12.0).view(6, 2))
-    piece = local_shard(full, Layout((6, 2), {"tp": 1}, {"tp": Shard(0)}), Mesh().group("tp"))
-    assert torch.equal(piece, full)
+    part = local_shard(full, Layout((6, 2), {"tp": 1}, {"tp": Shard(0)}), Mesh().group("tp"))
+    assert torch.equal(part, full)

@@ -35,7 +35,7 @@ def _on_meta() -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """Modules by name and a function of them; those in `CUT` have the sizes of one rank's piece."""
+    """Modules by name and a function of them; those in `CUT` have the sizes of one rank's part."""
 
     CUT = ("query", "key", "value", "output", "up", "down", "token", "vocabulary")
 
@@ -55,8 +55,8 @@ class Layer(nn.Module):
 
 
 def attention(run: Callable[..., object], **more: nn.Module | nn.Parameter) -> Layer:
-    pieces = {name: nn.Linear(HIDDEN, HIDDEN // 2) for name in ("query", "key", "value")}
-    return Layer(run, norm=nn.LayerNorm(HIDDEN), output=nn.Linear(HIDDEN // 2, HIDDEN), **pieces, **more)
+    parts = {name: nn.Linear(HIDDEN, HIDDEN // 2) for name in ("query", "key", "value")}
+    return Layer(run, norm=nn.LayerNorm(HIDDEN), output=nn.Linear(HIDDEN // 2, HIDDEN), **parts, **more)
 
 
 def mlp(run: Callable[..., object], **more: nn.Module | nn.Parameter) -> Layer:

@@ -21,9 +21,9 @@ def test_a_sharded_rms_norm_equals_the_norm_over_all_features(thread_ranks: Any)
     def body(dtype: torch.dtype, epsilon: float | None) -> Tensor:
         group = Mesh(tp=2).group("tp")
         own = [one.to(dtype).chunk(2, -1)[group.index] for one in (x, weight)]
-        piece = partitioned_rms_norm(*own, epsilon, group)
-        assert piece.dtype == dtype
-        return piece
+        part = partitioned_rms_norm(*own, epsilon, group)
+        assert part.dtype == dtype
+        return part
 
     for dtype in (torch.float64, torch.bfloat16):
         wide = torch.promote_types(dtype, torch.float32)

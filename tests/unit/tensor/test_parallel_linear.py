@@ -32,13 +32,13 @@ SHAPES = [(WIDTH,), (5, WIDTH), (2, 3, WIDTH), (2, 2, 3, WIDTH), (0, WIDTH), (WI
 def column_trial(full: nn.Linear, given: Tensor, *, gather: bool = False) -> Trial:
     gradient = draw(*given.shape[:-1], full.out_features, seed=9)
     cut = partial(ColumnParallelLinear.of, gather_output=gather)
-    return Trial(full, cut, given, gradient, pieces_out=not gather)
+    return Trial(full, cut, given, gradient, parts_out=not gather)
 
 
 def row_trial(full: nn.Linear, given: Tensor, *, parallel: bool = True) -> Trial:
     gradient = draw(*given.shape[:-1], full.out_features, seed=9)
     cut = partial(RowParallelLinear.of, input_is_parallel=parallel)
-    return Trial(full, cut, given, gradient, pieces_in=parallel)
+    return Trial(full, cut, given, gradient, parts_in=parallel)
 
 
 def block_trial(given: Tensor, *, outputs: int = 8, bias: bool = True) -> Trial:

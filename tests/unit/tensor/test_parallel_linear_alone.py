@@ -33,10 +33,10 @@ def test_a_parallel_linear_made_from_shapes_is_a_shard_of_the_full_linear_of_the
 
     torch.manual_seed(5)
     full = nn.Linear(WIDTH, 24, bias, dtype=dtype)
-    layouts, pieces = zip(*rank_pool.run(body, ranks=3), strict=True)
-    assert [set(named) for named in pieces] == [set(dict(full.named_parameters()))] * 3
+    layouts, parts = zip(*rank_pool.run(body, ranks=3), strict=True)
+    assert [set(named) for named in parts] == [set(dict(full.named_parameters()))] * 3
     for name, parameter in full.named_parameters():
-        assert torch.equal(assemble([named[name] for named in pieces], layouts[0][name]), parameter)
+        assert torch.equal(assemble([named[name] for named in parts], layouts[0][name]), parameter)
 
 
 def test_a_parallel_linear_copies_the_weights_and_keeps_requires_grad():

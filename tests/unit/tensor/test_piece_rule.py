@@ -18,7 +18,7 @@ from plait.plan.rules import match
 from plait.ranks import Group, Mesh, Traffic
 from plait.rules import Rule, Rules, column, entrance, piece, row
 from plait.tensor.dropout import Dropout
-from plait.tensor.dropout_mask import DimPiece
+from plait.tensor.dropout_mask import DimPart
 from plait.tensor.losses import cross_entropy
 from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules
 from plait.tensor.parallel.linear import RegionBoundary
@@ -42,24 +42,24 @@ REGION: Rules = {"*.norm": entrance, "*.up": column, "*.down": row}
 RULES: Rules = {**REGION, "*.drop": piece}
 
 
-def test_the_rule_piece_names_the_sharded_dim() -> None:
+def test_the_rule_part_names_the_sharded_dim() -> None:
     assert (piece.dim, piece.along(1)) == (-1, Rule("piece", dim=1))
     assert match({"drop": piece.along(2)}, ["drop"]) == {"drop": piece.along(2)}
 
 
 @pytest.mark.parametrize("dim", [0, 1.5, None])
-def test_the_rule_piece_refuses_dim_0(dim: Any) -> None:
+def test_the_rule_part_refuses_dim_0(dim: Any) -> None:
     with pytest.raises(PlanError, match="give a dim of the tensor, but not 0, its rows"):
         piece.along(dim)
 
 
-def test_other_rules_than_piece_have_no_dim() -> None:
+def test_other_rules_than_part_have_no_dim() -> None:
     with pytest.raises(PlanError, match="a rule column has dim = 1, which does not apply to it"):
         column.along(1)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Dropout1d()])
-def test_the_rule_piece_is_for_dropout_only(layer: nn.Module) -> None:
+def test_the_rule_part_is_for_dropout_only(layer: nn.Module) -> None:
     with pytest.raises(PlanError, match=r"the rule piece is for plait\.Dropout or nn\.Dropout, but 0 is a"):
         match_modules({"0": piece}, [("0", layer)])
     with pytest.raises(PlanError, match=r"the rule row is for nn\.Linear, but 0 is a Dropout"):
@@ -73,13 +73,13 @@ def test_parameters_beside_it_stay_as_they_are() -> None:
     assert layouts[id(linear.weight)] == Layout((2, 2), axes)
 
 
-def test_the_rule_piece_gives_a_dropout_this_ranks_part_of_its_mask() -> None:
+def test_the_rule_part_gives_a_dropout_this_ranks_part_of_its_mask() -> None:
     inner, outer = Dropout(), Dropout()
     layers = [("0", nn.ModuleDict({"inner": inner, "outer": outer}))]
     group = Group("tp", (0, 1, 2), 1, None, Traffic(), 1.0)
     apply_rules(layers, {"0.inner": piece.along(2)}, group, [RegionBoundary(group)])
-    assert (inner.in_region, inner.pieces[2](5)) == (True, DimPiece(5, 15))
-    assert (outer.in_region, outer.pieces) == (False, {})
+    assert (inner.in_region, inner.parts[2](5)) == (True, DimPart(5, 15))
+    assert (outer.in_region, outer.parts) == (False, {})
 
 
 def refused(rules: Rules, kind: Any = nn.Dropout) -> str:
@@ -109,7 +109,7 @@ TOO_MUCH = (
     [(REGION, MISSING), ({**RULES, "*.after": piece}, TOO_MUCH), ({"0.after": piece}, TOO_MUCH)],
     ids=["missing", "outside", "no region at all"],
 )
-def test_a_dropout_on_a_sharded_value_without_the_rule_piece_is_refused(
+def test_a_dropout_on_a_sharded_value_without_the_rule_part_is_refused(
     thread_ranks: Any, rules: Rules, told: str
 ) -> None:
     for kind in (nn.Dropout, Dropout):
@@ -146,7 +146,7 @@ def refused_attention(rules: Rules) -> str:
     return str(caught.value)
 
 
-def test_a_dropout_of_attention_weights_without_or_with_a_wrong_rule_piece_is_refused(
+def test_a_dropout_of_attention_weights_without_or_with_a_wrong_rule_part_is_refused(
     thread_ranks: Any,
 ) -> None:
     heads: Rules = {f"*.{name}": column for name in ("query", "key", "value")}
@@ -156,7 +156,7 @@ def test_a_dropout_of_attention_weights_without_or_with_a_wrong_rule_piece_is_re
     assert thread_ranks.run(refused_attention, {"0.drop": piece.along(1)}, ranks=2) == [told, told]
 
 
-def test_a_dropout_with_p_zero_needs_no_rule_piece(thread_ranks: Any) -> None:
+def test_a_dropout_with_p_zero_needs_no_rule_part(thread_ranks: Any) -> None:
     assert thread_ranks.run(runs_in_evaluation_mode, ranks=2) == [True, True]
 
 

@@ -128,7 +128,7 @@ def test_of_equal_logits_the_smallest_number_wins(thread_ranks):
 
 def test_sampling_gathers_one_candidate_a_row_and_another_with_top_k(thread_ranks):
     assert over_ranks(thread_ranks, 3, MANY)[1] == {"tp": {"all_gather": Count(1, 64 * 16)}}
-    for top_k, offered in ((2, 2), (9, 4)):  # of 11 classes the largest piece has 4
+    for top_k, offered in ((2, 2), (9, 4)):  # of 11 classes the largest part has 4
         traffic = over_ranks(thread_ranks, 3, MANY, top_k=top_k)[1]
         assert traffic == {"tp": {"all_gather": Count(2, 64 * (16 + 8 * offered))}}
 

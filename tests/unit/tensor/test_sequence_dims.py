@@ -22,7 +22,7 @@ def block() -> nn.Sequential:
 
 
 def found(*kinds: str) -> list[SequenceDims]:
-    """Of layers w: whole, p: in pieces, t: in pieces along another dim, h: a head, n: no linear is cut."""
+    """Of layers w: whole, p: in parts, t: in parts along another dim, h: a head, n: no linear is cut."""
     layers = [(str(number), block()) for number, _ in enumerate(kinds)]
     matched: dict[str, Rule] = {}
     for number, kind in enumerate(kinds):
@@ -101,7 +101,7 @@ def layouts(tp: int, *cut: nn.Parameter, whole: nn.Module, copies: int = 1) -> d
     }
 
 
-def test_whole_parameters_of_layers_in_pieces_are_summed_by_all() -> None:
+def test_whole_parameters_of_layers_in_parts_are_summed_by_all() -> None:
     model = nn.Sequential(block(), block())
     first, second = model
     cut = first[0].weight, second[0].weight
@@ -118,7 +118,7 @@ def test_gradients_of_replicated_head_shards_are_summed_over_their_neighbours() 
         assert summed_over_tp([("0", layer)], matched, held)[id(layer[0].weight)] == 2
 
 
-def test_a_parameter_of_two_layers_of_which_one_runs_on_pieces() -> None:
+def test_a_parameter_of_two_layers_of_which_one_runs_on_parts() -> None:
     first, second = block(), block()
     second[0].weight = first[1].weight
     model = nn.Sequential(first, second)

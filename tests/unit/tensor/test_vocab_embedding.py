@@ -103,9 +103,9 @@ def test_a_sharded_embedding_made_from_shapes_is_a_shard_of_the_table_of_the_see
 
     torch.manual_seed(5)
     full = nn.Embedding(7, 4, padding)
-    layouts, pieces = zip(*thread_ranks.run(body, ranks=3), strict=True)
-    assert [len(piece) for piece in pieces] == [3, 2, 2]
-    assert torch.equal(assemble(list(pieces), layouts[0]), full.weight)
+    layouts, parts = zip(*thread_ranks.run(body, ranks=3), strict=True)
+    assert [len(part) for part in parts] == [3, 2, 2]
+    assert torch.equal(assemble(list(parts), layouts[0]), full.weight)
 
 
 @pytest.mark.parametrize("strangers", [[ROWS], [-1], [3, ROWS + 5, 2]])

@@ -74,14 +74,14 @@ def test_every_phase_has_a_sentence_without_a_fitting_cause() -> None:
 def test_the_diagnosis_on_one_rank_blames_no_communication() -> None:
     for phase in StepPhase:
         told = cause(NOISE, location=Location(0, phase, 1, 0)) if phase is not StepPhase.NORM else "no sum"
-        assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
+        assert not re.search(r"\btp\b|region|reduction|part of|other ranks'", told), told
 
 
 @pytest.mark.parametrize("phase", [StepPhase.LOAD, StepPhase.INITIAL])
 def test_another_ranks_part_is_suspected_only_with_several_ranks(phase: StepPhase) -> None:
     location = Location(0, phase, name="weight")
-    assert "another piece of it" in cause(NOISE, location=location, plan=TP)
-    assert "piece" not in cause(NOISE, location=location)
+    assert "another part of it" in cause(NOISE, location=location, plan=TP)
+    assert "part" not in cause(NOISE, location=location)
 
 
 def test_a_region_is_suspected_only_where_the_layer_is_divided() -> None:
@@ -96,7 +96,7 @@ def test_recomputation_is_suspected_only_where_there_is_any() -> None:
     assert "recomputed" not in cause(NOISE, location=location)
 
 
-def test_an_update_of_pieces_is_suspected_only_where_there_are_any() -> None:
+def test_an_update_of_parts_is_suspected_only_where_there_are_any() -> None:
     location = Location(0, StepPhase.OPTIMIZER, name="weight")
     assert "elementwise" in cause(NOISE, location=location, plan=TP)
     assert "elementwise" in cause(NOISE, location=location, plan=Plan(dp=2, strategy="optimizer"))
@@ -440,12 +440,12 @@ class TestOrder:
         assert fitting(symptoms(actual)) == []
 
 
-class TestPieceOfAnother:
+class TestPartOfAnother:
     def test_parts_that_went_to_a_neighbouring_rank_are_named(self) -> None:
         made = symptoms({0: NOISE, 1: EXPECTED}, plan=TP)
         second = replace(made.evidence[1], expected=NOISE.flatten())
         made = replace(made, evidence={**made.evidence, 1: second})
-        assert likely_cause(made) == "all of it is what rank 1 should have: pieces go to another rank."
+        assert likely_cause(made) == "all of it is what rank 1 should have: parts go to another rank."
 
     def test_parts_that_almost_equal_a_neighbours_are_not_named(self) -> None:
         made = symptoms({0: NOISE, 1: EXPECTED}, plan=TP)
@@ -455,25 +455,25 @@ class TestPieceOfAnother:
     def test_another_ranks_part_is_suspected_only_along_tp(self) -> None:
         made = symptoms({0: NOISE, 1: EXPECTED}, plan=Plan(dp=2))
         second = replace(made.evidence[1], expected=NOISE.flatten())
-        assert "piece_of_another" not in fitting(replace(made, evidence={**made.evidence, 1: second}))
+        assert "part_of_another" not in fitting(replace(made, evidence={**made.evidence, 1: second}))
 
 
-class TestLaterPieces:
-    PIECES = Plan(tp=2, sequence_parallel="keep")
+class TestLaterParts:
+    PARTS = Plan(tp=2, sequence_parallel="keep")
 
     def test_a_difference_on_later_tp_ranks_only_is_named_a_wrong_position_count(self) -> None:
-        said = cause({1: NOISE}, plan=self.PIECES, compared_on=(0, 1))
-        assert said.startswith("only later pieces of the sequence differ: either something counts positions")
+        said = cause({1: NOISE}, plan=self.PARTS, compared_on=(0, 1))
+        assert said.startswith("only later parts of the sequence differ: either something counts positions")
         assert said.endswith("; equal on tp 0.")
 
     @pytest.mark.parametrize(
         ("wrong", "plan", "phase"),
         [
-            (0, PIECES, StepPhase.FORWARD),
+            (0, PARTS, StepPhase.FORWARD),
             (1, TP, StepPhase.FORWARD),
-            (1, PIECES, StepPhase.INPUT_GRADIENT),
+            (1, PARTS, StepPhase.INPUT_GRADIENT),
         ],
-        ids=["the first is wrong", "no pieces", "backward"],
+        ids=["the first is wrong", "no parts", "backward"],
     )
     def test_wrong_later_ranks_are_not_suspected_in_other_plans_and_phases(
         self, wrong: int, plan: Plan, phase: StepPhase
@@ -721,7 +721,7 @@ def test_only_the_first_of_many_permuted_slices_are_listed() -> None:
     told = permuted(symptoms(rows.roll(1, 0), expected=rows))
     assert told == "dim 0 is in another order: it has 7 at 0, 0 at 1, 1 at 2, 2 at 3 and 4 more"
     columns = permuted(symptoms(rows[:, [1, 0, 2]], expected=rows, location=Location(0, P.PARAMETERS, 1)))
-    assert columns == "dim 1 is in another order: it has 1 at 0, 0 at 1; pieces were gathered to other places"
+    assert columns == "dim 1 is in another order: it has 1 at 0, 0 at 1; parts were gathered to other places"
     assert permuted(symptoms(rows[:1, :1], expected=rows[:1, :1] + 1)) is None
 
 

@@ -14,11 +14,11 @@ from plait.verification.findings import (
     EVIDENCE_ELEMENTS,
     MAX_LISTED,
     MIN_ROUNDED_ELEMENTS,
+    ComparedBox,
     Findings,
-    Piece,
     Tally,
+    box_of,
     has_only_small_digits_of_float16,
-    piece_of,
 )
 from plait.verification.location import Location, StepPhase
 from plait.verification.reference.recording import Tolerance
@@ -69,24 +69,24 @@ def test_a_difference_is_recorded_with_its_box_and_worst_element(findings: Findi
     assert findings.tallies[StepPhase.FORWARD] == Tally(1, 1)
 
 
-def box_at(row: int, column: int) -> Piece:
+def box_at(row: int, column: int) -> ComparedBox:
     """A box of the shape of `EXPECTED` at these offsets."""
-    return Piece((20, 200), lambda whole: whole[row : row + 4, column : column + 6])
+    return ComparedBox((20, 200), lambda whole: whole[row : row + 4, column : column + 6])
 
 
-def interval_of(box: Piece) -> Piece:
+def interval_of(box: ComparedBox) -> ComparedBox:
     """Elements 9 to 18 of a box, as a sharded parameter has them."""
-    return Piece(box.shape, lambda whole: box.of(whole).reshape(1, -1)[:, 9:18])
+    return ComparedBox(box.shape, lambda whole: box.of(whole).reshape(1, -1)[:, 9:18])
 
 
 def test_boxes_of_differences_are_those_of_the_global_tensor(findings: Findings) -> None:
-    findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, piece=box_at(10, 100))
+    findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, box=box_at(10, 100))
     assert findings.differences[0].box == ((11, 12), (102, 103))
     assert findings.differences[0].worst == (11, 102)
 
 
 def test_a_difference_spanning_the_whole_box_is_recorded_as_whole(findings: Findings) -> None:
-    findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, piece=box_at(4, 0))
+    findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, box=box_at(4, 0))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((4, 8), (0, 6))
 
@@ -102,8 +102,8 @@ def flat(shape: tuple[int, ...], *tolerances: int, rows_over_tp: bool = False, b
 
 def test_boxes_of_differences_in_flat_shards_are_those_of_the_global_tensor(findings: Findings) -> None:
     """Elements 9 to 18 of `EXPECTED`, from the middle of a row to the end of another, in rows 10 to 13."""
-    actual, piece = changed((1, 5), (2, 3)).view(1, -1)[:, 9:18], EXPECTED.view(1, -1)[:, 9:18]
-    findings.compare(FORWARD, actual, piece, BOUND, piece=interval_of(box_at(10, 100)))
+    actual, interval = changed((1, 5), (2, 3)).view(1, -1)[:, 9:18], EXPECTED.view(1, -1)[:, 9:18]
+    findings.compare(FORWARD, actual, interval, BOUND, box=interval_of(box_at(10, 100)))
     (difference,) = findings.differences
     assert difference.box == ((11, 13), (103, 106))
     assert difference.worst == (11, 105)
@@ -111,8 +111,8 @@ def test_boxes_of_differences_in_flat_shards_are_those_of_the_global_tensor(find
 
 
 def test_a_difference_spanning_a_whole_flat_shard_is_recorded_as_whole(findings: Findings) -> None:
-    piece = EXPECTED.view(1, -1)[:, 9:18]
-    findings.compare(FORWARD, piece + 1, piece, BOUND, piece=interval_of(box_at(0, 0)))
+    interval = EXPECTED.view(1, -1)[:, 9:18]
+    findings.compare(FORWARD, interval + 1, interval, BOUND, box=interval_of(box_at(0, 0)))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((1, 3), (0, 6))
 
@@ -121,9 +121,9 @@ def test_an_empty_shard_is_equal(findings: Findings) -> None:
     """As where there are more ranks than elements."""
     layout = flat((2,), 0, 1, 2, 2)
     nothing = shard(torch.ones(2), layout, {"shard": 2, "tp": 0})
-    piece = piece_of(layout, {"shard": 2, "tp": 0})
+    box = box_of(layout, {"shard": 2, "tp": 0})
     assert nothing.shape == (0,)
-    assert findings.compare(FORWARD, nothing, nothing.clone(), BOUND, piece=piece)
+    assert findings.compare(FORWARD, nothing, nothing.clone(), BOUND, box=box)
     assert findings.tallies[StepPhase.FORWARD].compared == 1
     assert findings.empty == {FORWARD}
 

@@ -265,9 +265,7 @@ def found_of(plan: Plan) -> Findings:
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)
-def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(
-    plan: Plan, thread_ranks: RankPool
-) -> None:
+def test_a_rank_compares_its_parts_and_the_whole_weight_gradients(plan: Plan, thread_ranks: RankPool) -> None:
     first, second = thread_ranks.run(found_of, plan, ranks=2)
     assert first.differences == second.differences == []
     assert compared(first) == compared(second) | {StepPhase.BATCH: STEPS}
@@ -284,7 +282,7 @@ def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(
         StepPhase.MEAN_LOSS: STEPS,
         StepPhase.NORM: 3 + 2,
         StepPhase.CLIP: (3 + 2) * 6,
-        StepPhase.OPTIMIZER: STEPS * 6 * 4 + 1,  # of a piece without elements as well
+        StepPhase.OPTIMIZER: STEPS * 6 * 4 + 1,  # of a part without elements as well
     }
 
 
@@ -348,7 +346,7 @@ def test_a_wrong_weight_gradient_is_found_before_it_is_scattered(
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)
-def test_the_place_in_a_flat_piece_is_that_in_the_global_tensor(plan: Plan, thread_ranks: RankPool) -> None:
+def test_the_place_in_a_flat_part_is_that_in_the_global_tensor(plan: Plan, thread_ranks: RankPool) -> None:
     """Of 48 elements in rows of 6 rank 1 has the last 16."""
     key = RecordKey("final", name="0.weight")
     first, second = thread_ranks.run(found_in_damaged, RecordScope(1, WHOLE_STEP), key, plan, ranks=2)
@@ -360,7 +358,7 @@ def test_the_place_in_a_flat_piece_is_that_in_the_global_tensor(plan: Plan, thre
 
 
 def scaled(model: Any, plan: Plan) -> list[tuple[StepPhase, int | None, tuple[tuple[int, int], ...]]]:
-    """On tp, after the last row of a piece of the head was changed: where that is seen."""
+    """On tp, after the last row of a part of the head was changed: where that is seen."""
     case = gpt2(layers=1)
     batches = case.batches(2, 1, torch.float64)
     options, mesh = VerifyOptions(steps=1), Mesh(plan)
@@ -383,8 +381,8 @@ def scaled(model: Any, plan: Plan) -> list[tuple[StepPhase, int | None, tuple[tu
     return [(d.location.phase, d.location.layer, d.box) for d in differences[:1]]
 
 
-def test_pieces_are_compared_with_pieces(thread_ranks: RankPool) -> None:
-    """The head's last row of each piece: 37 classes over two ranks are 19 and 18."""
+def test_parts_are_compared_with_parts(thread_ranks: RankPool) -> None:
+    """The head's last row of each part: 37 classes over two ranks are 19 and 18."""
     case = gpt2(layers=1, tied=False)
     plan = Plan(tp=2, precision="fp64")
     one, two = thread_ranks.run(scaled, case.build(), plan, ranks=2)

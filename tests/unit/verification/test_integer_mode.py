@@ -302,31 +302,31 @@ def test_tokens_of_a_batch_stay_what_they_are() -> None:
     assert is_whole(inputs["weight"])
 
 
-def pieces(logits: Tensor, targets: Tensor) -> tuple[float, float, Tensor, Tensor]:
-    """The loss of the whole, and of this rank's piece; and both gradients, of this rank's piece."""
+def parts(logits: Tensor, targets: Tensor) -> tuple[float, float, Tensor, Tensor]:
+    """The loss of the whole, and of this rank's part; and both gradients, of this rank's part."""
     mesh, loss = Mesh(Plan(tp=2)), WeightedSum()
     vocabulary = Vocabulary(logits.shape[-1], mesh.group("tp"))
     own = slice(vocabulary.own.start, vocabulary.own.stop)
-    all_of_it, piece = logits.clone().requires_grad_(), logits[..., own].clone().requires_grad_()
-    one, two = loss.total(all_of_it, targets), loss.total_of_pieces(piece, targets, vocabulary)
+    all_of_it, part = logits.clone().requires_grad_(), logits[..., own].clone().requires_grad_()
+    one, two = loss.total(all_of_it, targets), loss.total_of_pieces(part, targets, vocabulary)
     one.backward()
     two.backward()
     mesh.close()
     assert all_of_it.grad is not None
-    assert piece.grad is not None
-    return float(one), float(two), all_of_it.grad[..., own], piece.grad
+    assert part.grad is not None
+    return float(one), float(two), all_of_it.grad[..., own], part.grad
 
 
 def test_the_exact_loss_of_sharded_logits_is_that_of_whole_ones(rank_pool: RankPool) -> None:
     targets = torch.tensor([2, 1, 5])
-    for one, two, whole_gradient, piece_gradient in rank_pool.run(pieces, whole(3, 4, 11), targets, ranks=2):
+    for one, two, whole_gradient, shard_gradient in rank_pool.run(parts, whole(3, 4, 11), targets, ranks=2):
         assert one == two
-        assert torch.equal(whole_gradient, piece_gradient)
+        assert torch.equal(whole_gradient, shard_gradient)
 
 
 def test_the_exact_loss_of_sharded_numbers_per_row_is_that_of_whole_ones(rank_pool: RankPool) -> None:
     """As many classes as positions: the weights are those of the last dim either way."""
-    for one, two, *gradients in rank_pool.run(pieces, whole(3, 5), whole(3, 5, seed=1), ranks=2):
+    for one, two, *gradients in rank_pool.run(parts, whole(3, 5), whole(3, 5, seed=1), ranks=2):
         assert one == two
         assert torch.equal(*gradients)
 

@@ -82,7 +82,7 @@ def test_a_norm_of_other_epsilons_weights_and_rows_is_its_definition() -> None:
         assert len(norms._runs) == (len(norm.normalized_shape) == 1 and norm.weight is not None)
 
 
-def pieces_of_norms(x: Tensor) -> tuple[int, int]:
+def shards_of_norms(x: Tensor) -> tuple[int, int]:
     """Of a norm that two ranks partition: differences, and those after its input was changed on rank 1."""
     mesh = Mesh(Plan(tp=2))
     mine = slice(12 * mesh.rank, 12 * mesh.rank + 12)
@@ -99,7 +99,7 @@ def pieces_of_norms(x: Tensor) -> tuple[int, int]:
 
 
 def test_a_norm_over_two_ranks_is_that_of_all_features(thread_ranks: RankPool) -> None:
-    assert thread_ranks.run(pieces_of_norms, values(torch.bfloat16), ranks=2) == [(0, 1), (0, 1)]
+    assert thread_ranks.run(shards_of_norms, values(torch.bfloat16), ranks=2) == [(0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_a_norm_over_two_ranks_is_that_of_all_features(thread_ranks: RankPool) -
 def test_more_than_a_quarter_of_the_features_makes_a_difference(
     off: int, given_off: int, named: bool, seen: bool
 ) -> None:
-    """Also of a piece of the features, in another order."""
+    """Also of a part of the features, in another order."""
     given, gives = (torch.randn(24, generator=torch.Generator().manual_seed(n)).double() for n in (3, 4))
     expected = {"n|given|0|15": given, "n|gives|0|15": gives}
-    piece = torch.arange(24).flip(0)
-    for features in (torch.arange(24), piece):
+    part = torch.arange(24).flip(0)
+    for features in (torch.arange(24), part):
         found = {"other|given|0|15": given, "n|given|0|15": given[features], "n|gives|0|15": gives[features]}
-        if features is piece:
+        if features is part:
             found = {name: one[: FEW * 2].clone() for name, one in found.items()}
         found["n|given|0|15"] = found["n|given|0|15"] + 1e-9 * (given_off > 0)
-        share = off if features is not piece else off // 2 + (off == FEW + 1)
+        share = off if features is not part else off // 2 + (off == FEW + 1)
         output = found["n|gives|0|15"].clone()
         output[:share] += 1e-9
         found["n|gives|0|15"] = output

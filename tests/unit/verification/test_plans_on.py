@@ -136,9 +136,9 @@ def test_the_micro_batches_of_the_global_batch_stay_where_they_can(ranks: int, p
 
 
 def test_ranks_of_dp_divide_the_rows_under_cp_too() -> None:
-    plans = plans_on(8, Plan(), 6, in_pieces=True)
+    plans = plans_on(8, Plan(), 6, in_parts=True)
     assert {plan.dp for plan in plans if plan.cp > 1} == {1, 2}
-    assert {plan.dp for plan in plans_on(6, Plan(), 6, in_pieces=True) if plan.cp > 1} == {1, 2, 3}
+    assert {plan.dp for plan in plans_on(6, Plan(), 6, in_parts=True) if plan.cp > 1} == {1, 2, 3}
 
 
 def test_a_plan_is_one_of_those_on_its_own_ranks() -> None:
@@ -161,9 +161,9 @@ def with_cp(plans: tuple[Plan, ...]) -> list[Plan]:
 
 
 @given(RANKS, PLANS)
-def test_layouts_with_tp_run_in_pieces_both_ways_with_every_mode(ranks: int, plan: Plan) -> None:
+def test_layouts_with_tp_run_in_parts_both_ways_with_every_mode(ranks: int, plan: Plan) -> None:
     without = plans_on(ranks, plan, factorial(64))
-    plans = plans_on(ranks, plan, factorial(64), in_pieces=True)
+    plans = plans_on(ranks, plan, factorial(64), in_parts=True)
     added = cut_by_sequence(plans)
     assert [one for one in plans if one not in added and one.cp == 1] == list(without)
     for layout in degrees(without):
@@ -173,22 +173,22 @@ def test_layouts_with_tp_run_in_pieces_both_ways_with_every_mode(ranks: int, pla
     assert [one.schedule for one in added] == list(islice(cycle(POLICY_NAMES), len(added)))
 
 
-def test_pieces_of_the_sequence_meet_ways_to_shard() -> None:
-    plans = cut_by_sequence(plans_on(4, Plan(microbatches=4), 8, in_pieces=True))
+def test_parts_of_the_sequence_meet_ways_to_shard() -> None:
+    plans = cut_by_sequence(plans_on(4, Plan(microbatches=4), 8, in_parts=True))
     assert {one.strategy for one in plans if one.dp > 1} == {"none", "optimizer", "gradients"}
     assert {one.strategy for one in plans if one.dp == 1} == {"none"}
 
 
 def test_a_sequence_that_the_plan_cuts_is_cut_as_it_says() -> None:
     plan = Plan(tp=2, sequence_parallel="regather", recompute="full", microbatches=4)
-    plans = plans_on(2, plan, 8, in_pieces=True)
+    plans = plans_on(2, plan, 8, in_parts=True)
     assert plans[: -len(with_cp(plans))] == plans_on(2, plan, 8)
     assert {one.sequence_parallel for one in plans} == {"regather"}
 
 
 @given(RANKS, PLANS)
 def test_each_layout_with_cp_has_each_attention_and_each_layout_of_positions(ranks: int, plan: Plan) -> None:
-    added = with_cp(plans_on(ranks, plan, factorial(64), in_pieces=True))
+    added = with_cp(plans_on(ranks, plan, factorial(64), in_parts=True))
     assert with_cp(plans_on(ranks, plan, factorial(64))) == []
     ways = {(one.pp, one.dp, one.cp, one.tp): [] for one in added}
     for one in added:
@@ -199,8 +199,8 @@ def test_each_layout_with_cp_has_each_attention_and_each_layout_of_positions(ran
     assert all(own == six for own in ways.values())
 
 
-def test_layouts_of_positions_meet_schedules_ways_to_shard_and_pieces() -> None:
-    plans = with_cp(plans_on(4, Plan(microbatches=4), 8, in_pieces=True))
+def test_layouts_of_positions_meet_schedules_ways_to_shard_and_parts() -> None:
+    plans = with_cp(plans_on(4, Plan(microbatches=4), 8, in_parts=True))
     assert {one.schedule for one in plans} == set(POLICY_NAMES)
     assert {one.strategy for one in plans} == {"none", "optimizer", "gradients", "full"}
     assert {one.sequence_parallel for one in plans if one.tp > 1} == {"none", "keep", "regather"}
@@ -210,7 +210,7 @@ def test_layouts_of_positions_meet_schedules_ways_to_shard_and_pieces() -> None:
 
 def test_verify_all_keeps_the_plans_attention_method_and_sequence_parallelism() -> None:
     plan = Plan(cp=2, context_parallel="ulysses", sequence_parallel="keep", recompute="full")
-    plans = with_cp(plans_on(4, plan, 8, in_pieces=True))
+    plans = with_cp(plans_on(4, plan, 8, in_parts=True))
     assert {(one.context_parallel, one.sequence_parallel, one.recompute) for one in plans} == {
         ("ulysses", "keep", "full")
     }

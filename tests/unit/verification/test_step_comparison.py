@@ -77,7 +77,7 @@ def test_a_parameter_that_the_last_step_left_as_it_was_is_named() -> None:
         step=3,
         evaluating=False,
         recording=recording,
-        weights=SimpleNamespace(piece=lambda name: SimpleNamespace(of=lambda tensor: tensor)),
+        weights=SimpleNamespace(box=lambda name: SimpleNamespace(of=lambda tensor: tensor)),
         comparison=SimpleNamespace(resynchronizes=False, findings=SimpleNamespace(compare=compared)),
         options=SimpleNamespace(isolate=False),
     )

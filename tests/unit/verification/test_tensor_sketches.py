@@ -94,8 +94,8 @@ def test_rounding_is_no_difference_between_sketches() -> None:
 def test_the_sketch_of_sharded_features_is_found_within_the_whole_one(swap: bool) -> None:
     expected = sketches_of(layer())
     found = dict(expected)
-    piece = expected["up|gives|0|15"][3:]
-    found["up|gives|0|15"] = piece + 0.1 if swap else piece
+    part = expected["up|gives|0|15"][3:]
+    found["up|gives|0|15"] = part + 0.1 if swap else part
     told = first(found, expected)
     assert told is not None
     assert told.sentence.startswith(

@@ -14,7 +14,7 @@ from parity.case import Case as ParityCase
 from parity.cases import gpt2, llama
 from parity.contexts import mixing, packed
 from parity.pairs import in_turns
-from parity.pieces import of_length
+from parity.sequence_parts import of_length
 from plait.engine.parallelize import parallelize
 from plait.errors import ModelError
 from plait.models.layers.layer_sequence import sequence_of

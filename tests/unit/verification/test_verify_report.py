@@ -15,7 +15,7 @@ from torch import Tensor
 from verification_cases import coordinates_of, mlp_case, verify_here
 
 from plait.plan.plan import Plan
-from plait.verification.findings import Findings, Piece
+from plait.verification.findings import ComparedBox, Findings
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
@@ -48,8 +48,8 @@ EVERYWHERE = (
 FORWARD, REDUCTION = EVERYWHERE[3], EVERYWHERE[9]
 
 
-def columns_from(start: int) -> Piece:
-    return Piece((RIGHT.shape[0], 100), lambda whole: whole[:, start : start + RIGHT.shape[1]])
+def columns_from(start: int) -> ComparedBox:
+    return ComparedBox((RIGHT.shape[0], 100), lambda whole: whole[:, start : start + RIGHT.shape[1]])
 
 
 def outcomes(wrong: Mapping[int, Mapping[Location, Tensor]], plan: Plan = PLAN) -> list[RankOutcome]:
@@ -60,7 +60,7 @@ def outcomes(wrong: Mapping[int, Mapping[Location, Tensor]], plan: Plan = PLAN) 
         for location in EVERYWHERE:
             findings.compare(location, RIGHT, RIGHT, BOUND)
         for location, actual in own.items():
-            findings.compare(location, actual, RIGHT, BOUND, piece=columns_from(4 * rank))
+            findings.compare(location, actual, RIGHT, BOUND, box=columns_from(4 * rank))
         made.append(RankOutcome(rank, coordinate, PATHS, findings, 0.125, 1.25 + rank))
     return made
 
@@ -144,7 +144,7 @@ def test_ranks_that_compared_the_same_and_are_equal_are_told() -> None:
 
 
 def test_ranks_that_differ_in_other_parameters_are_named_too() -> None:
-    """Where each rank has pieces of its own."""
+    """Where each rank has parts of its own."""
     other = replace(REDUCTION, name="head.output.weight")
     report = report_of({0: {REDUCTION: 2 * RIGHT}, 2: {other: 2 * RIGHT}, 3: {FORWARD: RIGHT}})
     assert report.first is not None

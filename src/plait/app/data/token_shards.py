@@ -63,7 +63,7 @@ class Corpus:
 
     def read(self, first: int, count: int) -> Tokens:
         """Return `count` consecutive tokens as a new array, or a view within one shard."""
-        parts = [shard.tokens[begin:end] for shard, begin, end in self._pieces(first, count)]
+        parts = [shard.tokens[begin:end] for shard, begin, end in self._ranges(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     @cached_property
@@ -80,7 +80,7 @@ class Corpus:
     def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the number of tokens up to the end of each of the documents `first` … `stop`."""
         found = []
-        for number, begin, end in _pieces(self._document_starts, first, stop):
+        for number, begin, end in _ranges(self._document_starts, first, stop):
             ends = self._shards[number].ends
             ends = np.array([self.sizes[number]]) if ends is None else ends
             found.append(int(self._starts[number]) + ends[begin:end])
@@ -89,7 +89,7 @@ class Corpus:
     def first_answers(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the first token to be predicted of each of the documents `first` … `stop`, or 0."""
         found = []
-        for number, begin, end in _pieces(self._document_starts, first, stop):
+        for number, begin, end in _ranges(self._document_starts, first, stop):
             known = self._shards[number].first_answers
             found.append(np.ones(end - begin, np.int64) if known is None else known[begin:end])
         return np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
@@ -98,7 +98,7 @@ class Corpus:
         """Return for `count` consecutive tokens whether each belongs to an answer; None where all count."""
         parts = [
             shard.answers[begin:end]
-            for shard, begin, end in self._pieces(first, count)
+            for shard, begin, end in self._ranges(first, count)
             if shard.answers is not None
         ]
         return np.concatenate(parts).astype(bool) if parts else None
@@ -109,7 +109,7 @@ class Corpus:
         So a document is a run of equal numbers. Zeros where the ends of documents are not known.
         """
         found, before = [], 0
-        for shard, begin, end in self._pieces(first, count):
+        for shard, begin, end in self._ranges(first, count):
             if (ends := shard.ends) is None:
                 found.append(np.zeros(end - begin, dtype=np.int64))
                 continue
@@ -124,7 +124,7 @@ class Corpus:
     def document_length(self, first: int) -> int:
         """Return the number of tokens from `first` to the end of its document; to the last where unknown."""
         length = 0
-        for shard, begin, end in self._pieces(first, len(self) - first):
+        for shard, begin, end in self._ranges(first, len(self) - first):
             ends = shard.ends
             at = 0 if ends is None else int(ends.searchsorted(begin, side="left" if length else "right"))
             if ends is not None and at < len(ends):
@@ -132,13 +132,13 @@ class Corpus:
             length += end - begin
         return length
 
-    def _pieces(self, first: int, count: int) -> Iterator[tuple[TokenShard, int, int]]:
+    def _ranges(self, first: int, count: int) -> Iterator[tuple[TokenShard, int, int]]:
         """Yield the shards that hold some tokens, and the range of these tokens in each."""
-        for number, begin, end in _pieces(self._starts, first, first + count):
+        for number, begin, end in _ranges(self._starts, first, first + count):
             yield self._shards[number], begin, end
 
 
-def _pieces(starts: NDArray[np.int64], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+def _ranges(starts: NDArray[np.int64], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Yield the shards that hold the elements `first` … `stop`, and the range of these in each.
 
     `starts`: the number of elements before each shard, and of all. A shard without elements that lies within

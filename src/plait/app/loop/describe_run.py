@@ -27,7 +27,7 @@ from plait.pictures.report.run_description import (
     PlannedTensor,
     PredictedRank,
     RunDescription,
-    TensorPiece,
+    TensorShard,
 )
 from plait.plan.layout.layout import Flat, Layout
 from plait.plan.plan import Plan
@@ -222,22 +222,22 @@ def _tensors(blueprint: Blueprint) -> Iterator[PlannedTensor]:
     for layout in sorted(alike, key=lambda layout: (-prod(layout.shape), -len(layout.shape)))[:MOST_TENSORS]:
         names = alike[layout]
         ranks = sorted({rank for name in names for rank in blueprint.owners[name]})
-        pieces = tuple(_piece(layout, index) for index in range(layout.axis_degrees["tp"]))
-        yield PlannedTensor(names[0], layout.shape, tuple(ranks), pieces, len(names))
+        shards = tuple(_shard(layout, index) for index in range(layout.axis_degrees["tp"]))
+        yield PlannedTensor(names[0], layout.shape, tuple(ranks), shards, len(names))
 
 
-def _piece(layout: Layout, tp: int) -> TensorPiece:
+def _shard(layout: Layout, tp: int) -> TensorShard:
     """Return the boxes of a rank of `tp`, and the intervals of its ranks of `shard` and `cp`, if any."""
     degrees = layout.axis_degrees
     where = dict.fromkeys(layout.axes, 0) | {"tp": tp}
     boxes = tuple((box.offsets, box.sizes) for box in layout.boxes(where))
     if not any(isinstance(placement, Flat) for placement in layout.placements):
-        return TensorPiece(boxes)
+        return TensorShard(boxes)
     places: list[Mapping[str, int]] = [
         where | {"shard": shard, "cp": cp} for shard in range(degrees["shard"]) for cp in range(degrees["cp"])
     ]
     intervals = [layout.interval(place) or range(0) for place in places]
-    return TensorPiece(boxes, tuple((interval.start, interval.stop) for interval in intervals))
+    return TensorShard(boxes, tuple((interval.start, interval.stop) for interval in intervals))
 
 
 def _predicted(memory: Memory) -> Iterator[PredictedRank]:

@@ -33,7 +33,7 @@ from plait.ranks.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepTensors:
     """The results of a step as 0-d tensors on the device, equal on all ranks except `non_finite`."""
 
     loss: Tensor
@@ -46,7 +46,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class StepNumbers:
+class StepMetrics:
     """The numbers of a finished step, the same on every rank except for times."""
 
     row: dict[str, float]
@@ -92,13 +92,13 @@ class Meter:
     def measure(
         self,
         step: int,
-        result: StepResult,
+        result: StepTensors,
         rate: float,
         *,
         tokens: int,
         data_seconds: float = 0.0,
         signal: int = 0,
-    ) -> Callable[[], StepNumbers]:
+    ) -> Callable[[], StepMetrics]:
         """End the clock of `step`, counted from 0; return a function that waits for its numbers.
 
         `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
@@ -117,7 +117,7 @@ class Meter:
         read = read_later(torch.cat([same, of_all]))
         started, ended = self._started, StreamEvent(device, timed=True)
 
-        def finished() -> StepNumbers:
+        def finished() -> StepMetrics:
             loss, norm, weight, *rest = read().tolist()
             memory, signals, blocked, data, clocks, *faults, norms = (rest[column::8] for column in range(8))
             seconds = ended.milliseconds_since(started) / 1e3
@@ -136,7 +136,7 @@ class Meter:
             if self._peak is not None and self._flops is not None:
                 row["mfu"] = self._flops * tokens / seconds / self._peak
             loss_rank, gradient_rank = (next((r for r, bad in enumerate(of) if bad), world) for of in faults)
-            return StepNumbers(
+            return StepMetrics(
                 row=row,
                 signal=int(max(signals)),
                 loss_rank=loss_rank,

@@ -182,11 +182,11 @@ class RankStream:
             broadcast(head, self._group, checked=False).about("the size of a batch").wait().tolist()
         )
         out = torch.empty(longest, dtype=torch.uint8, device=self._device)
-        pieces = None
+        parts = None
         if sent is not None:
             padded = [torch.nn.functional.pad(one, (0, longest - one.numel())) for one in sent[1]]
-            pieces = torch.cat(padded).to(self._device)
-        message = scatter(pieces, self._group, out=out, checked=False).about("a batch of the stream").wait()
+            parts = torch.cat(padded).to(self._device)
+        message = scatter(parts, self._group, out=out, checked=False).about("a batch of the stream").wait()
         return left, message if left != _FAILED else message.cpu()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.app.data.batches import Batches, rank_rows, row_total
-from plait.app.loop.meter import Meter, StepNumbers, StepResult
+from plait.app.loop.meter import Meter, StepMetrics, StepTensors
 from plait.app.loop.parameter_rates import SCALE
 from plait.app.loop.stream import RankStream, Stream
 from plait.app.loop.stream_reader import Source
@@ -153,7 +153,7 @@ class TrainingLoop:
         """Steps of this run before it was resumed; 0 if it started from another run's checkpoint."""
         self.row: dict[str, float] = {"loss": math.nan, "peak_memory_bytes": 0.0}
         """The numbers of the latest step that were read."""
-        self.numbers: StepNumbers | None = None
+        self.numbers: StepMetrics | None = None
         """The same, with those of each rank."""
         self.stopped = 0
         """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
@@ -169,7 +169,7 @@ class TrainingLoop:
         self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
         self._rows = require_divisible(self.batches, self.mesh)
         self._tokens, self._data_seconds = 0, 0.0
-        self._unread: tuple[int, Callable[[], StepNumbers]] | None = None
+        self._unread: tuple[int, Callable[[], StepMetrics]] | None = None
 
     def run(self, callbacks: Sequence[Callback] = ()) -> None:
         """Train until `steps` are done, or until a callback or a signal stops the run on all ranks.
@@ -202,7 +202,7 @@ class TrainingLoop:
         rate = self.learning_rate(step)
         numbers = self._meter.measure(
             step,
-            StepResult(loss, norm, self.engine.loss_weight(), self.engine.non_finite()),
+            StepTensors(loss, norm, self.engine.loss_weight(), self.engine.non_finite()),
             rate,
             tokens=self._tokens,
             data_seconds=self._data_seconds,
@@ -291,7 +291,7 @@ class TrainingLoop:
         for callback in self.callbacks:
             getattr(callback, method)(self, *arguments)
 
-    def _refuse_non_finite(self, step: int, numbers: StepNumbers) -> None:
+    def _refuse_non_finite(self, step: int, numbers: StepMetrics) -> None:
         """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
 
         `DataError` where the reason is that no target counts. `numbers` are those of `step`. A norm that
@@ -324,7 +324,7 @@ class TrainingLoop:
         )
 
 
-def _of_some_replicas(step: int, numbers: StepNumbers, world: int) -> str:
+def _of_some_replicas(step: int, numbers: StepMetrics, world: int) -> str:
     """Return a sentence about replicas of the model whose gradient norms differ in being finite."""
     bad = numbers.norm_ranks
     rank = numbers.gradient_rank if numbers.gradient_rank in bad else bad[0]

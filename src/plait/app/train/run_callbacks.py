@@ -36,7 +36,7 @@ WRITTEN = (*FILES, EARLIER, FOLDER)
 """All files and folders in `run.dir` that a run writes."""
 
 
-class FolderOfRun(Callback):
+class RunFolder(Callback):
     """Archives an earlier run's files in `run.dir`, if this run starts over, and writes `config.json`."""
 
     def __init__(self, config: Config) -> None:
@@ -125,7 +125,7 @@ def _sample(run: TrainingLoop) -> str | None:
     return run.sample() if isinstance(run, Trainer) else None
 
 
-class FirstSteps(Callback):
+class FirstStepsCheck(Callback):
     """Keeps loss and gradient norm of the first steps of a run, to compare them with one rank."""
 
     def __init__(self, count: int) -> None:

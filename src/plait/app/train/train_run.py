@@ -24,7 +24,7 @@ from plait.app.train.predicted_run import (
     step_lines,
 )
 from plait.app.train.reference_steps import Comparison, LossAndNorm, compare_steps
-from plait.app.train.run_callbacks import WRITTEN, FirstSteps, FolderOfRun, Recordings, Samples
+from plait.app.train.run_callbacks import WRITTEN, FirstStepsCheck, Recordings, RunFolder, Samples
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.app.train.trainer import Trainer, trained_part
@@ -131,11 +131,11 @@ def _trained(
 ) -> tuple[TrainingResult, list[LossAndNorm]]:
     """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
     settings, run = config.train, config.run
-    first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
+    first, checkpoints = FirstStepsCheck(run.compare), run_checkpoints(config)
     validations, samples = _validations(config, data), Samples(config)
     trainer.run(
         [
-            FolderOfRun(config),
+            RunFolder(config),
             Recordings(config),
             ReplicaChecks(run.check_replicas),
             Progress(progress),

@@ -29,7 +29,7 @@ class LayerCall(Protocol):
     def dropout(self, name: str) -> nn.Module:
         """Return the layer's dropout module `name`."""
 
-    def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
+    def regathered(self, part: Tensor, gather: Gather) -> Regathered:
         """Return a tensor whose all-gather from the ranks' parts is repeated on first use."""
 
     def defer(self, terms: WeightTerms, operands: Sequence[Tensor | Regathered]) -> None:
@@ -67,7 +67,7 @@ class AttentionRun:
 
 
 @dataclass
-class AttentionStep:
+class AttentionOperation:
     """A step that computes attention eagerly, and keeps its autograd graph if a backward reads it."""
 
     recorded: RecordedAttention
@@ -99,7 +99,7 @@ class AttentionStep:
 
 @dataclass
 class AttentionBackwardStep:
-    """A step that computes the gradients of the query, keys and values of an `AttentionStep`."""
+    """A step that computes the gradients of the query, keys and values of an `AttentionOperation`."""
 
     arguments: Sequence[int]
     """The gradient of the output, and the `AttentionRun`."""
@@ -136,7 +136,7 @@ class _Given(torch.autograd.Function):
 
 
 @dataclass
-class GraphStep:
+class GraphOperation:
     """A step that runs a graph of consecutive operations."""
 
     graph: GraphCall
@@ -152,7 +152,7 @@ class GraphStep:
 
 
 @dataclass
-class BetweenStep:
+class CollectiveOperation:
     """A step that runs a collective between two graphs."""
 
     operation: Callable[[Tensor], Tensor]
@@ -170,23 +170,23 @@ class BetweenStep:
 
 
 @dataclass
-class RegatherStep:
+class RegatherOperation:
     """A step that prepares to repeat an all-gather of the forward, for a weight gradient."""
 
     gather: Gather
     arguments: Sequence[int]
-    """The piece."""
+    """The part."""
     result: int
     done: Sequence[int] = ()
 
     def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
         """Store the `Regathered`; its all-gather starts now only if the weight gradients follow at once."""
-        (piece,) = given
-        values[self.result] = call.regathered(piece, self.gather)
+        (part,) = given
+        values[self.result] = call.regathered(part, self.gather)
 
 
 @dataclass
-class MaskStep:
+class MaskOperation:
     """A step that computes the mask of a dropout, before the first graph."""
 
     number: int
@@ -204,7 +204,7 @@ class MaskStep:
 
 
 @dataclass
-class PositionsStep:
+class PositionsOperation:
     """A step that stores the positions of the running sequence, before the first graph."""
 
     device: torch.device
@@ -220,7 +220,7 @@ class PositionsStep:
 
 
 @dataclass
-class DeferStep:
+class DeferOperation:
     """A step that queues summands of weight gradients, once their operands are computed."""
 
     terms: WeightTerms
@@ -233,12 +233,12 @@ class DeferStep:
         call.defer(self.terms, given)
 
 
-Between = BetweenStep | RegatherStep | AttentionStep | AttentionBackwardStep
-Step = GraphStep | Between | MaskStep | PositionsStep | DeferStep
+Between = CollectiveOperation | RegatherOperation | AttentionOperation | AttentionBackwardStep
+Step = GraphOperation | Between | MaskOperation | PositionsOperation | DeferOperation
 
 
 @dataclass(frozen=True)
-class Steps:
+class LayerOperations:
     """A sequence of steps, and the slots of its arguments and results.
 
     Each step has slots `arguments`, and is given their values; `done` are those that no later step reads,

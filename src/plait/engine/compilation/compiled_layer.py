@@ -195,13 +195,13 @@ class CompiledRun:
         """Return the layer's dropout module `name`."""
         return self.layer.dropouts[name]
 
-    def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
+    def regathered(self, part: Tensor, gather: Gather) -> Regathered:
         """Return a tensor whose all-gather from the ranks' parts is repeated on first use.
 
         The all-gather starts now if the weight gradients follow at once.
         """
         queue = self.layer.queue
-        found = queue.gathered.again(piece, gather)
+        found = queue.gathered.again(part, gather)
         if queue.mode.overlaps:
             found.start()
         return found

@@ -18,16 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait.engine.compilation.compiled_calls import (
     AttentionBackwardStep,
-    AttentionStep,
-    BetweenStep,
-    DeferStep,
-    GraphStep,
-    MaskStep,
-    PositionsStep,
-    RegatherStep,
+    AttentionOperation,
+    CollectiveOperation,
+    DeferOperation,
+    GraphOperation,
+    LayerOperations,
+    MaskOperation,
+    PositionsOperation,
+    RegatherOperation,
     Results,
     Step,
-    Steps,
 )
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
 from plait.engine.compilation.weight_terms import Operand, WeightTerm, WeightTerms
@@ -51,7 +51,7 @@ def steps_of(
     terms: Sequence[WeightTerm] = (),
     *,
     generates: bool,
-) -> Steps:
+) -> LayerOperations:
     """Return the steps that compute `results` of `nodes`, which are in order, from the values of `given`."""
     slots = {node: number for number, node in enumerate([*given, *nodes])}
     levels = _levels(nodes)
@@ -64,7 +64,7 @@ def steps_of(
         if found:
             waiting[:] = [one for one in waiting if one not in found]
             made = WeightTerms.of(found)
-            steps.append(DeferStep(made, [slots[operand.base] for operand in made.operands]))
+            steps.append(DeferOperation(made, [slots[operand.base] for operand in made.operands]))
 
     defer()
     for level, group in groupby(sorted(nodes, key=levels.__getitem__), key=levels.__getitem__):
@@ -79,7 +79,7 @@ def steps_of(
         defer()
     returned = [len(slots) if node is None else slots[node] for node in results]
     _set_last_uses(steps, set(returned))
-    return Steps(steps, len(slots), returned)
+    return LayerOperations(steps, len(slots), returned)
 
 
 def _between(
@@ -88,17 +88,17 @@ def _between(
     if node.target == DROPOUT_MASK:
         mask, shape, device = node.args
         names: Any = trace.masks
-        return MaskStep(mask, names[mask], shape, device, slots[node])  # type: ignore[arg-type]
+        return MaskOperation(mask, names[mask], shape, device, slots[node])  # type: ignore[arg-type]
     if node.target == POSITIONS:
-        return PositionsStep(node.args[1], slots[node])  # type: ignore[arg-type]
+        return PositionsOperation(node.args[1], slots[node])  # type: ignore[arg-type]
     if node.target == REGATHERED:
-        piece, gather = node.args
-        return RegatherStep(trace.gathers[gather], [slots[piece]], slots[node])  # type: ignore[index]
+        part, gather = node.args
+        return RegatherOperation(trace.gathers[gather], [slots[part]], slots[node])  # type: ignore[index]
     if node.target == ATTENTION:
         *given, call, _ = node.args
         output, run = (_results(node, number, slots) for number in range(2))
         arguments = [slots[one] for one in given]  # type: ignore[index]
-        return AttentionStep(trace.attentions[call], arguments, output, run.slots)  # type: ignore[index]
+        return AttentionOperation(trace.attentions[call], arguments, output, run.slots)  # type: ignore[index]
     if node.target == ATTENTION_BACKWARD:
         gradient, saved, *_ = node.args
         results = [_results(node, number, slots) for number in range(3)]
@@ -108,7 +108,7 @@ def _between(
     assert isinstance(number, int)
     copies = number in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
     result = Results([slots[node]], example_of(node).stride())
-    return BetweenStep(trace.operations[number], [slots[argument]], result, copies)
+    return CollectiveOperation(trace.operations[number], [slots[argument]], result, copies)
 
 
 def _results(node: Node, number: int, slots: Mapping[Node, int]) -> Results:
@@ -142,7 +142,7 @@ def _graph_step(
     read: set[Node],
     *,
     generates: bool,
-) -> GraphStep:
+) -> GraphOperation:
     """Return the graph of `members`, which are in order; `read`: the nodes that are read outside of it."""
     graph, copies = Graph(), dict[Node, Node]()
     inside = set(members)
@@ -164,7 +164,7 @@ def _graph_step(
     graph.output(tuple(copies[node] for node in results))
     made = GraphModule(module, graph)
     call = with_generated_code(made) if generates else partial(_run_operations, made)
-    return GraphStep(call, [slots[node] for node in arguments], [slots[node] for node in results])
+    return GraphOperation(call, [slots[node] for node in arguments], [slots[node] for node in results])
 
 
 def _run_operations(graph: GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from plait.engine.compilation.compiled_calls import LayerCall, Steps, with_strides
+from plait.engine.compilation.compiled_calls import LayerCall, LayerOperations, with_strides
 from plait.engine.compilation.graph_division import JointGraph, divided
 from plait.engine.compilation.graph_to_calls import steps_of
 from plait.engine.compilation.torch_compiler import (
@@ -54,9 +54,9 @@ class OutputGradient:
 class LayerGraphs:
     """Forward and backward of a layer as steps. Arguments: input tensors, then parameters, then buffers."""
 
-    forward: Steps
+    forward: LayerOperations
     """Returns the output's tensors, then what is saved; but what is saved of the arguments."""
-    backward: Steps
+    backward: LayerOperations
     """From what is saved and the gradients of the outputs that have one: the gradient of each input, then of
     the parameters in `parameters`."""
     saved_arguments: Sequence[int]

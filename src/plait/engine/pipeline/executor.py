@@ -83,9 +83,9 @@ class Executor:
             for _, run, calls in bound:
                 run(calls)
             return
-        for action, pieces in groupby(bound, lambda one: one.segment.within):
+        for action, parts in groupby(bound, lambda one: one.segment.within):
             with _range(str(action), shown=ranges and action is not None):
-                for segment, run, calls in pieces:
+                for segment, run, calls in parts:
                     shown = ranges and segment.name != str(action)
                     with _range(segment.name, shown=shown), around(segment) if around else nullcontext():
                         run(calls)

@@ -79,7 +79,7 @@ class EagerLayer:
         # A recomputed layer runs within a backward, whose mode holds again afterwards.
         outside, queue.mode = queue.mode, NO_WEIGHTS
         try:
-            if sequence is None and layer.run_on_pieces is None and not self.dropouts:
+            if sequence is None and layer.run_on_parts is None and not self.dropouts:
                 output = layer.module(given)  # the common case, kept cheap
             else:
                 with self.contexts(microbatch, sequence):

@@ -14,11 +14,12 @@ Here hooks of saved tensors count what the first run saves, and collect it in th
 anyway, the layer's input and its parameters, they leave to autograd: a layer that saves nothing else, such as
 an embedding or a linear, does not run again.
 
-Plait's linears pass their results through `FirstRun.result` and `SecondRun.result`. Products of others, and
-attention in one call of torch, are seen by a `TorchDispatchMode`, which is slow: once a second run has used
-none but those of attention, the mode is active for that call only. (Private by its path, it is documented in
-"Extending PyTorch".) PyTorch's own selective checkpoints also keep the last result, which no backward needs,
-and return results that were written to after the operation; here a result that is written to is not kept.
+Plait's linears give their results to `KeepingRun.result` and take them from `ReplayedRun.result`. Products of
+others, and attention in one call of torch, are seen by a `TorchDispatchMode`, which is slow: once a second
+run has used none but those of attention, the mode is active for that call only. (Private by its path, it is
+documented in "Extending PyTorch".) PyTorch's own selective checkpoints also keep the last result, which no
+backward needs, and return results that were written to after the operation; here a result that is written to
+is not kept.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from plait.tensor.autograd.kept_results import KEPT_OPERATIONS, RECOMPUTED_RUN, 
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, tensors_of
 
 
-class FirstRun:
+class KeepingRun:
     """Keeps results of a layer's forward: of `result`, and of operations that `RecordOperations` sees."""
 
     is_second = False
@@ -99,12 +100,12 @@ class FirstRun:
         self.most_results = self.most_operations = 0
 
 
-class SecondRun:
-    """Reuses the results that a `FirstRun` has kept: each once, in the order of the calls."""
+class ReplayedRun:
+    """Reuses the results that a `KeepingRun` has kept: each once, in the order of the calls."""
 
     is_second = True
 
-    def __init__(self, first: FirstRun) -> None:
+    def __init__(self, first: KeepingRun) -> None:
         self._first = first
         self.used_results = 0
         self.used_operations = 0
@@ -165,9 +166,9 @@ class SecondRun:
 
 
 class RecordOperations(TorchDispatchMode):
-    """Context that keeps the results of matrix products, convolutions and attention in a `FirstRun`."""
+    """Context that keeps the results of matrix products, convolutions and attention in a `KeepingRun`."""
 
-    def __init__(self, run: FirstRun) -> None:
+    def __init__(self, run: KeepingRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
 
@@ -194,7 +195,7 @@ class RecordOperations(TorchDispatchMode):
 class ReplayOperations(TorchDispatchMode):
     """Context that returns the results of operations that the first run has kept."""
 
-    def __init__(self, run: SecondRun) -> None:
+    def __init__(self, run: ReplayedRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
 
@@ -267,7 +268,7 @@ class RecomputingLayer:
         self.sees_all = False
         self.most_results, self.most_operations = self.most_results or 0, self.most_operations or 0
 
-    def note(self, second: SecondRun) -> None:
+    def note(self, second: ReplayedRun) -> None:
         """Note how many results a second run has used."""
         if self.keeps_results:
             self.sees_all = second.needs_all or (self.sees_all and self.most_operations is not None)
@@ -292,7 +293,7 @@ class _RecomputingCall:
         self._held = {id(one.untyped_storage()) for one in tensors if one.layout == torch.strided}
         """The storages of the layer's input and parameters."""
         self._random_state = random_state()
-        self._first = FirstRun(layer.most_results, layer.most_operations, sees_all=layer.sees_all)
+        self._first = KeepingRun(layer.most_results, layer.most_operations, sees_all=layer.sees_all)
 
     def pack(self, tensor: Tensor) -> int | Tensor:
         """Return what autograd stores for a saved tensor: an index, or the tensor if it is held anyway."""
@@ -336,7 +337,7 @@ class _RecomputingCall:
 
     def _run_again(self) -> None:
         """Run the layer with the first run's random numbers, up to the last tensor that was saved there."""
-        layer, second, before = self._layer, SecondRun(self._first), random_state()
+        layer, second, before = self._layer, ReplayedRun(self._first), random_state()
         others = ReplayOperations(second) if second.sees_all else nullcontext()
         saved: list[Tensor] = []
 

@@ -3,23 +3,23 @@
     layers use and          whole:     | query.weight | up.weight … | query.bias |pad|
     add to                  gradient:  | the same offsets                            |
 
-    the optimizer updates   piece:     |  this rank's |
+    the optimizer updates   shard:     |  this rank's |
     and reads               its grad:  |  part of it  |
 
 One collective moves a flat tensor, and nothing is copied. Where a strategy does not keep the whole tensors,
 their storage is empty between uses and filled again in place, so that what autograd has saved stays valid.
-Where it keeps them a piece is a view of the whole tensor, and where nothing is sharded it is that tensor.
+Where it keeps them a shard is a view of the whole tensor, and where nothing is sharded it is that tensor.
 
 A buffer's tensors, and when they have values:
 
 - `whole`: all parameters, which layers use. Under the strategy `full`, between a gather and its release only.
 - `own`: the view of `whole` where this rank's shard lies.
-- `piece`: this rank's shard, which the optimizer updates; always allocated. It is `own` (of one rank: all
+- `shard`: this rank's shard, which the optimizer updates; always allocated. It is `own` (of one rank: all
   of `whole`) unless `whole` is released, the optimizer keeps masters in another dtype, or it is offloaded.
-- `device_copy`: of a `piece` that is offloaded but updated on the device, its copy there: from the end of a
-  step until the next begins, which copies it back. After a failed step it may be a clone of `piece`.
+- `device_copy`: of a `shard` that is offloaded but updated on the device, its copy there: from the end of a
+  step until the next begins, which copies it back. After a failed step it may be a clone of `shard`.
 - `gradient`: what backwards add to, one for each stage of this rank; from the first one to the reduction.
-- `piece_gradient`: the reduced gradient, which the optimizer reads; from the reduction to the update.
+- `shard_gradient`: the reduced gradient, which the optimizer reads; from the reduction to the update.
 
 Where several stages of this rank use the same parameters, as the first and the last stage of a v-shaped
 schedule do, each adds to a gradient of its own, and these are summed in the order of the stages: the same
@@ -75,24 +75,24 @@ class FlatBuffer:
     shard_group: Group | None
     """The ranks between which it is sharded, or None where it is not."""
     replica_group: Group | None
-    """The ranks over which gradients are all-reduced: those that hold the same parameters, or pieces, for
+    """The ranks over which gradients are all-reduced: those that hold the same parameters, or shards, for
     other data, on another stage or for other heads. None where it is frozen or no other rank has it."""
     whole: Tensor
     own: Tensor
-    """View of this rank's piece in `whole`."""
-    piece: Tensor
+    """View of this rank's shard in `whole`."""
+    shard: Tensor
     """On its device during a step."""
-    pieces: dict[str, nn.Parameter]
-    """The parameters that the optimizer updates, by full name: views of `piece`, or those of the layers."""
-    piece_slots: Mapping[str, Slot]
-    """The elements of each parameter in a flat piece."""
-    piece_gradient: Tensor | None
-    piece_gradients: Mapping[str, Tensor]
-    """Views of `piece_gradient`, one for each parameter."""
+    shard_parameters: dict[str, nn.Parameter]
+    """The parameters that the optimizer updates, by full name: views of `shard`, or those of the layers."""
+    shard_slots: Mapping[str, Slot]
+    """The elements of each parameter in a flat shard."""
+    shard_gradient: Tensor | None
+    shard_gradients: Mapping[str, Tensor]
+    """Views of `shard_gradient`, one for each parameter."""
     stage_views: tuple[StageView, ...]
     """One for each stage of this rank that uses it; one for all stages where it is frozen."""
     device_copy: Tensor | None = None
-    """An offloaded piece while it is on the device, or a clone while `piece` may still be written."""
+    """An offloaded shard while it is on the device, or a clone while `shard` may still be written."""
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -116,21 +116,21 @@ class FlatBuffer:
 
     @property
     def is_read_by_device(self) -> bool:
-        """Whether the optimizer updates this rank's piece on the CPU, and a GPU copies it from there."""
+        """Whether the optimizer updates this rank's shard on the CPU, and a GPU copies it from there."""
         spec = self.spec
-        offloaded = spec.has_pieces and spec.device_copy is None and not is_accelerator(self.piece)
+        offloaded = spec.has_own_parameters and spec.device_copy is None and not is_accelerator(self.shard)
         return offloaded and is_accelerator(self.whole)
 
     @property
     def offloads_gradients(self) -> bool:
         """Whether gradients are reduced on a GPU and summed in CPU memory."""
-        gradient = self.piece_gradient
+        gradient = self.shard_gradient
         return gradient is not None and not is_accelerator(gradient) and is_accelerator(self.whole)
 
     @property
-    def has_gradient_of_piece(self) -> bool:
-        """Whether `piece_gradient` has memory of its own; else it is `gradient`, or a view of that."""
-        return self.spec.piece_gradient is not None
+    def has_shard_gradient(self) -> bool:
+        """Whether `shard_gradient` has memory of its own; else it is `gradient`, or a view of that."""
+        return self.spec.shard_gradient is not None
 
     def add_up_stages(self) -> None:
         """Sum the gradients of all stages into `gradient`; call once per step, after the last backward."""
@@ -140,47 +140,47 @@ class FlatBuffer:
     def copy_to_device(self) -> None:
         """If only parameters are offloaded, copy them to the layers' device, for the optimizer's update."""
         if self.spec.device_copy is not None and self.device_copy is None:
-            self.device_copy = moved_later(self.piece, self.whole.device, copy=True)
+            self.device_copy = moved_later(self.shard, self.whole.device, copy=True)
             self._point_to(self.device_copy)
 
     def copy_back(self) -> None:
-        """Before a forward, copy what the optimizer updated on the device back to `piece`; free the copy."""
+        """Before a forward, copy what the optimizer updated on the device back to `shard`; free the copy."""
         if self.device_copy is not None:
-            copy_later(self.piece, self.device_copy)
-            self._point_to(self.piece)
+            copy_later(self.shard, self.device_copy)
+            self._point_to(self.shard)
             self.device_copy = None
 
     def detach(self) -> None:
-        """After a failed step, replace a piece that is a view of `whole` by a copy: gathers may write it."""
-        if self.spec.piece is None:
-            self.device_copy = self.piece.clone()
+        """After a failed step, replace a shard that is a view of `whole` by a copy: gathers may write it."""
+        if self.spec.shard is None:
+            self.device_copy = self.shard.clone()
             self._point_to(self.device_copy)
 
     def _point_to(self, flat: Tensor) -> None:
-        for name, piece in self.pieces.items():
-            piece.data = self.piece_slots[name].view_of(flat)
+        for name, shard in self.shard_parameters.items():
+            shard.data = self.shard_slots[name].view_of(flat)
 
     def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
         """Return the gradients of the `wanted` optimizer parameters; as one flat tensor where possible."""
-        if self.piece_gradient is None:
+        if self.shard_gradient is None:
             return []
         grads, views = [], 0
-        for name, piece in self.pieces.items():
-            if name in wanted and (grad := piece.grad) is not None:
+        for name, shard in self.shard_parameters.items():
+            if name in wanted and (grad := shard.grad) is not None:
                 grads.append(grad)
-                view = self.piece_gradients[name]
+                view = self.shard_gradients[name]
                 views += grad is view or grad.data_ptr() == view.data_ptr()
-        return [self.piece_gradient] if views == len(self.pieces) else grads
+        return [self.shard_gradient] if views == len(self.shard_parameters) else grads
 
     def check_settings(self) -> None:
         """Raise PlanError where a parameter was frozen or unfrozen since `parallelize`, or has got a hook."""
-        hook = first_gradient_hook(self.pieces)
+        hook = first_gradient_hook(self.shard_parameters)
         if hook is not None:
             raise PlanError(
                 f"{hook[0]} has a hook of {hook[1]}, which would not be called with the whole gradient: "
                 "change gradients between forward_backward and optimizer.step()."
             )
-        for name, parameter in self.pieces.items():
+        for name, parameter in self.shard_parameters.items():
             if parameter.requires_grad != self.spec.kind.trains:
                 raise PlanError(
                     f"requires_grad of {name} has changed to {parameter.requires_grad} since parallelize: "
@@ -189,12 +189,12 @@ class FlatBuffer:
 
     def check_data(self) -> None:
         """Raise PlanError where the `.data` of one of the optimizer's parameters was replaced."""
-        if not self.spec.has_pieces:
+        if not self.spec.has_own_parameters:
             return
-        flat = self.piece if self.device_copy is None else self.device_copy
+        flat = self.shard if self.device_copy is None else self.device_copy
         start, size = flat.data_ptr(), flat.element_size()
-        for name, piece in self.pieces.items():
-            if piece.numel() and piece.data_ptr() != start + size * self.piece_slots[name].start:
+        for name, shard in self.shard_parameters.items():
+            if shard.numel() and shard.data_ptr() != start + size * self.shard_slots[name].start:
                 raise PlanError(
                     f"the data of {name} was replaced, which the layers would not see: "
                     "write to it in place, with copy_()."
@@ -208,9 +208,9 @@ class FlatBuffer:
                     parameter.data = self.parameters[name].data
 
     @property
-    def adds_to_piece(self) -> bool:
-        """Whether gradients are added to `piece_gradient`, which starts at zero; else they are written."""
-        return self.has_gradient_of_piece and self.spec.kind.sharded
+    def adds_to_shard(self) -> bool:
+        """Whether gradients are added to `shard_gradient`, which starts at zero; else they are written."""
+        return self.has_shard_gradient and self.spec.kind.sharded
 
     def attach_gradients(self) -> Tensor | None:
         """Before a step, make each `.grad` a view of a flat gradient; return the earlier gradients.
@@ -218,16 +218,16 @@ class FlatBuffer:
         Returns a copy of the gradients of earlier steps, to be added when this step's are reduced, or None
         where there are none (as after `zero_grad()`).
         """
-        if self.piece_gradient is None:
+        if self.shard_gradient is None:
             return None
         carried = None
-        for name in self.piece_gradients:
-            grad = self.pieces[name].grad
+        for name in self.shard_gradients:
+            grad = self.shard_parameters[name].grad
             if grad is None:
                 continue
             if carried is None:
-                carried = torch.zeros_like(self.piece_gradient)
-            self.piece_slots[name].view_of(carried).copy_(grad)
+                carried = torch.zeros_like(self.shard_gradient)
+            self.shard_slots[name].view_of(carried).copy_(grad)
         for view in self.stage_views:
             for name, parameter in view.parameters.items():
                 parameter.grad = view.gradients[name]
@@ -238,27 +238,28 @@ class FlatBuffer:
 
         The reduced gradient is divided by `scale`, by which this step's loss was multiplied.
         """
-        assert self.piece_gradient is not None
+        assert self.shard_gradient is not None
         assert self.gradient is not None
-        if self.has_gradient_of_piece and not self.spec.kind.sharded:
-            self.piece_gradient.copy_(self.gradient)
+        if self.has_shard_gradient and not self.spec.kind.sharded:
+            self.shard_gradient.copy_(self.gradient)
         if scale != 1:
-            self.piece_gradient.div_(scale)
+            self.shard_gradient.div_(scale)
         if carried is not None:
-            self.piece_gradient.add_(carried)
+            self.shard_gradient.add_(carried)
         self._detach_gradients()
-        for name, piece in self.pieces.items():
-            piece.grad = self.piece_gradients[name]
+        for name, shard in self.shard_parameters.items():
+            shard.grad = self.shard_gradients[name]
 
     def restore_gradients(self, carried: Tensor | None) -> None:
         """Undo a failed step: restore the gradients that `attach_gradients` returned as `carried`.
 
         They are no longer views of the flat gradient, to which a pending reduction may still write.
         """
-        assert self.piece_gradient is not None
+        assert self.shard_gradient is not None
         self._detach_gradients()
-        for name in self.piece_gradients:
-            self.pieces[name].grad = None if carried is None else self.piece_slots[name].view_of(carried)
+        for name in self.shard_gradients:
+            view = None if carried is None else self.shard_slots[name].view_of(carried)
+            self.shard_parameters[name].grad = view
 
     def _detach_gradients(self) -> None:
         """Set the `.grad` of the layers' parameters to None, as required between steps."""

@@ -23,7 +23,7 @@ class ParameterState(Enum):
     from         to           by
     SHARDED      GATHERING    gather: the all-gather has started
     GATHERING    WHOLE        wait: layers may use the parameters
-    WHOLE        SHARDED      release; begin, because the optimizer may have updated the pieces
+    WHOLE        SHARDED      release; begin, because the optimizer may have updated the shards
     any          SHARDED      clear: the step has failed
     """
 
@@ -33,7 +33,7 @@ class ParameterState(Enum):
 
 
 class Gatherer:
-    """All-gathers the parameters that layers use from the pieces that the ranks' optimizers update."""
+    """All-gathers the parameters that layers use from the shards that the ranks' optimizers update."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
@@ -54,7 +54,7 @@ class Gatherer:
         }
 
     def begin(self) -> None:
-        """Begin a step: mark all parameters as not gathered, since optimizers may have updated the pieces."""
+        """Begin a step: mark all parameters as not gathered, since optimizers may have updated the shards."""
         self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
         for handle, buffer in self._stale:
             handle.wait()
@@ -80,7 +80,7 @@ class Gatherer:
         self._pending[name] = [
             (handle.about(f"parameters of {name or 'the model'}"), buffer)
             for buffer in self.units[name].buffers
-            if buffer.spec.has_pieces and (handle := _gather(buffer)) is not None
+            if buffer.spec.has_own_parameters and (handle := _gather(buffer)) is not None
         ]
 
     def wait(self, name: str) -> None:
@@ -120,12 +120,12 @@ def _release(buffer: FlatBuffer) -> None:
 def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
     """Start the all-gather of a buffer's sharded parameters; return None where they are not sharded.
 
-    A piece is read where it is; one of another dtype or device is first copied to its part of `whole`.
+    A shard is read where it is; one of another dtype or device is first copied to its part of `whole`.
     """
     allocate_storage(buffer.whole)
-    own, piece, group = buffer.own, buffer.piece, buffer.shard_group
-    if group is None or piece.dtype != own.dtype or piece.device != own.device:
-        if buffer.spec.piece is not None:
-            copy_later(own, piece)
-        piece = own
-    return None if group is None else all_gather(piece, group, out=buffer.whole, checked=False)
+    own, shard, group = buffer.own, buffer.shard, buffer.shard_group
+    if group is None or shard.dtype != own.dtype or shard.device != own.device:
+        if buffer.spec.shard is not None:
+            copy_later(own, shard)
+        shard = own
+    return None if group is None else all_gather(shard, group, out=buffer.whole, checked=False)

@@ -31,7 +31,7 @@ def start_norm(
 ) -> Callable[[], Tensor]:
     """Start computing the gradient norm over the ranks of `group`; return a function that waits for it.
 
-    `counted`: the parameters whose gradients this rank adds; each piece that several ranks of the group hold
+    `counted`: the parameters whose gradients this rank adds; each shard that several ranks of the group hold
     has to be added by one of them. The function returns the norm, 0-d float64; it is not finite where
     gradients are not. The order is that of `torch.linalg.vector_norm`, above 0, else `PlanError`.
     Communication: one all-reduce of 8 bytes over `group`.
@@ -64,7 +64,7 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     factor = torch.where(norm.isfinite(), factor, 1.0)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for unit in units:
-        for gradient in _gradients(unit, unit.pieces):
+        for gradient in _gradients(unit, unit.shard_parameters):
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), each in alike.items():
         multiply_each(each, factor.to(device, dtype))
@@ -72,7 +72,7 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
 
 def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
     """Return whether an element of this rank's gradients is not finite: bool 0-d, on `device`."""
-    gradients = (gradient for unit in units for gradient in _gradients(unit, unit.pieces))
+    gradients = (gradient for unit in units for gradient in _gradients(unit, unit.shard_parameters))
     largest = [
         sent(torch.linalg.vector_norm(one, math.inf), device, torch.float64)
         for one in gradients

@@ -31,8 +31,8 @@ class GradientState(Enum):
     from          to            by
     SHARD         ACCUMULATING  begin; open, where whole gradients are not kept
     ACCUMULATING  REDUCING      scatter; reduce, where the unit is not sharded
-    REDUCING      SHARD         collect: the piece of this rank holds the sum so far
-    SHARD         REDUCING      reduce, over the other ranks with the same piece
+    REDUCING      SHARD         collect: the shard of this rank holds the sum so far
+    SHARD         REDUCING      reduce, over the other ranks with the same shard
     any           SHARD         finish; clear: the step has failed
     """
 
@@ -76,17 +76,17 @@ class Reducer:
         """Whether the next step's gradients start at zero: parameters train and no `.grad` is set."""
         trains = False
         for unit in self.units.values():
-            for piece in unit.pieces.values():
-                if piece.grad is not None:
+            for shard in unit.shard_parameters.values():
+                if shard.grad is not None:
                     return False
-                trains = trains or piece.requires_grad
+                trains = trains or shard.requires_grad
         return trains
 
     def drop(self) -> None:
         """Set all `.grad` to None, so that optimizers skip the parameters."""
         for unit in self.units.values():
-            for piece in unit.pieces.values():
-                piece.grad = None
+            for shard in unit.shard_parameters.values():
+                shard.grad = None
 
     def begin(self, scale: float = 1.0) -> None:
         """Begin a step whose loss is multiplied by `scale`: set each `.grad` to a view of its buffer.
@@ -106,8 +106,8 @@ class Reducer:
         for name, unit in self.units.items():
             for buffer in unit.trainable:
                 self._attached.append((buffer, buffer.attach_gradients()))
-                if buffer.adds_to_piece and buffer.piece_gradient is not None:
-                    added_to.append(buffer.piece_gradient)
+                if buffer.adds_to_shard and buffer.shard_gradient is not None:
+                    added_to.append(buffer.shard_gradient)
             if unit.keeps_gradients:
                 added_to += self._started(name)
         zero_each(added_to)
@@ -147,26 +147,26 @@ class Reducer:
             self._scattered[name].append((buffer, _scatter(buffer).about(_gradient_of(name))))
 
     def collect(self, name: str) -> None:
-        """Wait for a unit's reduce-scatter, and add its result to the gradients of this rank's pieces."""
+        """Wait for a unit's reduce-scatter, and add its result to the gradients of this rank's shards."""
         self.states[name] = GradientState.SHARD
         for buffer, handle in self._scattered.pop(name):
-            assert buffer.piece_gradient is not None
+            assert buffer.shard_gradient is not None
             summed = handle.wait()
             if buffer.offloads_gradients:
                 self._add_arrived()
-                self._arriving = buffer.piece_gradient, read_later(summed)
-            elif buffer.has_gradient_of_piece:
-                buffer.piece_gradient.add_(summed)
-            elif summed is not buffer.piece_gradient:
-                buffer.piece_gradient.copy_(summed)
+                self._arriving = buffer.shard_gradient, read_later(summed)
+            elif buffer.has_shard_gradient:
+                buffer.shard_gradient.add_(summed)
+            elif summed is not buffer.shard_gradient:
+                buffer.shard_gradient.copy_(summed)
             _release(buffer)
 
     def _add_arrived(self) -> None:
-        """Wait for the last gradient's copy to the CPU, and add it to the gradient of its piece."""
+        """Wait for the last gradient's copy to the CPU, and add it to the gradient of its shard."""
         if self._arriving is not None:
-            piece_gradient, read = self._arriving
+            shard_gradient, read = self._arriving
             self._arriving = None
-            piece_gradient.add_(read())
+            shard_gradient.add_(read())
 
     def reduce(self, name: str) -> None:
         """Start the all-reduce of a unit's gradients (its shards, if sharded) over the replica group."""
@@ -243,7 +243,7 @@ def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
     """Start the reduce-scatter of a buffer's whole gradient; in place if `spec.scatters_in_place`."""
     assert buffer.shard_group is not None
     assert buffer.gradient is not None
-    out = buffer.piece_gradient if buffer.spec.scatters_in_place else None
+    out = buffer.shard_gradient if buffer.spec.scatters_in_place else None
     return reduce_scatter(buffer.gradient.to(buffer.reduce_dtype), buffer.shard_group, out=out, checked=False)
 
 
@@ -257,7 +257,7 @@ def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
 
 
 def _accumulated(buffer: FlatBuffer) -> Tensor:
-    """Return the gradient that is all-reduced over the replica group: the piece's, if sharded."""
-    gradient = buffer.piece_gradient if buffer.spec.kind.sharded else buffer.gradient
+    """Return the gradient that is all-reduced over the replica group: the shard's, if sharded."""
+    gradient = buffer.shard_gradient if buffer.spec.kind.sharded else buffer.gradient
     assert gradient is not None
     return gradient

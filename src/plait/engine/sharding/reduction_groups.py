@@ -1,7 +1,7 @@
 """Owners of a parameter: the ranks that hold it and sum its gradient; one adds it to the gradient norm.
 
 A rank of `pp` holds the parameters of its stages; a tied one is held by several. Along `tp` a rank holds a
-piece of its own, a piece that neighbours hold too, or all of a parameter, whose gradient each of them has, or
+shard of its own, a shard that neighbours hold too, or all of a parameter, whose gradient each of them has, or
 each a summand of. Along `dp` and `cp` all hold the same, or, where it is sharded, along `replicate`.
 """
 
@@ -77,7 +77,7 @@ def _places(axes: Sequence[str], mesh: Mesh) -> Iterator[dict[str, int]]:
 def counted_parameters(
     owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "world"
 ) -> frozenset[str]:
-    """Return the parameters whose gradients this rank adds to the gradient norm: each piece is added once.
+    """Return the parameters whose gradients this rank adds to the gradient norm: each shard is added once.
 
     Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
     all parameters among them where none is sharded.

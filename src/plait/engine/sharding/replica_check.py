@@ -1,7 +1,7 @@
 """Check of replicas: compares the bits of parameters, gradients and optimizer state held by several ranks.
 
-    over `dp_cp`    every parameter, or every piece of one
-    over `tp`       parameters that are whole, and copies of the same piece
+    over `dp_cp`    every parameter, or every shard of one
+    over `tp`       parameters that are whole, and copies of the same shard
     over `pp`       parameters that are tied across stages
 
 Each rank hashes its tensors on their device. A parameter and its state make one number, and these are
@@ -62,7 +62,7 @@ def check_replicas(
 ) -> None:
     """Raise `ReplicaError` on every rank if replicas of a parameter or its optimizer state differ.
 
-    `parameters` are this rank's pieces, `layouts` and `owners` those of the whole model. The error names the
+    `parameters` are this rank's shards, `layouts` and `owners` those of the whole model. The error names the
     first parameter of the model that differs. Every rank calls it, with its optimizer or none.
     Communication: 8 bytes a parameter of the model over each of `dp_cp`, `tp` and, where some are tied across
     stages, `pp`; 2 bytes a parameter over `world`. It blocks until the device has computed all hashes.
@@ -97,7 +97,7 @@ def check_replicas(
 def _replicas_along(
     group: Group, held: Collection[str], layouts: Mapping[str, Layout], owners: Owners, mesh: Mesh
 ) -> Tensor:
-    """Return bool `[ranks, parameters]`: whether a rank of the group holds the same piece as this rank."""
+    """Return bool `[ranks, parameters]`: whether a rank of the group holds the same shard as this rank."""
     nowhere, known, columns = [False] * group.size, dict[object, list[bool]](), []
     for name, layout in layouts.items():
         key = (layout.placements, owners[name])
@@ -178,12 +178,12 @@ def _describe_difference(name: str, layout: Layout, mine: Mapping[str, str], mes
 def _differences(
     of_ranks: Sequence[Mapping[str, str]], layout: Layout, mesh: Mesh
 ) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Yield each tensor whose hash differs between ranks with the same piece, and the ranks of each hash."""
-    pieces: dict[tuple[int, ...], list[int]] = {}
+    """Yield each tensor whose hash differs between ranks with the same shard, and the ranks of each hash."""
+    shards: dict[tuple[int, ...], list[int]] = {}
     for rank, hashes in enumerate(of_ranks):
         if hashes:
-            pieces.setdefault(layout.owner(mesh.coordinate_of(rank)), []).append(rank)
-    for ranks in pieces.values():
+            shards.setdefault(layout.owner(mesh.coordinate_of(rank)), []).append(rank)
+    for ranks in shards.values():
         for what in dict.fromkeys(what for rank in ranks for what in of_ranks[rank]):
             versions: dict[str, list[int]] = {}
             for rank in ranks:

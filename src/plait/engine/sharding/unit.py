@@ -52,9 +52,9 @@ class Unit:
         return self.parameters_of(self.stages[0])
 
     @cached_property
-    def pieces(self) -> dict[str, nn.Parameter]:
+    def shard_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer updates, by full name in the model."""
-        return {name: piece for buffer in self.buffers for name, piece in buffer.pieces.items()}
+        return {name: shard for buffer in self.buffers for name, shard in buffer.shard_parameters.items()}
 
     @cached_property
     def keeps_gradients(self) -> bool:
@@ -78,12 +78,12 @@ class UnitFactory:
     device: torch.device
     """The device where layers run."""
     layouts: Mapping[str, Layout]
-    """The layouts of the pieces that the optimizer updates."""
+    """The layouts of the shards that the optimizer updates."""
     coordinate: Mapping[str, int]
     shard_groups: Mapping[tuple[str, ...], Group]
     """By the axes over which a buffer is sharded, the ranks between which it is."""
     replica_groups: Mapping[str, Group]
-    """By parameter, the ranks over which its gradient, or its piece's gradient, is all-reduced."""
+    """By parameter, the ranks over which its gradient, or its shard's gradient, is all-reduced."""
     value_of: Callable[[str], Tensor]
     """Returns the initial value of a parameter as this rank's layers have it."""
 
@@ -108,31 +108,31 @@ class UnitFactory:
         if kind.trains:
             views += (_stage_view(spec, whole, self._gradient(spec, None)) for _ in range(1, stages))
         gradient = views[0].gradient
-        first = 0 if shard_group is None else shard_group.index * offsets.piece
-        own = slice(first, first + offsets.piece)
-        slots = self._piece_slots(spec, first)
-        piece, pieces = whole, views[0].parameters
-        piece_gradient, piece_gradients = gradient, views[0].gradients
-        if spec.has_pieces:
-            piece = whole[own] if spec.piece is None else self._allocate(spec.piece)
-            pieces = {
-                name: _parameter(slot.view_of(piece), trains=kind.trains) for name, slot in slots.items()
+        first = 0 if shard_group is None else shard_group.index * offsets.shard_size
+        own = slice(first, first + offsets.shard_size)
+        slots = self._shard_slots(spec, first)
+        shard, shard_parameters = whole, views[0].parameters
+        shard_gradient, shard_gradients = gradient, views[0].gradients
+        if spec.has_own_parameters:
+            shard = whole[own] if spec.shard is None else self._allocate(spec.shard)
+            shard_parameters = {
+                name: _parameter(slot.view_of(shard), trains=kind.trains) for name, slot in slots.items()
             }
-        if spec.has_pieces and gradient is not None:
-            flat = spec.piece_gradient
-            piece_gradient = gradient[own] if flat is None else self._allocate(flat)
-            piece_gradients = {name: slot.view_of(piece_gradient) for name, slot in slots.items()}
+        if spec.has_own_parameters and gradient is not None:
+            flat = spec.shard_gradient
+            shard_gradient = gradient[own] if flat is None else self._allocate(flat)
+            shard_gradients = {name: slot.view_of(shard_gradient) for name, slot in slots.items()}
         buffer = FlatBuffer(
             spec=spec,
             shard_group=shard_group,
             replica_group=replica_group,
             whole=whole,
             own=whole[own],
-            piece=piece,
-            pieces=pieces,
-            piece_slots=slots,
-            piece_gradient=piece_gradient,
-            piece_gradients=piece_gradients,
+            shard=shard,
+            shard_parameters=shard_parameters,
+            shard_slots=slots,
+            shard_gradient=shard_gradient,
+            shard_gradients=shard_gradients,
             stage_views=tuple(views),
         )
         self._fill(buffer)
@@ -151,12 +151,12 @@ class UnitFactory:
             return host_zeros(flat.elements, dtype, beside=self.device)
         return torch.zeros(flat.elements, dtype=dtype, device=self.device)
 
-    def _piece_slots(self, spec: BufferSpec, first: int) -> dict[str, Slot]:
-        """Return the position of each parameter's elements in the flat piece that starts at `first`."""
+    def _shard_slots(self, spec: BufferSpec, first: int) -> dict[str, Slot]:
+        """Return the position of each parameter's elements in the flat shard that starts at `first`."""
         offsets = spec.offsets
         slots = {}
         for slot in offsets.slots:
-            start = min(max(slot.start + self._interval(slot).start - first, 0), offsets.piece)
+            start = min(max(slot.start + self._interval(slot).start - first, 0), offsets.shard_size)
             shape = torch.Size(self.layouts[slot.name].local_shape(self.coordinate))
             slots[slot.name] = Slot(slot.name, shape, start)
         return slots
@@ -167,11 +167,11 @@ class UnitFactory:
         with torch.no_grad():
             for slot in spec.offsets.slots:
                 value = self.value_of(slot.name)
-                if spec.piece is None:
+                if spec.shard is None:
                     buffer.parameters[slot.name].copy_(value)
                 else:  # gathered before the first use
-                    interval, piece = self._interval(slot), buffer.pieces[slot.name]
-                    piece.copy_(value.reshape(-1)[interval.start : interval.stop].view(piece.shape))
+                    interval, shard = self._interval(slot), buffer.shard_parameters[slot.name]
+                    shard.copy_(value.reshape(-1)[interval.start : interval.stop].view(shard.shape))
                 del value  # before the next is read
         if not spec.whole.kept:
             free_storage(buffer.whole)
@@ -181,7 +181,7 @@ class UnitFactory:
         buffer.copy_to_device()
 
     def _interval(self, slot: Slot) -> range:
-        """Return the range of a parameter's elements, flattened, that are in this rank's piece."""
+        """Return the range of a parameter's elements, flattened, that are in this rank's shard."""
         interval = self.layouts[slot.name].interval(self.coordinate)
         return range(slot.shape.numel()) if interval is None else interval
 

@@ -239,7 +239,7 @@ def measure_links(group: Group, timer: Timer) -> LinkRates | None:
 
 
 def _sent(elements: int, ranks: int) -> float:
-    """Return the bytes that a rank sends to others of a float32 tensor that has a piece for each rank."""
+    """Return the bytes that a rank sends to others of a float32 tensor that has a part for each rank."""
     return 4 * elements * (ranks - 1) / ranks
 
 

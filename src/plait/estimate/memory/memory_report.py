@@ -16,7 +16,7 @@ class Category(StrEnum):
     """The purpose that a memory block is allocated for."""
 
     PARAMETERS = "parameters"
-    """Whole parameters that are kept, pieces that the optimizer updates, buffers, and what layers cache."""
+    """Whole parameters that are kept, shards that the optimizer updates, buffers, and what layers cache."""
     GATHERED = "gathered"
     """Whole parameters between all-gather and release."""
     GRADIENTS = "gradients"
@@ -132,7 +132,7 @@ class RankMemory:
     """
 
     rank: int
-    """Index along `pp`. Along `tp` it is the first rank, which has the largest pieces; along `cp` the one
+    """Index along `pp`. Along `tp` it is the first rank, which has the largest shards; along `cp` the one
     with the last position, which sees most keys of others."""
     peak: int
     at_peak: Mapping[Category, int]

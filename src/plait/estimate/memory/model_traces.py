@@ -24,7 +24,7 @@ from plait.estimate.memory.context_share import (
 )
 from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
 from plait.models.layers.layer_sequence import on_meta, private_copy
-from plait.models.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
+from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.models.rotary import result_caches
 from plait.plan.axes import AXES, layout_degrees
 from plait.ranks.group import Group, Traffic
@@ -112,7 +112,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
 class _LayerTrace:
     """What the trace of a layer found, for it and the layers of equal structure that read such inputs."""
 
-    run: MetaRun
+    run: InferredLayer
     trace: Trace
     output: Value
     cached: Sequence[int]

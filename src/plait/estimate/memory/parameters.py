@@ -34,7 +34,7 @@ class RankBuffer:
     stages: int
     """How many stages of the rank use it: each adds to a gradient of its own."""
     replicas: int
-    """How many ranks hold the same parameters, or pieces, and sum their gradients."""
+    """How many ranks hold the same parameters, or shards, and sum their gradients."""
 
     @property
     def moment(self) -> int:
@@ -43,7 +43,7 @@ class RankBuffer:
             return 0
         offsets = self.spec.offsets
         bounds = [offsets.bounds(slot) for slot in offsets.slots]
-        elements = (sum(cuts[rank + 1] - cuts[rank] for cuts in bounds) for rank in range(offsets.pieces))
+        elements = (sum(cuts[rank + 1] - cuts[rank] for cuts in bounds) for rank in range(offsets.shards))
         return max(elements) * self.spec.kind.master.itemsize
 
     @property
@@ -59,10 +59,10 @@ class RankBuffer:
         spec = self.spec
         if not spec.kind.trains or spec.scatters_in_place:
             return 0
-        if spec.offsets.pieces == 1:
+        if spec.offsets.shards == 1:
             return self.converted
         sent = spec.offsets.size * spec.kind.reduce.itemsize
-        received = sent // spec.offsets.pieces
+        received = sent // spec.offsets.shards
         if self.device.type != "cpu":
             return received + self.converted
         if sent <= STAGING_LIMIT:  # the ranks of a host read it in staging buffers
@@ -82,9 +82,9 @@ class RankBuffer:
         """Yield the memory blocks that stay allocated; `moments`: optimizer-state tensors per parameter."""
         spec = self.spec
         yield self._kept(spec.whole, Category.PARAMETERS)
-        yield self._kept(spec.piece, Category.PARAMETERS)
+        yield self._kept(spec.shard, Category.PARAMETERS)
         yield self._kept(spec.gradient, Category.GRADIENTS, self.stages)
-        yield self._kept(spec.piece_gradient, Category.GRADIENTS)
+        yield self._kept(spec.shard_gradient, Category.GRADIENTS)
         offloaded = spec.kind.offloads_gradients and self.device.type != "cpu"
         yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 

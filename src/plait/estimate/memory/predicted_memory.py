@@ -264,7 +264,7 @@ def _activations(
     uncut = [MemoryBlock(count * traces.uncut, Category.BATCH)] if everywhere else []
     here = (inputs if everywhere or 0 in spans else []) + (targets if everywhere or last in spans else [])
     cuts = blueprint.plan.cp > 1
-    ledger.hold("pieces", here if cuts else [])
+    ledger.hold("shards", here if cuts else [])
     ledger.hold("batch", uncut if cuts else here + uncut)
     crossing = [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
     return ActivationAccount(ledger, ReceiveBufferAccount(ledger, crossing), spans, traces, inputs)

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from plait.estimate.time.layer_memory import layer_memory
-from plait.estimate.time.layer_operations import StepShape
-from plait.estimate.time.state_memory import RankSizes, state_bytes, whole_gradients
+from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.state_memory import ParameterCounts, state_bytes, whole_gradients
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.schedules.action import Kind
 
@@ -53,22 +53,22 @@ class MemoryBounds:
     _parameters: dict[int, ModelParameters] = field(default_factory=dict)
     _activations: dict[tuple[object, ...], _Activations] = field(default_factory=dict)
 
-    def least(self, shape: StepShape, policy: str | None, *, gathered: bool = True) -> float:
+    def least(self, shape: MicrobatchShape, policy: str | None, *, gathered: bool = True) -> float:
         """Return a number of bytes that at least one rank must allocate under a policy (None: any).
 
         `gathered`: count what plans with more copies of state need less of: buffers for whole parameters, and
-        pieces of gradients beside whole ones. It is the largest of three bounds: when the last stage has run
+        shards of gradients beside whole ones. It is the largest of three bounds: when the last stage has run
         a forward and all keep a micro-batch; after a backward, when whole gradients are allocated too, and
         with one stage a rank the next micro-batch is kept; and that of a rank with the head alone.
         """
         parameters, activations = self.parameters(shape.plan.tp), self._kept(shape)
         mean = _in_a_row(parameters.whole / shape.plan.pp)
         state, buffers = state_bytes(shape, mean), gathered and not shape.kind.keeps_gradients
-        pieces = sum(state[:3])
-        least = self._held_at_once(shape, policy, pieces, buffers=buffers)
+        shards = sum(state[:3])
+        least = self._held_at_once(shape, policy, shards, buffers=buffers)
         added = whole_gradients(shape, mean, splits=False).always
         if added:
-            both = pieces + added - (0.0 if gathered else state[1])
+            both = shards + added - (0.0 if gathered else state[1])
             after = self._held_at_once(shape, policy, both, buffers=buffers, after_backward=True)
             least = max(least, after)
         alone = (
@@ -79,7 +79,7 @@ class MemoryBounds:
 
     def _held_at_once(
         self,
-        shape: StepShape,
+        shape: MicrobatchShape,
         policy: str | None,
         state: float,
         *,
@@ -114,14 +114,14 @@ class MemoryBounds:
             least = max(least, whole / sum(1 / count for count in at_once))
         return least + every
 
-    def _buffered(self, shape: StepShape, policy: str | None) -> tuple[float, float]:
+    def _buffered(self, shape: MicrobatchShape, policy: str | None) -> tuple[float, float]:
         """Return the fewest parameters gathered at once: on every rank, and on the rank with most."""
         counted = self.parameters(shape.plan.tp)
         if shape.plan.pp > 1 or policy not in LINEAR:  # a stage may have one layer
             return counted.smallest, counted.largest
         return counted.pair, counted.pair
 
-    def _kept(self, shape: StepShape) -> _Activations:
+    def _kept(self, shape: MicrobatchShape) -> _Activations:
         """Return the bytes of activations of all layers, and of the head, for one micro-batch."""
         plan, recompute = shape.plan, shape.plan.recompute
         assert not isinstance(recompute, tuple)
@@ -143,7 +143,9 @@ class MemoryBounds:
         return self._parameters[tp]
 
 
-def _buffers(shape: StepShape, count: float, policy: str | None, *, after_backward: bool = False) -> float:
+def _buffers(
+    shape: MicrobatchShape, count: float, policy: str | None, *, after_backward: bool = False
+) -> float:
     """Return the bytes of whole parameters and gradients with which a rank runs a backward of such layers.
 
     `after_backward`: of the parameters alone.
@@ -153,6 +155,6 @@ def _buffers(shape: StepShape, count: float, policy: str | None, *, after_backwa
     return found if after_backward else found + whole_gradients(shape, sizes, splits=False).of_layers(kind)
 
 
-def _in_a_row(count: float) -> RankSizes:
-    """Return the `RankSizes` of a rank with `count` parameters that are all gathered at once."""
-    return RankSizes(count, 0.0, count)
+def _in_a_row(count: float) -> ParameterCounts:
+    """Return the `ParameterCounts` of a rank with `count` parameters that are all gathered at once."""
+    return ParameterCounts(count, 0.0, count)

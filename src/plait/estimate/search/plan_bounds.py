@@ -8,7 +8,7 @@ from functools import cached_property
 
 from plait.estimate.search.memory_bounds import KINDS, LINEAR, WHOLE, MemoryBounds
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, gradient_transfers, optimizer_seconds
 from plait.plan.model_sizes import Decoder, LayerKind
@@ -52,10 +52,10 @@ class Bounds:
     _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
 
-    def shape(self, plan: Plan) -> StepShape:
+    def shape(self, plan: Plan) -> MicrobatchShape:
         """Return what the sizes of a plan's layers depend on."""
         rows = self.batch / plan.dp / plan.microbatches
-        return StepShape(self.model, plan, rows, on_cpu=not self.hardware.overlaps)
+        return MicrobatchShape(self.model, plan, rows, on_cpu=not self.hardware.overlaps)
 
     def timer(self, plan: Plan) -> LayerTimer:
         """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""

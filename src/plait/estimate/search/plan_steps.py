@@ -8,12 +8,12 @@ from functools import cached_property
 
 from plait.estimate.search.memory_bounds import KINDS
 from plait.estimate.search.plan_bounds import Bounds, least_ends
-from plait.estimate.time.layer_operations import StepShape
-from plait.estimate.time.memory_by_size import RankActivations, RankMemories
+from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.memory_by_size import ActivationMemories, RankActivations
 from plait.estimate.time.prediction import Prediction, costs_for_cut, prediction_of
-from plait.estimate.time.state_memory import RankSizes
+from plait.estimate.time.state_memory import ParameterCounts
 from plait.estimate.time.step_times import (
-    RankWork,
+    StepEndSizes,
     StepTimes,
     hides_sums,
     latest_ends,
@@ -22,7 +22,7 @@ from plait.estimate.time.step_times import (
 )
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Plan
-from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld
+from plait.schedules.held_microbatches import HeldCounts, HeldMicrobatches
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import schedule_and_cut
 
@@ -34,23 +34,23 @@ class CutPipeline:
     schedule: Schedule
     cut: tuple[int, ...]
     stages: tuple[tuple[LayerKind, ...], ...]
-    ranks: tuple[RankHeld, ...]
+    ranks: tuple[HeldCounts, ...]
     """Those that may have most memory."""
 
 
 @dataclass(frozen=True)
-class SharedStep:
+class ScheduledActions:
     """The actions of a step that plans with the same schedule and the same layer times have in common."""
 
     times: StepTimes
 
     @property
-    def latest(self) -> Mapping[RankWork, float]:
+    def latest(self) -> Mapping[StepEndSizes, float]:
         """Seconds to the last actions, see `StepTimes.latest`."""
         return self.times.latest
 
     @cached_property
-    def least(self) -> Mapping[RankWork, float]:
+    def least(self) -> Mapping[StepEndSizes, float]:
         """Lower bounds of `latest`, without a simulation."""
         return latest_ends(self.times.work, least_ends(self.times))
 
@@ -61,7 +61,7 @@ class PlanSteps:
 
     bounds: Bounds
     _pipelines: dict[tuple[object, ...], CutPipeline] = field(default_factory=dict)
-    _steps: dict[tuple[object, ...], SharedStep] = field(default_factory=dict)
+    _steps: dict[tuple[object, ...], ScheduledActions] = field(default_factory=dict)
     _kept: dict[tuple[object, ...], tuple[RankActivations, ...]] = field(default_factory=dict)
 
     def pipeline(self, plan: Plan) -> CutPipeline:
@@ -80,7 +80,7 @@ class PlanSteps:
             self._pipelines[key] = CutPipeline(schedule, cut, stages, _largest_ranks(schedule, stages))
         return self._pipelines[key]
 
-    def step(self, plan: Plan) -> SharedStep:
+    def step(self, plan: Plan) -> ScheduledActions:
         """Return the actions of a plan's step."""
         timer, pipeline = self.bounds.timer(plan), self.pipeline(plan)
         assert not isinstance(plan.recompute, tuple)
@@ -92,7 +92,7 @@ class PlanSteps:
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, plan.tp, layers, timer.message_seconds)
         if key not in self._steps:
             modes = stage_modes(plan, pipeline.cut)
-            self._steps[key] = SharedStep(StepTimes(timer, schedule, pipeline.stages, modes))
+            self._steps[key] = ScheduledActions(StepTimes(timer, schedule, pipeline.stages, modes))
         return self._steps[key]
 
     def prediction(self, plan: Plan) -> Prediction:
@@ -105,14 +105,14 @@ class PlanSteps:
         shape = self.bounds.timer(plan).shape
         return max(rank.with_state(shape, 0.0).allocated for rank in self._activations(plan, shape))
 
-    def _activations(self, plan: Plan, shape: StepShape) -> tuple[RankActivations, ...]:
+    def _activations(self, plan: Plan, shape: MicrobatchShape) -> tuple[RankActivations, ...]:
         """Return what the ranks keep; those of equal sizes count as one."""
         pipeline, layers = self.pipeline(plan), (plan.tp, plan.cp, shape.rows, plan.sequence_parallel)
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, *layers, plan.recompute)
         if key not in self._kept:
             modes = stage_modes(plan, pipeline.cut)
-            most: dict[tuple[RankSizes, bool], RankActivations] = {}
-            known = RankMemories(shape, pipeline.schedule, pipeline.stages, modes)
+            most: dict[tuple[ParameterCounts, bool], RankActivations] = {}
+            known = ActivationMemories(shape, pipeline.schedule, pipeline.stages, modes)
             for rank in map(known.activations, pipeline.ranks):
                 alike = rank.sizes, rank.splits
                 most[alike] = rank.joined(most[alike]) if alike in most else rank
@@ -120,7 +120,7 @@ class PlanSteps:
         return self._kept[key]
 
 
-def _largest_ranks(schedule: Schedule, stages: Sequence[tuple[LayerKind, ...]]) -> tuple[RankHeld, ...]:
+def _largest_ranks(schedule: Schedule, stages: Sequence[tuple[LayerKind, ...]]) -> tuple[HeldCounts, ...]:
     """Return the ranks that may have most memory: of those with equal stages the ones that hold most."""
     messages = [schedule.exchanges_before(stage) for stage in range(schedule.stages)] + [False]
     alike = [

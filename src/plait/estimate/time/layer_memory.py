@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.estimate.time.layer_operations import StepShape, context_method, keys_read
+from plait.estimate.time.layer_operations import MicrobatchShape, context_method, keys_read
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Recompute
 
@@ -27,7 +27,7 @@ class LayerMemory:
     """The output's gradient; 0 for the head, which computes it."""
 
 
-def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> LayerMemory:
+def layer_memory(kind: LayerKind, recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     """Return the activation memory of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
     if kind == "embedding":
         return _embedding(recompute, shape)
@@ -36,7 +36,7 @@ def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> Lay
     return _attention(recompute, shape) if kind == "attention" else _mlp(recompute, shape)
 
 
-def _embedding(recompute: Recompute, shape: StepShape) -> LayerMemory:
+def _embedding(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     decoder, plan, whole = shape.decoder, shape.plan, shape.activation
     indices = 8 * shape.tokens * (decoder.positions + (plan.tp > 1))
     table = decoder.context / plan.cp * decoder.hidden * shape.item if decoder.positions else 0.0
@@ -52,7 +52,7 @@ def _embedding(recompute: Recompute, shape: StepShape) -> LayerMemory:
     )
 
 
-def _head(recompute: Recompute, shape: StepShape) -> LayerMemory:
+def _head(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     plan, region = shape.plan, _region(shape)
     elements = shape.tokens * shape.decoder.vocab / plan.tp
     saved = _norm(shape) + region
@@ -74,7 +74,7 @@ def _head(recompute: Recompute, shape: StepShape) -> LayerMemory:
     return LayerMemory(kept, region + logits, forward, backward, gathered)
 
 
-def _loss(shape: StepShape, elements: float) -> LayerMemory:
+def _loss(shape: MicrobatchShape, elements: float) -> LayerMemory:
     """Return the bytes of the cross-entropy beside the logits; `gradient`: theirs, if not in place."""
     logits, copy = elements * shape.item, 4 * elements
     if shape.plan.tp == 1:
@@ -84,7 +84,7 @@ def _loss(shape: StepShape, elements: float) -> LayerMemory:
     return LayerMemory(0.0, 0.0, 0.0, 0.0)  # the rank's part of the vocabulary is worked on in place
 
 
-def _attention(recompute: Recompute, shape: StepShape) -> LayerMemory:
+def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     decoder, plan = shape.decoder, shape.plan
     unit = shape.tokens * shape.item
     query, key = unit * decoder.hidden / plan.tp, unit * shape.key_features
@@ -121,7 +121,7 @@ def _attention(recompute: Recompute, shape: StepShape) -> LayerMemory:
 
 
 def _exchanged(
-    shape: StepShape, query: float, key: float, shared: float, others: float
+    shape: MicrobatchShape, query: float, key: float, shared: float, others: float
 ) -> tuple[float, float]:
     """Return the most that attention over `cp` allocates: forward, beside what is kept, and backward."""
     plan, outside = shape.plan, shape.outside
@@ -134,7 +134,7 @@ def _exchanged(
     return forward, parts[0] * query + (parts[1] + parts[2] * plan.cp) * key
 
 
-def _mlp(recompute: Recompute, shape: StepShape) -> LayerMemory:
+def _mlp(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     decoder, plan = shape.decoder, shape.plan
     wide = shape.tokens * shape.item * decoder.inside / plan.tp
     norm, region = _norm(shape), _region(shape)
@@ -160,7 +160,7 @@ def _mlp(recompute: Recompute, shape: StepShape) -> LayerMemory:
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
 
 
-def _norm(shape: StepShape) -> float:
+def _norm(shape: MicrobatchShape) -> float:
     """Return the bytes that a norm keeps besides its input and output: statistics, or copies in fp32."""
     statistics = 4 * shape.tokens / (shape.plan.tp if shape.plan.cuts_sequence else 1)
     if shape.decoder.biases:
@@ -170,12 +170,12 @@ def _norm(shape: StepShape) -> float:
     return statistics + (shape.outside if shape.item >= 4 else 8 * shape.outside / shape.item)
 
 
-def _region(shape: StepShape) -> float:
-    """Return the bytes of the input of a region's linears that are kept: whole, or a piece gathered again."""
+def _region(shape: MicrobatchShape) -> float:
+    """Return the bytes of the input of a region's linears that are kept: whole, or a part gathered again."""
     return shape.outside if shape.plan.sequence_parallel == "regather" else shape.activation
 
 
-def _sum(shape: StepShape) -> float:
+def _sum(shape: MicrobatchShape) -> float:
     """Return the bytes of the last linear's output, with what its sum over `tp` allocates beside the result.
 
     With "regather" the gathered input is counted too, which a forward keeps until it ends.
@@ -184,11 +184,11 @@ def _sum(shape: StepShape) -> float:
     return times * shape.activation
 
 
-def _gathered(shape: StepShape) -> float:
+def _gathered(shape: MicrobatchShape) -> float:
     """Return the bytes that a weight gradient gathers again: input and output gradient, each copied once."""
     return 4 * shape.activation if shape.plan.sequence_parallel == "regather" else 0.0
 
 
-def _bias(shape: StepShape) -> float:
+def _bias(shape: MicrobatchShape) -> float:
     """Return the bytes of a bias's gradient that is kept until all small gradients are added together."""
     return shape.item * shape.decoder.hidden if shape.decoder.biases else 0.0

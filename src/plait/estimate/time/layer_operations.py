@@ -52,7 +52,7 @@ class LayerWork:
 
 
 @dataclass(frozen=True)
-class StepShape:
+class MicrobatchShape:
     """A decoder, a plan and the rows of a micro-batch: all that a layer's sizes depend on."""
 
     decoder: Decoder
@@ -111,7 +111,7 @@ class StepShape:
 
     @property
     def outside(self) -> float:
-        """Bytes of the activation that norms read: whole, or with sequence parallelism the rank's piece."""
+        """Bytes of the activation that norms read: whole, or with sequence parallelism the rank's part."""
         return self.activation / (self.plan.tp if self.plan.cuts_sequence else 1)
 
     @property
@@ -151,13 +151,13 @@ class _LinearProducts:
         return (each,) * self.count
 
 
-def layer_work(kind: LayerKind, shape: StepShape) -> LayerWork:
+def layer_work(kind: LayerKind, shape: MicrobatchShape) -> LayerWork:
     """Return the work of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
     makers = {"embedding": _embedding, "attention": _attention, "mlp": _mlp, "head": _head}
     return makers[kind](shape)
 
 
-def _embedding(shape: StepShape) -> LayerWork:
+def _embedding(shape: MicrobatchShape) -> LayerWork:
     tables = 3 if shape.decoder.positions else 1
     return LayerWork(
         forward=(Elementwise((tables + 1) * shape.activation, tables),),
@@ -167,7 +167,7 @@ def _embedding(shape: StepShape) -> LayerWork:
     )
 
 
-def _attention(shape: StepShape) -> LayerWork:
+def _attention(shape: MicrobatchShape) -> LayerWork:
     decoder, tp = shape.decoder, shape.plan.tp
     keys = shape.key_features
     own = decoder.hidden / tp
@@ -205,7 +205,7 @@ def _attention(shape: StepShape) -> LayerWork:
 
 
 def _exchanges(
-    shape: StepShape, own: float, keys: float
+    shape: MicrobatchShape, own: float, keys: float
 ) -> tuple[tuple[AxisTransfer, ...], tuple[AxisTransfer, ...]]:
     """Return the `cp` transfers of an attention layer, of its forward and of its backward.
 
@@ -229,7 +229,7 @@ def _exchanges(
     return (*inward, outward), (*inward, replace(outward, nbytes=again * outward.nbytes))
 
 
-def context_method(shape: StepShape) -> str:
+def context_method(shape: MicrobatchShape) -> str:
     """Return how attention reads the positions of other ranks of `cp`: "ring" or "ulysses"."""
     decoder, plan = shape.decoder, shape.plan
     if plan.context_parallel != "auto":
@@ -239,7 +239,7 @@ def context_method(shape: StepShape) -> str:
     return sending_less(*vectors_sent(round(queries), round(keys), plan.cp, keeps_keys=kept))
 
 
-def keys_read(shape: StepShape) -> float:
+def keys_read(shape: MicrobatchShape) -> float:
     """Return the features of the keys that attention reads, for as many tokens as a rank of `cp` holds."""
     if shape.plan.cp == 1 or context_method(shape) == "ring":
         return shape.key_features
@@ -247,14 +247,14 @@ def keys_read(shape: StepShape) -> float:
     return max(shape.key_features, shape.plan.cp * shape.decoder.head_size)
 
 
-def _core(shape: StepShape, own: float, keys: float) -> FusedAttention:
+def _core(shape: MicrobatchShape, own: float, keys: float) -> FusedAttention:
     """Return the forward of attention without linears; `own`: query features."""
     width, length = shape.decoder.head_size, shape.decoder.context
     queries = length / shape.plan.cp
     return FusedAttention(shape.rows, own / width, keys / width, width, queries, length, _seen(shape))
 
 
-def _seen(shape: StepShape) -> float:
+def _seen(shape: MicrobatchShape) -> float:
     """Return the fraction of the pairs of query and key that the slowest rank of `cp` computes.
 
     Half in causal attention, but more on the last rank of a ring that has contiguous positions.
@@ -265,7 +265,7 @@ def _seen(shape: StepShape) -> float:
     return 1 - 0.5 / plan.cp
 
 
-def _mlp(shape: StepShape) -> LayerWork:
+def _mlp(shape: MicrobatchShape) -> LayerWork:
     decoder, tp = shape.decoder, shape.plan.tp
     inner = decoder.inside / tp
     inward = shape.linear(decoder.hidden, inner, 2 if decoder.gated else 1)
@@ -295,7 +295,7 @@ def _mlp(shape: StepShape) -> LayerWork:
     )
 
 
-def _head(shape: StepShape) -> LayerWork:
+def _head(shape: MicrobatchShape) -> LayerWork:
     decoder, tp, chunks = shape.decoder, shape.plan.tp, shape.loss_chunks
     before, _ = _norm_and_residual(shape)
     linear = replace(shape.linear(decoder.hidden, decoder.vocab / tp, chunks), tokens=shape.tokens / chunks)
@@ -318,26 +318,26 @@ def _head(shape: StepShape) -> LayerWork:
     return replace(work, forward=before.forward, backward=backward, weights=())
 
 
-def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:
+def _norm_and_residual(shape: MicrobatchShape) -> tuple[LayerWork, LayerWork]:
     """Return the work of the norm before a region, and of the residual connection after it."""
-    piece = shape.outside
+    part = shape.outside
     # Composed: square, mean, sum with epsilon, inverse root and two products; about ten in the backward.
     passes, backward = ((7, 6), (14, 10)) if shape.composes else ((2, 1), (4, 2))
     norm = LayerWork(
-        (Elementwise(passes[0] * piece, passes[1]),),
-        (Elementwise(backward[0] * piece, backward[1]),),
+        (Elementwise(passes[0] * part, passes[1]),),
+        (Elementwise(backward[0] * part, backward[1]),),
     )
-    residual = LayerWork((Elementwise(3 * piece, 1),), (Elementwise(2 * piece, 1),))
+    residual = LayerWork((Elementwise(3 * part, 1),), (Elementwise(2 * part, 1),))
     return norm, residual
 
 
-def _region_start(shape: StepShape) -> tuple[AxisTransfer, ...]:
+def _region_start(shape: MicrobatchShape) -> tuple[AxisTransfer, ...]:
     if shape.plan.tp == 1 or not shape.plan.cuts_sequence:
         return ()
     return (AxisTransfer("all-gather", "tp", shape.activation),)
 
 
-def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:
+def _region_end(shape: MicrobatchShape) -> tuple[AxisTransfer, ...]:
     if shape.plan.tp == 1:
         return ()
     kind = AxisTransfer(
@@ -346,7 +346,7 @@ def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:
     return (kind,)
 
 
-def _gradient_transfers(shape: StepShape) -> tuple[AxisTransfer, ...]:
+def _gradient_transfers(shape: MicrobatchShape) -> tuple[AxisTransfer, ...]:
     """Return the sum of the gradient of a region's input, and the input's gather, where it is not kept."""
     again = _region_start(shape) if shape.plan.sequence_parallel == "regather" else ()
     return again + _region_end(shape)

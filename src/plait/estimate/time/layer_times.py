@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import add
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import LayerWork, Recomputation, StepShape, layer_work
+from plait.estimate.time.layer_operations import LayerWork, MicrobatchShape, Recomputation, layer_work
 from plait.estimate.time.operation_times import (
     AxisTransfer,
     DeviceOperation,
@@ -118,7 +118,7 @@ LayerVariant = tuple[LayerKind, Recompute, bool]
 class LayerTimer:
     """Times layers of a plan on given hardware; equal layers are timed once."""
 
-    shape: StepShape
+    shape: MicrobatchShape
     hardware: Hardware
     precision: str
     """Precision of the products."""

@@ -8,12 +8,12 @@ from operator import mul
 from typing import NamedTuple, TypeAlias
 
 from plait.estimate.time.layer_memory import LayerMemory, layer_memory
-from plait.estimate.time.layer_operations import StepShape
-from plait.estimate.time.state_memory import RankSizes, rank_sizes, state_bytes, whole_gradients
+from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Recompute
 from plait.schedules.action import Kind
-from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld
+from plait.schedules.held_microbatches import HeldCounts, HeldMicrobatches
 from plait.schedules.schedule import Schedule
 
 
@@ -23,7 +23,7 @@ class PredictedMemory:
 
     parameters: float
     gradients: float
-    """Kept ones, and whole ones beside pieces of them, where those are allocated at the peak."""
+    """Kept ones, and whole ones beside shards of them, where those are allocated at the peak."""
     optimizer: float
     activations: float
     """What unfinished micro-batches keep for their backward, and messages, when the action starts in which
@@ -57,7 +57,7 @@ backward, and while the last layer of the first one runs."""
 class RankActivations:
     """Activation memory and parameter counts of a rank, from which a strategy gives the whole memory."""
 
-    sizes: RankSizes
+    sizes: ParameterCounts
     peaks: Mapping[PeakKey, ActivationPeak]
 
     @property
@@ -65,7 +65,7 @@ class RankActivations:
         """Whether the schedule runs weight gradients apart from input gradients, as zero-bubble ones do."""
         return any(kind is Kind.W for kind, _ in self.peaks)
 
-    def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
+    def with_state(self, shape: MicrobatchShape, reserved: float) -> PredictedMemory:
         """Return the rank's memory with parameters, gradients and optimizer state as the plan shards them."""
         parameters, gradients, optimizer, gathered = state_bytes(shape, self.sizes)
         added = whole_gradients(shape, self.sizes, splits=self.splits)
@@ -84,32 +84,32 @@ class RankActivations:
 
 
 def predicted_memory(
-    shape: StepShape,
+    shape: MicrobatchShape,
     schedule: Schedule,
     stages: Sequence[Sequence[LayerKind]],
     recompute: Sequence[Sequence[Recompute]],
     reserved: float,
 ) -> tuple[PredictedMemory, ...]:
     """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage."""
-    known = RankMemories(shape, schedule, stages, recompute)
+    known = ActivationMemories(shape, schedule, stages, recompute)
     return tuple(
         known.activations(rank).with_state(shape, reserved) for rank in HeldMicrobatches(schedule).ranks
     )
 
 
 @dataclass(frozen=True)
-class RankMemories:
+class ActivationMemories:
     """Computes the bytes of activations of each pipeline rank; equal stages are computed once."""
 
-    shape: StepShape
+    shape: MicrobatchShape
     schedule: Schedule
     stages: Sequence[Sequence[LayerKind]]
     recompute: Sequence[Sequence[Recompute]]
     _layers: dict[tuple[LayerKind, Recompute], LayerMemory] = field(default_factory=dict)
     _stages: dict[tuple[object, ...], StageMemory] = field(default_factory=dict)
-    _sizes: dict[tuple[Sequence[LayerKind], ...], RankSizes] = field(default_factory=dict)
+    _sizes: dict[tuple[Sequence[LayerKind], ...], ParameterCounts] = field(default_factory=dict)
 
-    def activations(self, rank: RankHeld) -> RankActivations:
+    def activations(self, rank: HeldCounts) -> RankActivations:
         """Return a rank's peaks of activations, and its parameter counts."""
         kinds = tuple(self.stages[stage] for stage in rank.stages)
         if kinds not in self._sizes:
@@ -118,7 +118,7 @@ class RankMemories:
         received, sent = self.messages(rank)
         return RankActivations(self._sizes[kinds], activation_peaks(rank, own, received, sent))
 
-    def messages(self, rank: RankHeld) -> tuple[float, float]:
+    def messages(self, rank: HeldCounts) -> tuple[float, float]:
         """Return the bytes of a rank's receive buffers, and of what it sends after its first backwards."""
         return rank.receive_buffers * self.shape.outside, rank.sending * self.shape.outside
 
@@ -144,7 +144,7 @@ class RankMemories:
 
 
 def activation_peaks(
-    rank: RankHeld, stages: Sequence[StageMemory], received: float, sent: float
+    rank: HeldCounts, stages: Sequence[StageMemory], received: float, sent: float
 ) -> dict[PeakKey, ActivationPeak]:
     """Return the most bytes of activations on a rank, by the kind of action that reaches them.
 

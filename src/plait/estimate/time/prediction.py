@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plait.errors import PlanError
 from plait.estimate.time.hardware import Hardware, load_hardware
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.memory_by_size import PredictedMemory, predicted_memory
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
@@ -144,12 +144,12 @@ def predict(
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    shape = StepShape(decoder, plan, rows / plan.microbatches, on_cpu=not machine.overlaps)
+    shape = MicrobatchShape(decoder, plan, rows / plan.microbatches, on_cpu=not machine.overlaps)
     return prediction_of(shape, machine, schedule, cut)
 
 
 def prediction_of(
-    shape: StepShape, hardware: Hardware, schedule: Schedule, cut: tuple[int, ...]
+    shape: MicrobatchShape, hardware: Hardware, schedule: Schedule, cut: tuple[int, ...]
 ) -> Prediction:
     """Return the predicted time and memory of a step whose schedule and layers per stage are given."""
     plan, decoder = shape.plan, shape.decoder

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.plan.model_sizes import LayerKind
 from plait.schedules.action import Kind
 
 
-class RankSizes(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Parameters of a rank of `pp`, before sharding."""
 
     whole: float
@@ -22,17 +22,17 @@ class RankSizes(NamedTuple):
     """The most of two layers that follow each other."""
 
 
-def rank_sizes(shape: StepShape, stages: Sequence[Sequence[LayerKind]]) -> RankSizes:
+def rank_sizes(shape: MicrobatchShape, stages: Sequence[Sequence[LayerKind]]) -> ParameterCounts:
     """Return the parameters of a rank of `pp`; `stages`: the kinds of the layers of each of its stages."""
     decoder, tp = shape.decoder, shape.plan.tp
     whole = decoder.parameters_of([*chain(*stages)], tp)
     twice = sum(decoder.parameters_of(kinds, tp) for kinds in stages) - whole
     each = {kind: decoder.parameters(kind, tp) for kind in {*chain(*stages)}}
     pairs = (each[one] + each[other] for kinds in stages for one, other in pairwise(kinds))
-    return RankSizes(whole, twice, max([*each.values(), *pairs]))
+    return ParameterCounts(whole, twice, max([*each.values(), *pairs]))
 
 
-def state_bytes(shape: StepShape, sizes: RankSizes) -> tuple[float, float, float, float]:
+def state_bytes(shape: MicrobatchShape, sizes: ParameterCounts) -> tuple[float, float, float, float]:
     """Return bytes of a rank: parameters, kept gradients, optimizer state, gathered parameters."""
     kind, count, ranks = shape.kind, sizes.whole, shape.state_ranks
     compute, master = kind.compute.itemsize, kind.master.itemsize
@@ -41,13 +41,13 @@ def state_bytes(shape: StepShape, sizes: RankSizes) -> tuple[float, float, float
     if kind.keeps_parameters:
         masters = count / ranks * master if kind.has_master else 0
         return count * compute, gradients, optimizer + masters, 0.0
-    # Pieces are kept in the optimizer's precision alone; the layer that runs and the next one are whole.
+    # Shards are kept in the optimizer's precision alone; the layer that runs and the next one are whole.
     return count * master / ranks, gradients, optimizer, sizes.pair * compute
 
 
 @dataclass(frozen=True)
 class WholeGradients:
-    """Bytes of whole gradients beside the rank's pieces of them, where gradients are sharded."""
+    """Bytes of whole gradients beside the rank's shards of them, where gradients are sharded."""
 
     always: float
     """Once allocated: those of all layers where they are reduced after the last micro-batch."""
@@ -66,7 +66,7 @@ class WholeGradients:
         return max(self.always, self.of_layers(kind))
 
 
-def whole_gradients(shape: StepShape, sizes: RankSizes, *, splits: bool) -> WholeGradients:
+def whole_gradients(shape: MicrobatchShape, sizes: ParameterCounts, *, splits: bool) -> WholeGradients:
     """Return the whole gradients of a rank: none where they are not sharded, as all are kept whole.
 
     `splits`: whether its backwards are split. Then those of one micro-batch are all whole at once, too.

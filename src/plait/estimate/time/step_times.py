@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
 from plait.estimate.time.operation_times import AxisTransfer
 from plait.pictures.timelines.timeline import Timeline, simulate
@@ -23,7 +23,7 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.timed_schedule import Cell
 
 
-class RankWork(NamedTuple):
+class StepEndSizes(NamedTuple):
     """Sizes of a rank's stages on which its gradient sums and optimizer step depend."""
 
     parameters: float
@@ -33,15 +33,15 @@ class RankWork(NamedTuple):
     """Seconds of the backward of a micro-batch on all of the rank's stages, in which sums are hidden."""
 
 
-def latest_ends(work: Sequence[RankWork], ends: Sequence[float]) -> dict[RankWork, float]:
+def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[StepEndSizes, float]:
     """Return the largest of `ends`, one for each rank, for each kind of work."""
-    latest: dict[RankWork, float] = {}
+    latest: dict[StepEndSizes, float] = {}
     for one, end in zip(work, ends, strict=True):
         latest[one] = max(end, latest.get(one, 0.0))
     return latest
 
 
-def step_seconds(timer: LayerTimer, latest: Mapping[RankWork, float]) -> float:
+def step_seconds(timer: LayerTimer, latest: Mapping[StepEndSizes, float]) -> float:
     """Return the time of a step from the seconds to the last action of ranks, by their work after it."""
     ends = max(end + gradient_sum_seconds(timer, work) for work, end in latest.items())
     return ends + max(sum(optimizer_seconds(timer, work.parameters, work.layers)) for work in latest)
@@ -65,7 +65,7 @@ def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> floa
     return sum(network.seconds_of_layers(one, layers) for one in kinds)
 
 
-def gradient_sum_seconds(timer: LayerTimer, work: RankWork) -> float:
+def gradient_sum_seconds(timer: LayerTimer, work: StepEndSizes) -> float:
     """Return the seconds from a rank's last action until its gradients are summed."""
     seconds = gradient_transfers(timer, work.parameters, work.layers)
     if not timer.hides_gradient_sums:
@@ -176,7 +176,7 @@ class StepTimes:
         return Timing(durations, [0, *hops], [*hops, 0])
 
     @cached_property
-    def work(self) -> tuple[RankWork, ...]:
+    def work(self) -> tuple[StepEndSizes, ...]:
         """For each rank the sizes on which its time after the last action depends."""
         decoder, tp = self.timer.shape.decoder, self.timer.shape.plan.tp
         sizes: dict[tuple[tuple[LayerKind, ...], ...], float] = {}
@@ -187,11 +187,11 @@ class StepTimes:
             if kinds not in sizes:
                 sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp)
             window = sum(self.passes[stage].backward for stage in own)
-            found.append(RankWork(sizes[kinds], sum(map(len, kinds)), window))
+            found.append(StepEndSizes(sizes[kinds], sum(map(len, kinds)), window))
         return tuple(found)
 
     @cached_property
-    def latest(self) -> Mapping[RankWork, float]:
+    def latest(self) -> Mapping[StepEndSizes, float]:
         """Seconds to the last action of the ranks with equal work, of those that end last."""
         return latest_ends(self.work, self.ends)
 
@@ -238,7 +238,7 @@ class StepTimes:
         return shared.busy(rank) / alike.busy(rank)
 
 
-def hides_sums(shape: StepShape, schedule: Schedule, stage: int) -> bool:
+def hides_sums(shape: MicrobatchShape, schedule: Schedule, stage: int) -> bool:
     """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
     sends = schedule.exchanges_before(stage)
     return not schedule.splits and shape.plan.weights_at_once(sends=sends)

@@ -140,8 +140,8 @@ def _require_tied(folder: Path, model: nn.Sequential, found: Mapping[str, Any]) 
     for first, *others in names.values():
         for other in others:
             rows = range(0, found[first].get_shape()[0], _ROWS_AT_ONCE)
-            pieces = (slice(begin, begin + _ROWS_AT_ONCE) for begin in rows)
-            if any(not torch.equal(found[first][one], found[other][one]) for one in pieces):
+            blocks = (slice(begin, begin + _ROWS_AT_ONCE) for begin in rows)
+            if any(not torch.equal(found[first][one], found[other][one]) for one in blocks):
                 raise ModelError(
                     f"config.json in {folder} ties {other} to {first} (tie_word_embeddings), and its files "
                     "hold "

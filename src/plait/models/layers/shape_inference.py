@@ -44,7 +44,7 @@ class LayerInfo:
     writes_input: bool
     output: Value
     length: int = 0
-    """Of the sequence that the layer is given a piece of, if it is."""
+    """Of the sequence that the layer is given a part of, if it is."""
     returns_parameter: bool = False
     """Whether a tensor of the output is on the memory of one of the layer's parameters."""
     counting: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class LayerInput:
 
     value: Value
     length: int = 0
-    """Of the sequence of which `value` holds a piece, see `NamedLayer.run`."""
+    """Of the sequence of which `value` holds a part, see `NamedLayer.run`."""
     repeats: bool = False
     """Whether `value` contains the same tensor twice."""
 
@@ -109,7 +109,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
-class MetaRun:
+class InferredLayer:
     """Result of a layer's run on the meta device: its `LayerInfo`, and its output as the next input."""
 
     info: LayerInfo
@@ -133,8 +133,8 @@ def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) 
     return infos
 
 
-def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[MetaRun, Value]:
-    """Run a layer on the meta device; return its `MetaRun`, and its output with the autograd graph.
+def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[InferredLayer, Value]:
+    """Run a layer on the meta device; return its `InferredLayer`, and its output with the autograd graph.
 
     Raises ModelError, which names `circumstances`, where the layer does not run.
     """
@@ -154,7 +154,7 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
     info = LayerInfo(writes_input, infos, given.length, returns_parameter, readers=readers)
     ids = [id(tensor) for tensor in tensors_of(output)]
     without_graph = map_tensors(Tensor.detach, output)
-    return MetaRun(info, LayerInput(without_graph, length, len(set(ids)) < len(ids))), output
+    return InferredLayer(info, LayerInput(without_graph, length, len(set(ids)) < len(ids))), output
 
 
 def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tuple[tuple[Value, int], bool]:

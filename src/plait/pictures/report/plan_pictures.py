@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from plait.pictures.colours import rank_colour
-from plait.pictures.report.run_description import PlannedLayer, PlannedTensor, RunDescription, TensorPiece
+from plait.pictures.report.run_description import PlannedLayer, PlannedTensor, RunDescription, TensorShard
 from plait.pictures.svg_elements import inline_svg, rect, text_at
 
 WIDTH = 1150
@@ -18,7 +18,7 @@ _ROW = 30
 _NUMBERED = 22
 """Pixels from which a cell has its rank's number."""
 _MOST_LINES = 48
-"""Intervals of a piece that are told apart by lines."""
+"""Intervals of a shard that are told apart by lines."""
 _FIRST_HUE = 2
 """The colour of the first rank of `tp`; those before are of the first ranks of `pp`."""
 _MATRIX = 190
@@ -160,20 +160,20 @@ def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
     scale = _MATRIX / max(rows, columns, 1)
     wide, high = max(columns * scale, 18), max(rows * scale, 18)
     elements = []
-    for tp, piece in enumerate(tensor.pieces):
-        for offsets, sizes in piece.boxes:
+    for tp, tensor_shard in enumerate(tensor.pieces):
+        for offsets, sizes in tensor_shard.boxes:
             x, y, w, h = _box(offsets, sizes, wide, high, (rows, columns))
             told = f"{tensor.name}: {_ranges(offsets, sizes)}, of tp {tp}"
             whole = all(size == full for size, full in zip(sizes, tensor.shape, strict=True))
             name = "every rank of tp" if whole and len(tensor.pieces) > 1 else told
             owner, hue = ("all", _FIRST_HUE) if whole else (str(tp), _FIRST_HUE + tp)
-            look = {"class_": "piece", "fill": rank_colour(hue)}
+            look = {"class_": "shard", "fill": rank_colour(hue)}
             elements.append(rect(x, y, w, h, name, **look, data_tp=owner))
-            elements += _intervals(piece, x, y, w, h, owner, mesh, coloured=len(tensor.pieces) == 1)
-            base = y + 12 if piece.intervals else y + h / 2 + 4
-            if not whole and w > 30 and h > (30 if piece.intervals else 13):
+            elements += _intervals(tensor_shard, x, y, w, h, owner, mesh, coloured=len(tensor.pieces) == 1)
+            base = y + 12 if tensor_shard.intervals else y + h / 2 + 4
+            if not whole and w > 30 and h > (30 if tensor_shard.intervals else 13):
                 elements.append(text_at(x + w / 2, base, f"tp {tp}", class_="on"))
-        if piece.boxes and all(sizes == tensor.shape for _, sizes in piece.boxes):
+        if tensor_shard.boxes and all(sizes == tensor.shape for _, sizes in tensor_shard.boxes):
             break
     return inline_svg(tensor.name, round(wide) + 2, round(high) + 2, elements)
 
@@ -181,13 +181,13 @@ def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
 def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
     """Return a sentence on how a tensor is divided: its shape, the axes, and the largest share of a rank."""
     shape = " × ".join(f"{size:,}" for size in tensor.shape)
-    piece = tensor.pieces[0]
-    own = sum(prod(sizes) for _, sizes in piece.boxes)
+    tensor_shard = tensor.pieces[0]
+    own = sum(prod(sizes) for _, sizes in tensor_shard.boxes)
     parts = []
     if own < prod(tensor.shape):
         parts.append(f"tp {len(tensor.pieces)}")
-    if piece.intervals:
-        own = max(stop - start for start, stop in piece.intervals)
+    if tensor_shard.intervals:
+        own = max(stop - start for start, stop in tensor_shard.intervals)
         parts += [f"{axis} {about.mesh[axis]}" for axis in ("shard", "cp") if about.mesh[axis] > 1]
     divided = (
         f"divided over {' × '.join(parts)}: at most {own:,} elements a rank"
@@ -217,7 +217,7 @@ def _box(
 
 
 def _intervals(
-    piece: TensorPiece,
+    tensor_shard: TensorShard,
     x: float,
     y: float,
     w: float,
@@ -227,16 +227,16 @@ def _intervals(
     *,
     coloured: bool,
 ) -> Iterator[str]:
-    """Yield a rectangle for each interval of a piece's elements, row after row from top to bottom."""
-    if len(piece.boxes) != 1 or not piece.intervals:
+    """Yield a rectangle for each interval of a shard's elements, row after row from top to bottom."""
+    if len(tensor_shard.boxes) != 1 or not tensor_shard.intervals:
         return
-    fine = " fine" if len(piece.intervals) > _MOST_LINES else ""
-    total = max(prod(piece.boxes[0][1]), 1)
-    row = len(piece.boxes[0][1]) < 2
-    for number, (start, stop) in enumerate(piece.intervals):
+    fine = " fine" if len(tensor_shard.intervals) > _MOST_LINES else ""
+    total = max(prod(tensor_shard.boxes[0][1]), 1)
+    row = len(tensor_shard.boxes[0][1]) < 2
+    for number, (start, stop) in enumerate(tensor_shard.intervals):
         shard, cp = divmod(number, mesh["cp"])
         owner = f"shard {shard}" + (f", cp {cp}" if mesh["cp"] > 1 else "")
-        told = f"elements {start:,} to {stop:,} of the piece: tp {tp}, {owner}"
+        told = f"elements {start:,} to {stop:,} of the shard: tp {tp}, {owner}"
         style = f"--own: {rank_colour(_FIRST_HUE + number)}" if coloured else ""
         look = {"class_": f"interval{fine}", "style": style}
         data = {"data_tp": tp, "data_shard": str(shard), "data_cp": str(cp)}

@@ -37,7 +37,7 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True)
-class TensorPiece:
+class TensorShard:
     """The shard of a tensor on a rank of `tp`, and its further division over `shard` and `cp`."""
 
     boxes: tuple[BoxBounds, ...]
@@ -54,7 +54,7 @@ class PlannedTensor:
     shape: tuple[Count, ...]
     pp: tuple[Count, ...]
     """The ranks of `pp` that hold it."""
-    pieces: tuple[TensorPiece, ...]
+    pieces: tuple[TensorShard, ...]
     """One for each rank of `tp`."""
     alike: Count = 1
     """Number of parameters of this shape and layout, with this one."""
@@ -137,9 +137,9 @@ def _contradictions(read: RunDescription) -> Iterator[str]:
     if any(one.rank >= read.mesh["pp"] for one in read.memory):
         yield "memory: it has a rank that there is not"
     for tensor in read.tensors:
-        bounds = [box for piece in tensor.pieces for box in piece.boxes]
+        bounds = [box for shard in tensor.pieces for box in shard.boxes]
         if not tensor.pieces or any(not len(a) == len(b) == len(tensor.shape) for a, b in bounds):
-            yield f"tensors.{tensor.name}: it has no pieces, or of other dims"
+            yield f"tensors.{tensor.name}: it has no shards, or of other dims"
 
 
 def read_file(

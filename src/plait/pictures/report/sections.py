@@ -131,7 +131,7 @@ def _plan(about: RunDescription, of: str, number: int) -> str:
     degrees = " × ".join(f"{axis} {size}" for axis, size in about.mesh.items() if size > 1) or "one rank"
     told = (
         f"{about.world} ranks: {degrees}. Strategy {escape(about.strategy)}. Point at a rank to see which "
-        "pieces it holds, click to keep it."
+        "shards it holds, click to keep it."
     )
     tensors = "\n".join(
         f"<figure class=tensor>{tensor_picture(one, about.mesh)}<figcaption><b>{wrappable(one.name)}</b> "
@@ -141,13 +141,13 @@ def _plan(about: RunDescription, of: str, number: int) -> str:
     body = (
         f"<h3>Layers, in their order, by rank of pp</h3><div class=scroll>{layers_picture(about)}</div>"
         f"<h3>Ranks</h3><div class=scroll>{ranks_picture(about)}</div><output class=place></output>"
-        f"<h3>Pieces of parameters{_state_text(about)}</h3><div class=tensors>{tensors}</div>"
+        f"<h3>Shards of parameters{_state_text(about)}</h3><div class=tensors>{tensors}</div>"
     )
     return section(f"Plan{of}", f"<div class=holding>{body}</div>", told, name=f"plan-of-{number}")
 
 
 def _state_text(about: RunDescription) -> str:
-    """Return what the intervals of `shard` and `cp` are pieces of."""
+    """Return what the intervals of `shard` and `cp` are shards of."""
     return {
         "optimizer": ": lines divide what each rank updates; along dp parameters are whole",
         "gradients": ": lines divide what each rank updates, with gradients and optimizer state",

@@ -1,8 +1,8 @@
-"""Layouts: which piece of which global tensor each rank of the mesh holds.
+"""Layouts: which shard of which global tensor each rank of the mesh holds.
 
 A layout gives every mesh axis one placement: `Replicate` (all ranks hold the same), `Shard(dim)` (each holds
-a piece of that dim), `Flat` (each holds an interval of the flattened shard) or `Partial` (each holds a
-summand). Sizes need not divide: the first ranks hold one row more, the last may hold empty pieces. Axes that
+a shard of that dim), `Flat` (each holds an interval of the flattened shard) or `Partial` (each holds a
+summand). Sizes need not divide: the first ranks hold one row more, the last may hold empty shards. Axes that
 shard the same dim are nested, the outermost first:
 
     Layout(shape=(7, 6), axes={"shard": 2, "tp": 3}, placements={"shard": Shard(0), "tp": Shard(0)})

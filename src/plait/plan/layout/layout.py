@@ -21,11 +21,11 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank along the axis holds a consecutive piece of tensor dim `dim` (negative: from the end).
+    """Each rank along the axis holds a consecutive range of tensor dim `dim` (negative: from the end).
 
-    With `copies` > 1, that many neighbouring ranks hold the same piece: of 4 ranks with 2 copies ranks 0 and
+    With `copies` > 1, that many neighbouring ranks hold the same shard: of 4 ranks with 2 copies ranks 0 and
     1 hold the first half, 2 and 3 the second. With `blocks` > 1, the dim consists of that many equal blocks,
-    and each rank holds the concatenation of its pieces of all blocks: of 2 ranks with 3 blocks of 4 rows rank
+    and each rank holds the concatenation of its shards of all blocks: of 2 ranks with 3 blocks of 4 rows rank
     0 holds rows 0, 1, 4, 5, 8 and 9. Blocks of different sizes are given by their rows, each
     a multiple of the ranks.
     """
@@ -61,7 +61,7 @@ class Flat:
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The place of the axis among `Shard`s does not matter. Where
     several axes are `Flat` they are nested, the outermost first: ranks are counted row-major over an axis and
-    the `Flat` axes before it, and every bound of an outer axis is one of the inner axis. A piece of whole
+    the `Flat` axes before it, and every bound of an outer axis is one of the inner axis. A shard of whole
     rows has their shape; any other has one row of as many dims, `[1, ..., elements]`.
     """
 
@@ -191,8 +191,8 @@ class Layout:
     def box(self, where: Sequence[int] | Mapping[str, int]) -> Box:
         """Return the box of the global tensor that the rank at this coordinate holds; it may be empty.
 
-        Raises `LayoutError` where the piece is no box: an interval that begins or ends inside a row, or
-        pieces of several blocks.
+        Raises `LayoutError` where the shard is no box: an interval that begins or ends inside a row, or
+        shards of several blocks.
         """
         region, interval = self.region(where), self.interval(where)
         if interval is None or len(interval) == region.numel:
@@ -220,7 +220,7 @@ class Layout:
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
         """Return the box of the global tensor at this coordinate before a `Flat` axis, if any, divides it.
 
-        Raises `LayoutError` for pieces of several blocks.
+        Raises `LayoutError` for shards of several blocks.
         """
         boxes = self.boxes(where)
         if len(boxes) > 1:
@@ -234,18 +234,18 @@ class Layout:
 
         The rank holds their concatenation along `blocked_dim`.
         """
-        pieces = [[range(size)] for size in self.shape]
+        per_dim = [[range(size)] for size in self.shape]
         for index, degree, placement in self._along(where):
             if isinstance(placement, Shard):
-                held = [block for rows in pieces[placement.dim] for block in placement.blocks_of(rows)]
+                held = [block for rows in per_dim[placement.dim] for block in placement.blocks_of(rows)]
                 parts = degree // placement.copies
                 cuts = [divide(len(block), parts)[index // placement.copies] for block in held]
-                pieces[placement.dim] = [
+                per_dim[placement.dim] = [
                     range(block.start + cut.start, block.start + cut.stop)
                     for block, cut in zip(held, cuts, strict=True)
                 ]
         return tuple(
-            Box(tuple(rows.start for rows in ranges), tuple(map(len, ranges))) for ranges in product(*pieces)
+            Box(tuple(rows.start for rows in ranges), tuple(map(len, ranges))) for ranges in product(*per_dim)
         )
 
     @cached_property
@@ -265,7 +265,7 @@ class Layout:
         return (*first.sizes[:dim], rows, *first.sizes[dim + 1 :])
 
     def local_shape(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the piece at this coordinate."""
+        """Return the shape of the shard at this coordinate."""
         sizes, interval = self.sizes(where), self.interval(where)
         if interval is None or len(interval) == prod(sizes):
             return sizes
@@ -275,16 +275,16 @@ class Layout:
         return (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
-        """Return all coordinates with the same piece as `where`; all have its index on `Partial` axes."""
-        return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
+        """Return all coordinates with the same shard as `where`; all have its index on `Partial` axes."""
+        return tuple(product(*(_same_shard(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """Return the first coordinate with the same piece as `where`; along `Partial` axes it has index 0.
+        """Return the first coordinate with the same shard as `where`; along `Partial` axes it has index 0.
 
         The boxes of all owners tile the global tensor: a sum over owners counts each element once.
         """
         along = self._along(where)
-        return tuple(0 if isinstance(p, Partial) else _same_piece(i, n, p)[0] for i, n, p in along)
+        return tuple(0 if isinstance(p, Partial) else _same_shard(i, n, p)[0] for i, n, p in along)
 
     def _refuse_nested_blocks(self) -> None:
         shards = [p for p in self.placements if isinstance(p, Shard)]
@@ -308,8 +308,8 @@ def _rows(sizes: tuple[int, ...], interval: range) -> range | None:
     return range(interval.start // row, interval.stop // row)
 
 
-def _same_piece(index: int, degree: int, placement: Placement) -> range:
-    """Return the indices along an axis whose piece equals that of `index`."""
+def _same_shard(index: int, degree: int, placement: Placement) -> range:
+    """Return the indices along an axis whose shard equals that of `index`."""
     if isinstance(placement, Replicate):
         return range(degree)
     copies = placement.copies if isinstance(placement, Shard) else 1
@@ -350,16 +350,16 @@ def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...
         )
     if placement.copies < 1 or degree % placement.copies:
         raise LayoutError(
-            f"axis {axis!r} has {degree} ranks, which cannot hold {placement.copies} copies of each piece: "
+            f"axis {axis!r} has {degree} ranks, which cannot hold {placement.copies} copies of each shard: "
             f"give a divisor of {degree}."
         )
     size = shape[placement.dim]
     if isinstance(placement.blocks, tuple):
-        pieces = degree // placement.copies
-        if sum(placement.blocks) != size or any(rows % pieces for rows in placement.blocks):
+        parts = degree // placement.copies
+        if sum(placement.blocks) != size or any(rows % parts for rows in placement.blocks):
             raise LayoutError(
                 f"axis {axis!r} shards blocks of {placement.blocks} rows of dim {placement.dim} of shape "
-                f"{shape} into {pieces} pieces: give multiples of {pieces} that add up to {size}."
+                f"{shape} into {parts} shards: give multiples of {parts} that add up to {size}."
             )
     elif placement.blocks < 1 or size % placement.blocks:
         raise LayoutError(

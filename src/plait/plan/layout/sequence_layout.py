@@ -51,18 +51,18 @@ class SequenceLayout:
 
     def cut(self, whole: Tensor, rank: int, dim: int = 1, *, out: Tensor | None = None) -> Tensor:
         """Return the elements of `whole` at a rank's positions along `dim`, in `out` or as a new tensor."""
-        pieces = [_at(whole, one, dim) for one in self.ranges[rank]] or [whole.narrow(dim, 0, 0)]
-        return torch.cat(pieces, dim, out=out)
+        found = [_at(whole, one, dim) for one in self.ranges[rank]] or [whole.narrow(dim, 0, 0)]
+        return torch.cat(found, dim, out=out)
 
-    def join(self, pieces: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Return the whole tensor of which `pieces` are the ranks' parts along `dim`: inverse of `cut`."""
-        shape = list(pieces[0].shape)
+    def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """Return the whole tensor of which `parts` are the ranks' along `dim`: inverse of `cut`."""
+        shape = list(parts[0].shape)
         shape[dim] = self.length
-        whole = pieces[0].new_empty(shape)
-        for ranges, piece in zip(self.ranges, pieces, strict=True):
-            parts = torch.split(piece, [len(one) for one in ranges], dim) if ranges else ()
-            for one, part in zip(ranges, parts, strict=True):
-                _at(whole, one, dim).copy_(part)
+        whole = parts[0].new_empty(shape)
+        for ranges, part in zip(self.ranges, parts, strict=True):
+            each = torch.split(part, [len(one) for one in ranges], dim) if ranges else ()
+            for one, values in zip(ranges, each, strict=True):
+                _at(whole, one, dim).copy_(values)
         return whole
 
 

@@ -1,6 +1,6 @@
 """Shards of a global tensor: `shard` cuts it, `assemble` joins it, boxes describe a shard for any file.
 
-A `Flat` piece of a matrix is at most three boxes (the end of a row, whole rows, the beginning of a row); each
+A `Flat` shard of a matrix is at most three boxes (the end of a row, whole rows, the beginning of a row); each
 further dim of the tensor adds at most two:
 
     a a a a a a        . . . . 1 1
@@ -24,28 +24,28 @@ from plait.plan.layout.layout import Box, Coordinate, Layout, Partial
 
 
 @dataclass(frozen=True)
-class PieceBox:
-    """A box (a range per dim) of the global tensor, and its position in the rank's local piece."""
+class ShardBox:
+    """A box (a range per dim) of the global tensor, and its position in the rank's local shard."""
 
     box: Box
     start: int
-    """First element, in row-major order, of the block of the local piece that contains the box."""
+    """First element, in row-major order, of the block of the local shard that contains the box."""
     sizes: tuple[int, ...]
     """Shape of that block."""
     within: tuple[slice, ...]
     """Index of the box in that block: all of it, except where a dim is sharded block by block."""
 
-    def view_of(self, piece: Tensor) -> Tensor:
-        """Return a view of the contiguous local `piece` that holds this box."""
-        flat = piece.view(-1)[self.start : self.start + prod(self.sizes)]
+    def view_of(self, local: Tensor) -> Tensor:
+        """Return a view of the contiguous `local` that holds this box."""
+        flat = local.view(-1)[self.start : self.start + prod(self.sizes)]
         return flat.view(self.sizes)[self.within]
 
 
-def piece_boxes(layout: Layout, where: Sequence[int] | Mapping[str, int]) -> tuple[PieceBox, ...]:
+def shard_boxes(layout: Layout, where: Sequence[int] | Mapping[str, int]) -> tuple[ShardBox, ...]:
     """Return the disjoint, non-empty boxes of the global tensor that the rank at a coordinate holds."""
     sizes, interval = layout.sizes(where), layout.interval(where)
     elements = range(prod(sizes)) if interval is None else interval
-    found: list[PieceBox] = []
+    found: list[ShardBox] = []
     start = 0
     for block in _interval_boxes(sizes, elements.start, elements.stop):
         found.extend(_global_boxes(layout.boxes(where), layout.blocked_dim, block, start))
@@ -129,10 +129,10 @@ def _row_boxes(sizes: tuple[int, ...], index: int, start: int, stop: int) -> Ite
         yield Box((index, *box.offsets), (1, *box.sizes))
 
 
-def _global_boxes(held: Sequence[Box], blocked: int | None, block: Box, start: int) -> Iterator[PieceBox]:
-    """Yield the `PieceBox`es that make up `block` of the local piece, the concatenation of boxes `held`."""
+def _global_boxes(held: Sequence[Box], blocked: int | None, block: Box, start: int) -> Iterator[ShardBox]:
+    """Yield the `ShardBox`es that make up `block` of the local shard, the concatenation of boxes `held`."""
     if blocked is None or len(held) == 1:
-        yield PieceBox(_shifted(block, held[0].offsets), start, block.sizes, full_box(block.sizes).slices)
+        yield ShardBox(_shifted(block, held[0].offsets), start, block.sizes, full_box(block.sizes).slices)
         return
     rows = 0
     for home in held:
@@ -141,7 +141,7 @@ def _global_boxes(held: Sequence[Box], blocked: int | None, block: Box, start: i
         common = intersection(block, Box(before, home.sizes))
         if common.numel:
             shift = tuple(to - from_ for to, from_ in zip(home.offsets, before, strict=True))
-            yield PieceBox(_shifted(common, shift), start, block.sizes, slices_within(common, block))
+            yield ShardBox(_shifted(common, shift), start, block.sizes, slices_within(common, block))
 
 
 def _shifted(box: Box, by: Sequence[int]) -> Box:
@@ -149,7 +149,7 @@ def _shifted(box: Box, by: Sequence[int]) -> Box:
 
 
 def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, int]) -> Tensor:
-    """Return the piece of the global `tensor` (of `layout.shape`) that the rank at this coordinate holds.
+    """Return the shard of the global `tensor` (of `layout.shape`) that the rank at this coordinate holds.
 
     A contiguous, detached copy, so that the global tensor can be freed. Along a `Partial` axis the first rank
     holds the value and the others zeros. Raises `LayoutError` if the tensor has another shape.
@@ -159,45 +159,45 @@ def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, in
             f"a tensor of shape {tuple(tensor.shape)} cannot be sharded by {layout}: shapes must agree."
         )
     shape, parts = _shape_and_boxes(layout, layout.coordinate(where))
-    piece = tensor.new_zeros(shape)
+    local = tensor.new_zeros(shape)
     for part in parts:
-        part.view_of(piece).copy_(tensor.detach()[part.box.slices])
-    return piece
+        part.view_of(local).copy_(tensor.detach()[part.box.slices])
+    return local
 
 
-@lru_cache(maxsize=4096)  # a verification takes the same pieces of values and gradients hundreds of times
-def _shape_and_boxes(layout: Layout, coordinate: Coordinate) -> tuple[tuple[int, ...], tuple[PieceBox, ...]]:
-    """Return a piece's shape and the boxes to copy into it: none for a later rank along a `Partial` axis."""
+@lru_cache(maxsize=4096)  # a verification takes the same shards of values and gradients hundreds of times
+def _shape_and_boxes(layout: Layout, coordinate: Coordinate) -> tuple[tuple[int, ...], tuple[ShardBox, ...]]:
+    """Return a shard's shape and the boxes to copy into it: none for a later rank along a `Partial` axis."""
     is_zero = _is_later_summand(layout, coordinate)
-    return layout.local_shape(coordinate), () if is_zero else piece_boxes(layout, coordinate)
+    return layout.local_shape(coordinate), () if is_zero else shard_boxes(layout, coordinate)
 
 
 def assemble(
-    pieces: Mapping[Coordinate, Tensor] | Sequence[Tensor], layout: Layout, *, check_replicas: bool = True
+    shards: Mapping[Coordinate, Tensor] | Sequence[Tensor], layout: Layout, *, check_replicas: bool = True
 ) -> Tensor:
-    """Return the global tensor (of `layout.shape`) assembled from the pieces of all coordinates.
+    """Return the global tensor (of `layout.shape`) assembled from the shards of all coordinates.
 
-    `pieces`: by coordinate, or in row-major order. `Partial` summands are added in that order, in their own
-    dtype. The result is new, detached, on the first piece's device. Raises `LayoutError` for a missing or
-    surplus piece, for another shape or dtype, and for replicas that are not equal bit by bit (with
+    `shards`: by coordinate, or in row-major order. `Partial` summands are added in that order, in their own
+    dtype. The result is new, detached, on the first shard's device. Raises `LayoutError` for a missing or
+    surplus shard, for another shape or dtype, and for replicas that are not equal bit by bit (with
     `check_replicas=False` the first replica is taken).
     """
-    pieces = _by_coordinate(pieces, layout)
-    first = next(iter(pieces.values()))
+    shards = _by_coordinate(shards, layout)
+    first = next(iter(shards.values()))
     whole = torch.empty(layout.shape, dtype=first.dtype, device=first.device)
-    for coordinate, piece in pieces.items():
+    for coordinate, local in shards.items():
         shape, original = layout.local_shape(coordinate), layout.replicas(coordinate)[0]
-        if tuple(piece.shape) != shape or piece.dtype != first.dtype:
+        if tuple(local.shape) != shape or local.dtype != first.dtype:
             raise LayoutError(
-                f"the piece at {_name(layout, coordinate)} is {tuple(piece.shape)} in {piece.dtype}, where "
-                f"{layout} has {shape} in {first.dtype}: give the piece that shard() cuts there."
+                f"the shard at {_name(layout, coordinate)} is {tuple(local.shape)} in {local.dtype}, where "
+                f"{layout} has {shape} in {first.dtype}: give the shard that shard() cuts there."
             )
         if coordinate == original:
-            contiguous, adds = piece.contiguous(), _is_later_summand(layout, coordinate)
-            for part in piece_boxes(layout, coordinate):
+            contiguous, adds = local.contiguous(), _is_later_summand(layout, coordinate)
+            for part in shard_boxes(layout, coordinate):
                 target, values = whole[part.box.slices], part.view_of(contiguous)
                 target.copy_(target + values.to(whole.device) if adds else values)
-        elif check_replicas and not _same_bits(piece, pieces[original]):
+        elif check_replicas and not _same_bits(local, shards[original]):
             raise LayoutError(
                 f"the replicas at {_name(layout, original)} and {_name(layout, coordinate)} of {layout} "
                 "differ: find where they diverged, or take the first with check_replicas=False."
@@ -206,22 +206,22 @@ def assemble(
 
 
 def _by_coordinate(
-    pieces: Mapping[Coordinate, Tensor] | Sequence[Tensor], layout: Layout
+    shards: Mapping[Coordinate, Tensor] | Sequence[Tensor], layout: Layout
 ) -> dict[Coordinate, Tensor]:
-    """Return the detached pieces in row-major order. Raises LayoutError unless each coordinate has one."""
+    """Return the detached shards in row-major order. Raises LayoutError unless each coordinate has one."""
     coordinates = list(layout.coordinates())
-    if not isinstance(pieces, Mapping):
-        if len(pieces) != len(coordinates):
+    if not isinstance(shards, Mapping):
+        if len(shards) != len(coordinates):
             raise LayoutError(
-                f"{len(pieces)} pieces cannot make {layout}: give one per rank, {len(coordinates)} in all."
+                f"{len(shards)} shards cannot make {layout}: give one per rank, {len(coordinates)} in all."
             )
-        pieces = dict(zip(coordinates, pieces, strict=True))
-    wrong, fault = [c for c in coordinates if c not in pieces], "missing"
-    if not wrong and len(pieces) > len(coordinates):
-        wrong, fault = list(pieces.keys() - set(coordinates)), "not one of its coordinates"
+        shards = dict(zip(coordinates, shards, strict=True))
+    wrong, fault = [c for c in coordinates if c not in shards], "missing"
+    if not wrong and len(shards) > len(coordinates):
+        wrong, fault = list(shards.keys() - set(coordinates)), "not one of its coordinates"
     if wrong:
-        raise LayoutError(f"the piece at {wrong[0]} of {layout} is {fault}: give one piece per coordinate.")
-    return {coordinate: pieces[coordinate].detach() for coordinate in coordinates}
+        raise LayoutError(f"the shard at {wrong[0]} of {layout} is {fault}: give one shard per coordinate.")
+    return {coordinate: shards[coordinate].detach() for coordinate in coordinates}
 
 
 def _is_later_summand(layout: Layout, coordinate: Coordinate) -> bool:

@@ -3,7 +3,7 @@
 A move changes the placement along one axis:
 
     from                to                   by
-    Replicate           Shard, Flat          cut              local: each rank keeps its piece
+    Replicate           Shard, Flat          cut              local: each rank keeps its shard
     Replicate, Shard    Partial              summand          local: zeros on all ranks but the owner
     Shard, Flat         Replicate            all_gather
     Partial             Replicate            all_reduce
@@ -11,7 +11,7 @@ A move changes the placement along one axis:
     Shard               another Shard        all_to_all
 
 Axes that shard one dim are nested, the outermost first, and `Flat` axes are nested in all of them. An axis
-can change its placement only while no inner axis divides its pieces: inner axes are gathered before, and
+can change its placement only while no inner axis divides its shards: inner axes are gathered before, and
 sharded again after. Of the possible orders, the one that sends the fewest elements is chosen.
 """
 
@@ -134,7 +134,7 @@ def _sent(move: Move) -> float:
 
 
 def _largest(layout: Layout) -> int:
-    """Return the number of elements of the largest piece of the layout."""
+    """Return the number of elements of the largest shard of the layout."""
     first = [0] * len(layout.axes)
     if layout.interval(first) is None:
         return layout.region(first).numel
@@ -142,11 +142,11 @@ def _largest(layout: Layout) -> int:
         range(degree if isinstance(placement, Flat) else 1)
         for degree, placement in zip(layout.degrees, layout.placements, strict=True)
     )
-    return max(len(layout.interval(piece) or ()) for piece in product(*flat))
+    return max(len(layout.interval(place) or ()) for place in product(*flat))
 
 
 def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
-    """Return the layout under which each rank's piece of `tensor.reshape(shape)` is its own piece, reshaped.
+    """Return the layout under which each rank's shard of `tensor.reshape(shape)` is its own shard, reshaped.
 
     A sharded dim may stay, be split (the shard moves to the leading factor) or be merged (as the outermost of
     the merged dims), if every rank keeps its elements. Raises LayoutError where data would have to move.
@@ -156,7 +156,7 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
         raise LayoutError(f"cannot reshape {layout.shape} to {shape}: both must have as many elements.")
     placements, degrees = layout.axis_placements, layout.axis_degrees
     shards = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
-    pieces = {axis: degrees[axis] // placement.copies for axis, placement in shards.items()}
+    parts = {axis: degrees[axis] // placement.copies for axis, placement in shards.items()}
     for before, after in _groups(layout.shape, shape):
         dims = {axis: placement.dim for axis, placement in shards.items() if placement.dim in before}
         if dims:
@@ -166,7 +166,7 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
                     f"cannot reshape {layout.shape} to {shape} without moving data while a dim of several "
                     "blocks is sharded: keep that dim, or gather it first."
                 )
-            moved = _moved(layout.shape, shape, before, after, pieces, dims)
+            moved = _moved(layout.shape, shape, before, after, parts, dims)
             placements |= {axis: replace(shards[axis], dim=dim) for axis, dim in moved.items()}
     return Layout(shape, degrees, placements)
 
@@ -187,7 +187,7 @@ def _moved(
         if held is not None and _intervals(new, after, degrees, candidate) == held:
             return candidate
     cuts = " and ".join(
-        f"axis {axis!r} ({degrees[axis]} pieces) shards dim {dim}" for axis, dim in dims.items()
+        f"axis {axis!r} ({degrees[axis]} shards) shards dim {dim}" for axis, dim in dims.items()
     )
     raise LayoutError(
         f"cannot reshape {old} to {new} without moving data while {cuts}: keep that dim, make it the "

@@ -19,7 +19,7 @@ from plait.ranks.launch.rank_threads import run_threads
 from plait.ranks.launch.ranks_per_gpu import explained_sharing
 from plait.ranks.launch.result_exchange import all_gather_results
 from plait.ranks.launch.world_membership import join_world, leave_world
-from plait.ranks.transport.interface import Ranks
+from plait.ranks.transport.interface import RankTransports
 from plait.ranks.transport.world_ranks import current_ranks, joined_processes
 from plait.ranks.world import World, find_world
 
@@ -124,7 +124,7 @@ def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
 
 
 def _run_inside(
-    inside: Ranks,
+    inside: RankTransports,
     function: Callable[..., Result],
     arguments: tuple[Any, ...],
     ranks: int | None,
@@ -150,7 +150,7 @@ def _run_inside(
 
 
 def _results(
-    ranks: Ranks, function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float
+    ranks: RankTransports, function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float
 ) -> list[Result]:
     """Call the function, and return what it returns on all ranks."""
     result = function(*arguments)

@@ -117,7 +117,7 @@ class Meeting(NamedTuple):
     on_one_host: bool
 
 
-class _AnotherRun(Exception):
+class _StoreOfAnotherRun(Exception):
     """The store is that of another run."""
 
 
@@ -239,7 +239,7 @@ def _report(world: World, own: Participant, deadline: float) -> Meeting:
                 waits = world.agent_store or len(ports) == 1
                 begun_by = deadline if waits else time.monotonic() + _PATIENCE
                 return _ask(store, own, begun_by, deadline, replaces=world.agent_store)
-        except _AnotherRun as error:
+        except _StoreOfAnotherRun as error:
             failures[port] = str(error)
             if len(ports) == 1 and time.monotonic() > others_leave_by:
                 raise CommunicationError(str(error)) from None
@@ -254,19 +254,20 @@ def _report(world: World, own: Participant, deadline: float) -> Meeting:
 def _ask(store: Store, own: Participant, begun_by: float, deadline: float, *, replaces: bool) -> Meeting:
     """Register this rank in the current restart attempt, or the next ones, until rank 0 answers.
 
-    `begun_by`: when rank 0 of a run of plait has begun the first one. Raises `_AnotherRun` where the store is
-    not this run's, `CommunicationError` where rank 0 refuses.
+    `begun_by`: when rank 0 of a run of plait has begun the first one. Raises `_StoreOfAnotherRun` where the
+    store is not this run's, `CommunicationError` where rank 0 refuses.
     """
     patience, attempt = time.monotonic() + _PATIENCE, ""
     while time.monotonic() < deadline + _SECONDS_TO_READ:
         current = _read(store, _CURRENT, begun_by, own.world_size)
         if current is None:
-            raise _AnotherRun("the store there is not one of plait")
+            raise _StoreOfAnotherRun("the store there is not one of plait")
         newest, text = json.loads(current)
         if newest != attempt:
             first = Participant.read(text)
             if not first.is_of_run(own):
-                raise _AnotherRun(f"the store there belongs to {first.run}: set MASTER_PORT to another port")
+                told = f"the store there belongs to {first.run}: set MASTER_PORT to another port"
+                raise _StoreOfAnotherRun(told)
             attempt = newest
             _arrive(store, attempt, own)
         time.sleep(_PERIOD + _PERIOD_A_RANK * own.world_size)

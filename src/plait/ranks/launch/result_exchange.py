@@ -45,7 +45,7 @@ def all_gather_results(
     """
     if transport is None:
         return [result]
-    ranks = _Ranks(rank, size, transport, device)
+    ranks = _ByteGather(rank, size, transport, device)
     mine = _first_message(result, rank)
     texts = ranks.all_gather(mine)
     _raise_first_error(texts)
@@ -79,7 +79,7 @@ def _raise_first_error(texts: list[bytes]) -> None:
             raise PlaitError(text[1:].decode(errors="replace"))
 
 
-class _Ranks:
+class _ByteGather:
     """All-gathers of bytes over all ranks, of unequal lengths."""
 
     def __init__(self, rank: int, size: int, transport: Transport, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class _Ranks:
         return whole.cpu()
 
 
-def _gathered_pickles(ranks: _Ranks, result: object, types: Mapping[int, str]) -> dict[int, Any]:
+def _gathered_pickles(ranks: _ByteGather, result: object, types: Mapping[int, str]) -> dict[int, Any]:
     """Return the results of the ranks in `types`, sent as signed pickles."""
     with _common_secret(ranks) as secret:
         if secret is None:
@@ -129,7 +129,7 @@ def _signature(secret: bytes, rank: int, data: bytes) -> bytes:
 
 
 @contextmanager
-def _common_secret(ranks: _Ranks) -> Iterator[bytes | None]:
+def _common_secret(ranks: _ByteGather) -> Iterator[bytes | None]:
     """Yield the secret of all ranks, or None where they have none.
 
     That of the environment, else one that rank 0 has drawn, in a file of its own that the others read.

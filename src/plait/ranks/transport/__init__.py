@@ -1,6 +1,6 @@
 """Transports, which move the bytes of a group: one interface, three implementations.
 
-interface            `Transport`, `Ranks`, `Pending`
+interface            `Transport`, `RankTransports`, `Pending`
 reduction            reductions of the ranks' tensors, in rank order
 torch_distributed    process groups of torch: Gloo, NCCL
 shared_memory        shared memory and sockets between processes of one host; the rest goes over torch

@@ -74,12 +74,12 @@ def reduction_error(op: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
-    """Reduce the ranks' flat `pieces` into `out` in rank order; 16-bit floats are reduced in float32.
+def fold(ranges: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
+    """Reduce the ranks' flat `ranges` into `out` in rank order; 16-bit floats are reduced in float32.
 
-    `out` may be one of the first two pieces, but overlap no piece otherwise.
+    `out` may be one of the first two ranges, but overlap no range otherwise.
     """
-    for *block, total in blocks((*pieces, out)):
+    for *block, total in blocks((*ranges, out)):
         _fold_block(block, op, total)
 
 
@@ -91,14 +91,14 @@ def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
     return zip(*(torch.split(tensor, BLOCK) for tensor in tensors), strict=True)
 
 
-def _fold_block(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
+def _fold_block(ranges: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     half = out.dtype in (torch.bfloat16, torch.float16)
     total = torch.empty_like(out, dtype=torch.float32) if half else out
-    before = pieces[0].float() if half else pieces[0]
-    for piece in pieces[1:]:
-        _COMBINE[op](before, piece.float() if half else piece, out=total)
+    before = ranges[0].float() if half else ranges[0]
+    for one in ranges[1:]:
+        _COMBINE[op](before, one.float() if half else one, out=total)
         before = total
-    divide_mean(total, op, len(pieces))
+    divide_mean(total, op, len(ranges))
     if half:
         out.copy_(total)
 

@@ -1,4 +1,4 @@
-"""Interfaces of transports: `Transport` for a group, `Ranks` for the world, `Pending` for an operation."""
+"""Interfaces: `Transport` for a group, `RankTransports` for the world, `Pending` for an operation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pending(Protocol):
         """Discard the result; return True if the operation's tensors can be reused now; else `wait` first."""
 
 
-class PieceSizes(NamedTuple):
+class RangeSizes(NamedTuple):
     """The elements that one rank sends to each rank, and receives from each, in order of the index."""
 
     sent: tuple[int, ...]
@@ -56,20 +56,20 @@ class Transport(Protocol):
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
         """Reduce a contiguous tensor in place on the rank at index `destination`; undefined on the others."""
 
-    def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """Reduce `tensor` over the group; write this rank's `1 / size` of dim 0 of the result to `piece`.
+    def reduce_scatter(self, tensor: Tensor, own_range: Tensor, op: Op) -> Pending:
+        """Reduce `tensor` over the group; write this rank's `1 / size` of dim 0 of the result to `own_range`.
 
-        `piece` may be that piece of `tensor`.
+        `own_range` may be that range of `tensor`.
         """
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
-        """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's piece of `whole`."""
+        """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's range of `whole`."""
 
-    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
-        """Send consecutive piece i of `tensor` to rank index i; write the received pieces to `received`.
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: RangeSizes | None = None) -> Pending:
+        """Send consecutive range i of `tensor` to rank index i; write the received ranges to `received`.
 
-        The i-th piece of `received` comes from index i. With `sizes`, which differ between ranks, `tensor` is
-        flat, and `sizes.sent[i]` of this rank is `sizes.received[index]` of rank index i. None: equal pieces.
+        The i-th range of `received` comes from index i. With `sizes`, which differ between ranks, `tensor` is
+        flat, and `sizes.sent[i]` of this rank is `sizes.received[index]` of rank index i. None: equal ranges.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
@@ -78,8 +78,8 @@ class Transport(Protocol):
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
         """Gather the ranks' tensors into `whole` on the rank at index `destination`; the others pass None."""
 
-    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
-        """Write this rank's piece of the `pieces` of rank index `source` to `own`; the others pass None."""
+    def scatter(self, ranges: Tensor | None, own: Tensor, source: int) -> Pending:
+        """Write this rank's range of the `ranges` of rank index `source` to `own`; the others pass None."""
 
     def barrier(self) -> Pending:
         """Start a barrier, complete when all ranks of the group have called it."""
@@ -103,7 +103,7 @@ class Transport(Protocol):
         """Make pending operations fail soon, on this and the other ranks, after one failed with `cause`."""
 
 
-class Ranks(Protocol):
+class RankTransports(Protocol):
     """One rank's access to a world of processes or threads: makes a transport for each group of the rank."""
 
     rank: int

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.ranks.device import current_accelerator
 from plait.ranks.transport.buffers import Op, as_bytes, dense, divide_mean, fold
-from plait.ranks.transport.interface import Pending, PieceSizes
+from plait.ranks.transport.interface import Pending, RangeSizes
 
 EXCHANGE_LIMIT = 2**20
 """Bytes that a rank sends in an exchange, up to which it is preferred to Gloo's ring all-reduce."""
@@ -28,9 +28,9 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 """A collective with several algorithms."""
 REDUCTIONS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
 """Those that have algorithms over Gloo, and in place in shared memory."""
-Algorithm = Literal["in place", "whole", "pieces", "exchange", "backend"]
+Algorithm = Literal["in place", "whole", "ranges", "exchange", "backend"]
 """The algorithm of a collective: in shared memory, in place; staged in shared memory, where each rank reduces
-all of it, or one piece for all ranks; an all-to-all exchange that each rank reduces; the backend's own."""
+all of it, or one range for all ranks; an all-to-all exchange that each rank reduces; the backend's own."""
 
 _WARNS_OF_ORDER = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Whether torch warns that a group's messages, each by itself, are sent in the order of their calls.
@@ -103,15 +103,15 @@ class TorchTransport:
 
         return TorchPending(work, tensor, then=finish)
 
-    def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
+    def reduce_scatter(self, tensor: Tensor, own_range: Tensor, op: Op) -> Pending:
         """Start a reduce-scatter: in rank order on the CPU, in the backend's order elsewhere."""
         mine = dense(tensor)
         if self.algorithm("reduce_scatter", tensor) == "exchange":
-            return self._exchange(mine, piece, op)
+            return self._exchange(mine, own_range, op)
         work = _single("reduce_scatter_single", dist.reduce_scatter_tensor)(
-            piece, mine, op=_native(op), group=self.process_group, async_op=True
+            own_range, mine, op=_native(op), group=self.process_group, async_op=True
         )
-        return TorchPending(work, mine, piece, then=lambda: divide_mean(piece, op, self.size))
+        return TorchPending(work, mine, own_range, then=lambda: divide_mean(own_range, op, self.size))
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
         """Start an all-gather by one call of the backend."""
@@ -121,7 +121,7 @@ class TorchTransport:
         )
         return TorchPending(work, mine, whole)
 
-    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: RangeSizes | None = None) -> Pending:
         """Start an all-to-all by one call of the backend."""
         mine = dense(tensor)
         return TorchPending(self._swap(mine, received, sizes), mine, received)
@@ -134,15 +134,15 @@ class TorchTransport:
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
         """Start a gather by one call of the backend."""
         mine = dense(tensor)
-        pieces = None if whole is None else list(as_bytes(whole).tensor_split(self.size))
+        ranges = None if whole is None else list(as_bytes(whole).tensor_split(self.size))
         work = dist.gather(
-            as_bytes(mine), pieces, group=self.process_group, async_op=True, group_dst=destination
+            as_bytes(mine), ranges, group=self.process_group, async_op=True, group_dst=destination
         )
         return TorchPending(work, mine, whole)
 
-    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
+    def scatter(self, ranges: Tensor | None, own: Tensor, source: int) -> Pending:
         """Start a scatter by one call of the backend."""
-        mine = None if pieces is None else dense(pieces)
+        mine = None if ranges is None else dense(ranges)
         parts = None if mine is None else list(as_bytes(mine).tensor_split(self.size))
         work = dist.scatter(as_bytes(own), parts, group=self.process_group, async_op=True, group_src=source)
         return TorchPending(work, mine, own)
@@ -173,7 +173,7 @@ class TorchTransport:
     def abort(self, cause: Exception) -> None:
         """Do nothing: torch's timeouts end pending operations."""
 
-    def _swap(self, parts: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> dist.Work | None:
+    def _swap(self, parts: Tensor, received: Tensor, sizes: RangeSizes | None = None) -> dist.Work | None:
         work: dist.Work | None = dist.all_to_all_single(
             as_bytes(received),
             as_bytes(parts),

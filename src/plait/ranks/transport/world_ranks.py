@@ -11,7 +11,7 @@ import torch.distributed as dist
 from plait.errors import CommunicationError
 from plait.ranks.device import default_device
 from plait.ranks.failure.failures import FailureLog, failure_log_of_world
-from plait.ranks.transport.interface import Ranks, Transport
+from plait.ranks.transport.interface import RankTransports, Transport
 from plait.ranks.transport.local.transport import current_local_rank
 from plait.ranks.transport.shared_memory.group_channels import HostRanks, discover_host
 from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
@@ -25,7 +25,7 @@ from plait.ranks.transport.torch_distributed import (
 
 
 class Processes:
-    """The `Ranks` of torch's default process group: each rank is a process, on one host or several."""
+    """The `RankTransports` of torch's default process group: a rank is a process, on one host or several."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -128,6 +128,6 @@ def joined_processes() -> Processes | None:
     return Processes() if dist.is_available() and dist.is_initialized() else None
 
 
-def current_ranks() -> Ranks | None:
+def current_ranks() -> RankTransports | None:
     """Return the ranks of the current world, threads or processes; None where there is no world."""
     return current_local_rank() or joined_processes()

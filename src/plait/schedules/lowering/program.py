@@ -169,7 +169,7 @@ class Segment(NamedTuple):
     name: str
     instructions: Program
     computes: Action | None
-    """The action that the segment computes, or a piece of."""
+    """The action that the segment computes, or a part of."""
     awaits: Action | None
     """The action for whose message from another rank the segment waits."""
     within: Action | None = None

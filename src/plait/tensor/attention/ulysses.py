@@ -129,11 +129,11 @@ def _heads_for_positions(
 ) -> list[Tensor]:
     """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
     layout, own = sequence.layout, len(heads[sequence.group.index])
-    sent = _Pieces.of(tensors, [(len(one), sequence.size) for one in heads])
+    sent = _Parts.of(tensors, [(len(one), sequence.size) for one in heads])
     for one, parts in zip(heads, sent.parts, strict=True):
         for tensor, part in zip(tensors, parts, strict=True):
             torch.cat([tensor[:, run] for run in _runs(one)], 1, out=part)
-    received = _Pieces.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    received = _Parts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
     most = sum(map(len, heads)) * max(map(layout.size, range(layout.ranks)))
     _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [layout.join(parts, 2) for parts in zip(*received.parts, strict=True)]
@@ -153,11 +153,11 @@ def _positions_for_heads(
     of float32 and the tensor's dtype.
     """
     layout, own = sequence.layout, len(heads[sequence.group.index])
-    sent = _Pieces.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    sent = _Parts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
     for rank, parts in enumerate(sent.parts):
         for tensor, part in zip(tensors, parts, strict=True):
             layout.cut(tensor, rank, 2, out=part)
-    received = _Pieces.of(tensors, [(len(one), sequence.size) for one in heads])
+    received = _Parts.of(tensors, [(len(one), sequence.size) for one in heads])
     most = max(map(len, heads)) * sum(map(layout.size, range(layout.ranks)))
     _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [_summed(parts, heads, all_heads) for parts in zip(*received.parts, strict=True)]
@@ -189,19 +189,19 @@ def _runs(heads: tuple[int, ...]) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """A flat tensor of consecutive pieces, one for each rank, with a part for each of several tensors."""
+class _Parts:
+    """A flat tensor of consecutive parts, one for each rank, with a part for each of several tensors."""
 
     flat: Tensor
     sizes: list[int]
-    """Elements of each rank's piece."""
+    """Elements of each rank's part."""
     each: int
     """Elements of one head at one position, over all tensors."""
     parts: list[list[Tensor]]
     """Views of `flat`, `[rows, heads, positions, width]`: by rank, then by tensor."""
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> _Pieces:
+    def of(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> _Parts:
         """Return an uninitialised buffer for each rank's heads and positions of tensors like `tensors`."""
         shapes = [[(one.shape[0], *size, one.shape[3]) for one in tensors] for size in sizes]
         counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
@@ -209,13 +209,13 @@ class _Pieces:
         views = iter(torch.split(flat, [*chain(*counts)]))
         parts = [[next(views).view(shape) for shape in of_rank] for of_rank in shapes]
         each = sum(one.shape[0] * one.shape[3] for one in tensors)
-        return _Pieces(flat, [*map(sum, counts)], each, parts)
+        return _Parts(flat, [*map(sum, counts)], each, parts)
 
 
 def _all_to_all(
-    sent: _Pieces, received: _Pieces, most: int, sequence: LocalSequence, *, overlaps: bool
+    sent: _Parts, received: _Parts, most: int, sequence: LocalSequence, *, overlaps: bool
 ) -> None:
-    """Send each rank its piece; `overlaps`: meanwhile compute queued weight gradients.
+    """Send each rank its part; `overlaps`: meanwhile compute queued weight gradients.
 
     `most`: heads times positions, more than which no rank sends.
     """

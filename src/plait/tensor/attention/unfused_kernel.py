@@ -20,7 +20,7 @@ from plait.plan.layout.sequence_layout import parts_of
 from plait.tensor.attention.fused_kernels import Gradients
 from plait.tensor.attention.visibility import BlockCall
 from plait.tensor.dropout import Dropout
-from plait.tensor.dropout_mask import DimPiece, DimRanges, keep_mask_of_ranges
+from plait.tensor.dropout_mask import DimPart, DimRanges, keep_mask_of_ranges
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class WeightDropoutMask:
     p: float
     first_row: int
     """In the global batch."""
-    heads: DimPiece
+    heads: DimPart
     """Which of the whole model's query heads the kernels' tensors have."""
     length: int
     """Of the whole sequence."""
@@ -170,9 +170,9 @@ class WeightDropoutMask:
         """Return the mask of the next call of `dropout`, for all `query_heads` that this rank of `tp` has."""
         if not isinstance(dropout, Dropout):  # in plain PyTorch
             dropout = Dropout(dropout.p)
-        key, pieces = dropout.next_mask((rows, query_heads, length, length), device)
-        heads = pieces.get(1, DimPiece(0, query_heads))
-        return WeightDropoutMask(key, dropout.p, pieces.get(0, DimPiece(0, 0)).start, heads, length)
+        key, parts = dropout.next_mask((rows, query_heads, length, length), device)
+        heads = parts.get(1, DimPart(0, query_heads))
+        return WeightDropoutMask(key, dropout.p, parts.get(0, DimPart(0, 0)).start, heads, length)
 
     def from_head(self, first: int) -> WeightDropoutMask:
         """Return the mask for tensors that begin at the head `first` of this rank of `tp`."""
@@ -188,7 +188,7 @@ class WeightDropoutMask:
         rows = range(query.shape[0])[call.rows]
         of_queries, of_keys = parts_of(queries, call.query), parts_of(keys, call.key)
         shape = len(rows), query.shape[1], sum(map(len, of_queries)), sum(map(len, of_keys))
-        pieces = {0: DimPiece(self.first_row + rows.start, 0), 1: self.heads}
+        parts = {0: DimPart(self.first_row + rows.start, 0), 1: self.heads}
         ranges = {2: DimRanges(of_queries, self.length), 3: DimRanges(of_keys, self.length)}
-        keep = partial(keep_mask_of_ranges, self.key, shape, self.p, pieces, ranges, query.device)
+        keep = partial(keep_mask_of_ranges, self.key, shape, self.p, parts, ranges, query.device)
         return WeightDropout(self.p, keep)

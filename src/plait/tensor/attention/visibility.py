@@ -37,7 +37,7 @@ Indices = NDArray[np.int64]
 TILE = 256
 """The largest number of queries of a call with a mask: its keys are those that any of them sees."""
 SHORT = 32
-"""Pieces of fewer queries share a call with a mask: to launch one for each would take longer."""
+"""Parts of fewer queries share a call with a mask: to launch one for each would take longer."""
 
 
 def document_bounds(document_ids: Tensor) -> DocumentBounds:
@@ -171,22 +171,22 @@ class _Cover:
         self.rows, self.begin, self.end, self.intervals = rows, begin, end, intervals
 
     def calls(self) -> Iterator[BlockCall]:
-        """Yield the calls: of pieces, and of tiles of neighbouring short pieces."""
+        """Yield the calls: of parts, and of tiles of neighbouring short parts."""
         starts = np.flatnonzero(_breaks(self.begin, self.end))
         stops = np.append(starts[1:], len(self.begin))
         short = stops - starts < SHORT
-        # A short piece joins a short piece before it, unless many keys lie between those that the two see.
+        # A short part joins a short part before it, unless many keys lie between those that the two see.
         near = self.begin[starts[1:]] - self.end[starts[1:] - 1] <= SHORT
         first = np.flatnonzero(np.append(True, ~(short[1:] & short[:-1] & near)))
         after = np.append(first[1:], len(starts))
         for one, other in zip(first.tolist(), after.tolist(), strict=True):
             if other - one == 1:
-                yield from self._piece(int(starts[one]), int(stops[one]))
+                yield from self._part(int(starts[one]), int(stops[one]))
             else:
                 yield from self._tiles(starts[one:other], int(stops[other - 1]))
 
     def _tiles(self, starts: Indices, stop: int) -> Iterator[BlockCall]:
-        """Yield the calls for neighbouring pieces, which begin at `starts`."""
+        """Yield the calls for neighbouring parts, which begin at `starts`."""
         for tile in range(int(starts[0]), stop, TILE):
             begin, end = self.begin[tile : min(tile + TILE, stop)], self.end[tile : min(tile + TILE, stop)]
             seeing = np.flatnonzero(begin < end)
@@ -194,12 +194,12 @@ class _Cover:
                 continue
             first, after = tile + int(seeing[0]), tile + int(seeing[-1]) + 1
             if np.searchsorted(starts, first, "right") == np.searchsorted(starts, after):
-                yield from self._piece(first, after)
+                yield from self._part(first, after)
             else:
                 yield from self._masked(first, after)
 
-    def _piece(self, start: int, stop: int) -> Iterator[BlockCall]:
-        """Yield the calls for queries of one piece: at most two, without a mask."""
+    def _part(self, start: int, stop: int) -> Iterator[BlockCall]:
+        """Yield the calls for queries of one part: at most two, without a mask."""
         first, common = int(self.begin[start]), int(self.end[start])
         if first == common:
             return
@@ -230,10 +230,10 @@ class _Cover:
 
 
 def _breaks(begin: Indices, end: Indices) -> NDArray[np.bool_]:
-    """Return for each query, `[n]`, whether it begins a new piece.
+    """Return for each query, `[n]`, whether it begins a new part.
 
-    Within a piece all queries see the same first key; each sees one key more than the query before it, until
-    they all see the same keys. Queries that see nothing are a piece.
+    Within a part all queries see the same first key; each sees one key more than the query before it, until
+    they all see the same keys. Queries that see nothing are a part.
     """
     nothing = begin == end
     same_first = ~(nothing[1:] | nothing[:-1]) & (begin[1:] == begin[:-1])

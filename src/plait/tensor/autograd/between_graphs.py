@@ -24,7 +24,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, nn.Module | None], Tensor]
 """Returns attention `[rows, heads, length, width]` for a query, keys, values and a dropout of the weights."""
 
 torch.library.define("plait::between_graphs", "(Tensor input, int number, SymInt[] shape) -> Tensor")
-torch.library.define("plait::regathered", "(Tensor piece, int number) -> Tensor")
+torch.library.define("plait::regathered", "(Tensor part, int number) -> Tensor")
 torch.library.define("plait::dropout_mask", "(int number, SymInt[] shape, Device device) -> Tensor")
 torch.library.define("plait::positions", "(SymInt[] shape, Device device) -> Tensor")
 torch.library.define(

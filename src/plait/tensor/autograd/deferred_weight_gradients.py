@@ -156,8 +156,8 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
         is_late: bool,
     ) -> Tensor:
-        piece, ctx.gather = queue.gathered.of(input) or (input, None)
-        ctx.save_for_backward(piece if weight.requires_grad else None)
+        part, ctx.gather = queue.gathered.of(input) or (input, None)
+        ctx.save_for_backward(part if weight.requires_grad else None)
         ctx.weight, ctx.queue, ctx.transposed, ctx.ran = weight, queue, transposed, False
         shape = (*input.shape[:-1], weight.shape[1 if transposed else 0])
         if is_late:

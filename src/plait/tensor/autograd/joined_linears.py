@@ -196,8 +196,8 @@ class _JoinedLinears(torch.autograd.Function):
         *biases: Tensor,
     ) -> tuple[Tensor, ...]:
         """`anchor`: a weight, so that the outputs require a gradient also where the input does not."""
-        piece, ctx.gather = joined.queue.gathered.of(input) or (input, None)
-        ctx.save_for_backward(piece)
+        own_part, ctx.gather = joined.queue.gathered.of(input) or (input, None)
+        ctx.save_for_backward(own_part)
         ctx.joined, ctx.ran = joined, False
         if not is_late:
             return joined.products(input, copied)

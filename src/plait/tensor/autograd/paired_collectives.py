@@ -2,16 +2,16 @@
 
     forward                                   backward
     copy          nothing                     sum of the gradients          (all-reduce)
-    reduce        sum of the pieces           nothing                       (all-reduce)
-    gather        the pieces, concatenated    this rank's piece             (all-gather)
-    split         this rank's piece           the gradients, concatenated   (all-gather)
-    gather_in     the pieces, concatenated    this rank's piece of a sum    (all-gather, reduce-scatter)
-    scatter_out   this rank's piece of a sum  the gradients, concatenated   (reduce-scatter, all-gather)
+    reduce        sum of the parts            nothing                       (all-reduce)
+    gather        the parts, concatenated     this rank's part              (all-gather)
+    split         this rank's part            the gradients, concatenated   (all-gather)
+    gather_in     the parts, concatenated     this rank's part of a sum     (all-gather, reduce-scatter)
+    scatter_out   this rank's part of a sum   the gradients, concatenated   (reduce-scatter, all-gather)
 
 The names and the pairs are those of Megatron-LM's f and g (Shoeybi et al. 2019, section 3). Outside a pair of
 `copy … reduce` or `split … gather` all ranks of the group hold the same tensor; inside, each holds its own.
-Outside of `gather_in … scatter_out` each rank holds a piece, of the sequence say (Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2.2); `to_pieces` and `to_whole` convert to such pieces and back, with the
+Outside of `gather_in … scatter_out` each rank holds a part, of the sequence say (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2); `to_parts` and `to_whole` convert to such parts and back, with the
 collectives of `split` and `gather`. On the meta device, and in a group of one rank, nothing is communicated.
 
 In a guarded group (see `Mesh`) the ranks first compare the input of `copy` and `split`, also where no
@@ -35,14 +35,20 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
 from plait.tensor.autograd.between_graphs import TRACE
-from plait.tensor.autograd.regather import Gather, GatherRegistry, own_piece, start_piece_of_sum, start_whole
+from plait.tensor.autograd.regather import (
+    Gather,
+    GatherRegistry,
+    own_range,
+    start_reduce_scatter,
+    start_whole,
+)
 from plait.tensor.proof_marks import tag, tag_of
 
 Overlap = Callable[[], None]
 """Runs in the backward during a reduction."""
 Operation = Callable[[Tensor], Tensor]
 PairedCollective = Literal[
-    "copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"
+    "copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_parts"
 ]
 _TAG = "plait.tensor.autograd.paired_collectives"
 _ENTERS = "enter a region (mend what differs before it: random numbers, parameters that drifted apart) with"
@@ -71,63 +77,64 @@ def reduce(tensor: Tensor, group: Group) -> Tensor:
 def gather(
     tensor: Tensor, group: Group, dim: int, size: int, collective: PairedCollective = "gather"
 ) -> Tensor:
-    """Return the ranks' pieces (see `plait.plan.layout.divide`) concatenated along `dim` to `size`.
+    """Return the ranks' parts (see `plait.plan.layout.divide`) concatenated along `dim` to `size`.
 
-    Communication: one all-gather, of pieces padded to the size of the largest.
+    Communication: one all-gather, of parts padded to the size of the largest.
     """
-    whole, piece = partial(_whole, group, dim, size), partial(_piece, group, dim)
-    return _paired(collective, tensor, group, whole, piece, dim, size)
+    whole, part = partial(_whole, group, dim, size), partial(_part, group, dim)
+    return _paired(collective, tensor, group, whole, part, dim, size)
 
 
 def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective = "split") -> Tensor:
-    """Return this rank's piece of `tensor` along `dim` (see `plait.plan.layout.divide`).
+    """Return this rank's part of `tensor` along `dim` (see `plait.plan.layout.divide`).
 
     Communication: backward, one all-gather.
     """
-    whole, piece = partial(_whole, group, dim, tensor.shape[dim]), partial(_compared_piece, group, dim)
-    return _paired(collective, tensor, group, piece, whole, dim, _own_size(tensor, group, dim))
+    whole, part = partial(_whole, group, dim, tensor.shape[dim]), partial(_compared_part, group, dim)
+    return _paired(collective, tensor, group, part, whole, dim, _own_size(tensor, group, dim))
 
 
 def gather_in(
-    piece: Tensor,
+    part: Tensor,
     group: Group,
     dim: int,
     size: int,
     overlap: Overlap | None = None,
     registry: GatherRegistry | None = None,
 ) -> Tensor:
-    """Return the ranks' pieces concatenated along `dim` to `size`; the gradient is reduce-scattered.
+    """Return the ranks' parts concatenated along `dim` to `size`; the gradient is reduce-scattered.
 
     `overlap` runs during the reduce-scatter. `registry` records the all-gather, so that linears save only
-    the piece. Communication: one all-gather; backward, one reduce-scatter.
+    the part. Communication: one all-gather; backward, one reduce-scatter.
     """
-    whole, piece_of_sum = partial(_whole, group, dim, size), partial(_piece_of_sum, group, dim, overlap)
+    whole = partial(_whole, group, dim, size)
+    reduce_scattered = partial(_reduce_scattered, group, dim, overlap)
     again = None if registry is None else Gather(group, dim, size)
-    result = _paired("gather_in", piece, group, whole, piece_of_sum, dim, size, regather=again)
-    if registry is not None and result is not piece and TRACE.get() is None:
-        registry.add(result, piece, Gather(group, dim, size))
+    result = _paired("gather_in", part, group, whole, reduce_scattered, dim, size, regather=again)
+    if registry is not None and result is not part and TRACE.get() is None:
+        registry.add(result, part, Gather(group, dim, size))
     return result
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
-    """Sum the ranks' tensors, and return this rank's piece of the sum along `dim`.
+    """Sum the ranks' tensors, and return this rank's part of the sum along `dim`.
 
-    `registry` records the all-gather of the gradient, so that linears save only a piece of it.
+    `registry` records the all-gather of the gradient, so that linears save only a part of it.
     Communication: one reduce-scatter; backward, one all-gather.
     """
     whole = partial(_registered_whole, Gather(group, dim, tensor.shape[dim]), registry)
-    piece_of_sum = partial(_piece_of_sum, group, dim, None)
-    return _paired("scatter_out", tensor, group, piece_of_sum, whole, dim, _own_size(tensor, group, dim))
+    reduce_scattered = partial(_reduce_scattered, group, dim, None)
+    return _paired("scatter_out", tensor, group, reduce_scattered, whole, dim, _own_size(tensor, group, dim))
 
 
-def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's piece of `dim`, like `split`; for sequence parallelism, outside of `tp` regions."""
-    return split(whole, group, dim, "to_pieces")
+def to_parts(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """Return this rank's part of `dim`, like `split`; for sequence parallelism, outside of `tp` regions."""
+    return split(whole, group, dim, "to_parts")
 
 
-def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    """Return the ranks' pieces of `dim`, concatenated to `size`, like `gather`; inverse of `to_pieces`."""
-    return gather(piece, group, dim, size, "to_whole")
+def to_whole(part: Tensor, group: Group, dim: int, size: int) -> Tensor:
+    """Return the ranks' parts of `dim`, concatenated to `size`, like `gather`; inverse of `to_parts`."""
+    return gather(part, group, dim, size, "to_whole")
 
 
 def collective_of(node: Node) -> PairedCollective | None:
@@ -152,8 +159,8 @@ def _sum_in_place(group: Group, tensor: Tensor) -> Tensor:
     return all_reduce(tensor, group, checked=False).wait()
 
 
-def _whole(group: Group, dim: int, size: int, piece: Tensor) -> Tensor:
-    return start_whole(piece, group, dim, size)()
+def _whole(group: Group, dim: int, size: int, part: Tensor) -> Tensor:
+    return start_whole(part, group, dim, size)()
 
 
 def _registered_whole(gather: Gather, registry: GatherRegistry | None, gradient: Tensor) -> Tensor:
@@ -163,13 +170,13 @@ def _registered_whole(gather: Gather, registry: GatherRegistry | None, gradient:
     return whole
 
 
-def _piece(group: Group, dim: int, whole: Tensor) -> Tensor:
-    # Never a view: a piece may be written to, and should not keep the whole alive.
-    return own_piece(whole, group, dim).clone(memory_format=torch.contiguous_format)
+def _part(group: Group, dim: int, whole: Tensor) -> Tensor:
+    # Never a view: a part may be written to, and should not keep the whole alive.
+    return own_range(whole, group, dim).clone(memory_format=torch.contiguous_format)
 
 
-def _piece_of_sum(group: Group, dim: int, overlap: Overlap | None, summand: Tensor) -> Tensor:
-    pending = start_piece_of_sum(summand, group, dim)
+def _reduce_scattered(group: Group, dim: int, overlap: Overlap | None, summand: Tensor) -> Tensor:
+    pending = start_reduce_scatter(summand, group, dim)
     if overlap is not None and not summand.is_meta:
         overlap()
     return pending()
@@ -180,8 +187,8 @@ def _compared(group: Group, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _compared_piece(group: Group, dim: int, whole: Tensor) -> Tensor:
-    return _piece(group, dim, _compared(group, whole))
+def _compared_part(group: Group, dim: int, whole: Tensor) -> Tensor:
+    return _part(group, dim, _compared(group, whole))
 
 
 def _own_size(whole: Tensor, group: Group, dim: int) -> int:

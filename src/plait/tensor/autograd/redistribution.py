@@ -4,20 +4,20 @@
 layers of your own and conversions between layouts.
 
     along an axis            forward               layouts of the gradient     backward
-    Replicate → Shard        this rank's piece     Shard → Replicate           all-gather
-    Shard → Replicate        all-gather            Replicate → Shard           this rank's piece
+    Replicate → Shard        this rank's shard     Shard → Replicate           all-gather
+    Shard → Replicate        all-gather            Replicate → Shard           this rank's shard
     Partial → Replicate      all-reduce            Replicate → Replicate       nothing
     Partial → Shard          reduce-scatter        Shard → Replicate           all-gather
     Shard → another Shard    all-to-all            Shard → another Shard       all-to-all
     Replicate → Partial      first rank: the tensor Replicate → Replicate       nothing
-    Shard → Partial          zeros around it       Replicate → Shard           this rank's piece
+    Shard → Partial          zeros around it       Replicate → Shard           this rank's shard
 
     with `own`               forward               layouts of the gradient     backward
     Replicate → Replicate    nothing               Partial → Replicate         all-reduce
     Shard → Replicate        all-gather            Partial → Shard             reduce-scatter
     Partial → Replicate      all-reduce            Partial → Replicate         all-reduce
 
-`Flat` behaves as `Shard`, but goes to another cut through `Replicate`. The gradient of a piece is the piece
+`Flat` behaves as `Shard`, but goes to another cut through `Replicate`. The gradient of a shard is the shard
 of the gradient, and each summand has the gradient of the sum, as for JAX's global arrays and for `DTensor`.
 A replicated tensor has one value, and one gradient on every rank, if all ranks compute the same with it.
 Where each rank along an axis computes something else with it, as between `copy` and `reduce`, the ranks'
@@ -51,14 +51,14 @@ _REGION_AXIS = "tp"
 def redistribute(
     tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh, *, own: Collection[str] = ()
 ) -> Tensor:
-    """Convert `tensor`, this rank's piece under layout `source`, to its piece under `target`.
+    """Convert `tensor`, this rank's shard under layout `source`, to its shard under `target`.
 
-    Every rank of `mesh` along the axes of the layouts calls it, with its own piece. `own` names axes along
+    Every rank of `mesh` along the axes of the layouts calls it, with its own shard. `own` names axes along
     which each rank uses a replicated result in its own way; the module says what follows for the gradient.
     First-order only. Returns new memory, or `tensor` itself where nothing changes.
-    Communication: `plait.plan.layout.moves(source, target)`, and for the gradient as in the table. Pieces of
+    Communication: `plait.plan.layout.moves(source, target)`, and for the gradient as in the table. Shards of
     unequal sizes are padded to the largest. Raises `LayoutError` for layouts of other shapes or axes, for
-    axes that the mesh lacks or has with other degrees, and for a tensor of another shape than its piece.
+    axes that the mesh lacks or has with other degrees, and for a tensor of another shape than its shard.
     """
     where = _require_fitting(tensor, source, target, mesh)
     gradient = _gradient_layout(target, own)
@@ -75,25 +75,25 @@ def redistribute(
 
 
 @torch.no_grad()
-def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
-    """Return the whole tensor of which `piece` is this rank's piece under `layout`, without a gradient.
+def full_tensor(shard: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
+    """Return the whole tensor of which `shard` is this rank's shard under `layout`, without a gradient.
 
-    Every rank along the axes of the layout calls it and gets the whole; `piece` itself where that is whole.
+    Every rank along the axes of the layout calls it and gets the whole; `shard` itself where that is whole.
     Communication: as `redistribute` to a replicated layout, over each axis that shards.
     """
     axes = dict(zip(layout.axes, layout.degrees, strict=True))
     if layout.blocked_dim is None:
-        return redistribute(piece.detach(), layout, Layout(layout.shape, axes), mesh)
+        return redistribute(shard.detach(), layout, Layout(layout.shape, axes), mesh)
     if any(isinstance(p, Shard) and isinstance(p.blocks, tuple) for p in layout.placements):
-        return _of_unequal_blocks(piece.detach(), layout, mesh)
+        return _of_unequal_blocks(shard.detach(), layout, mesh)
     split = _with_blocks_as_dim(layout)
     where = tuple(mesh.index(axis) for axis in layout.axes)
-    pieces = piece.detach().reshape(split.local_shape(where))
-    return redistribute(pieces, split, Layout(split.shape, axes), mesh).reshape(layout.shape)
+    by_blocks = shard.detach().reshape(split.local_shape(where))
+    return redistribute(by_blocks, split, Layout(split.shape, axes), mesh).reshape(layout.shape)
 
 
-def _of_unequal_blocks(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
-    """Return the whole tensor: the ranks' pieces one after another, their blocks then put in order."""
+def _of_unequal_blocks(shard: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
+    """Return the whole tensor: the ranks' shards one after another, their blocks then put in order."""
     placements, blocks, parts = dict[str, Placement](), tuple[int, ...](), 1
     for axis, degree, placement in zip(layout.axes, layout.degrees, layout.placements, strict=True):
         placements[axis] = placement
@@ -101,11 +101,11 @@ def _of_unequal_blocks(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
             placements[axis] = replace(placement, blocks=1)
             blocks, parts = placement.blocks, degree // placement.copies
     axes = layout.axis_degrees
-    gathered = redistribute(piece, Layout(layout.shape, axes, placements), Layout(layout.shape, axes), mesh)
+    gathered = redistribute(shard, Layout(layout.shape, axes, placements), Layout(layout.shape, axes), mesh)
     dim = layout.blocked_dim
     assert dim is not None
-    pieces = [torch.split(one, [rows // parts for rows in blocks], dim) for one in gathered.chunk(parts, dim)]
-    return torch.cat([part for block in zip(*pieces, strict=True) for part in block], dim)
+    shards = [torch.split(one, [rows // parts for rows in blocks], dim) for one in gathered.chunk(parts, dim)]
+    return torch.cat([part for block in zip(*shards, strict=True) for part in block], dim)
 
 
 def _with_blocks_as_dim(layout: Layout) -> Layout:
@@ -151,7 +151,7 @@ def _require_fitting(tensor: Tensor, source: Layout, target: Layout, mesh: GridM
     if tuple(tensor.shape) != source.local_shape(where):
         raise LayoutError(
             f"a tensor of shape {list(tensor.shape)} is not what rank {mesh.rank} holds under {source}: give "
-            f"its piece, {list(source.local_shape(where))}."
+            f"its shard, {list(source.local_shape(where))}."
         )
     return where
 
@@ -218,10 +218,10 @@ def _all_gather(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> 
     largest = max(map(prod, shapes))
     everyone = all_gather(_padded([tensor], largest), group, checked=False).wait()
     result = tensor.new_empty(move.target.local_shape(where))
-    for peer, shape, piece in zip(peers, shapes, everyone.view(group.size, largest), strict=True):
+    for peer, shape, shard in zip(peers, shapes, everyone.view(group.size, largest), strict=True):
         if _is_first_copy(peer, move):
             into = _part(result, move.target, source, peer)
-            into.copy_(piece[: prod(shape)].view(shape))
+            into.copy_(shard[: prod(shape)].view(shape))
     return result
 
 
@@ -246,10 +246,10 @@ def _all_to_all(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> 
     parts = [tensor[slices_within(intersection(mine, other), mine)] for other in wanted]
     arrived = all_to_all(_padded(parts, largest), group, checked=False).wait()
     result = tensor.new_empty(next_mine.sizes)
-    for peer, region, piece in zip(peers, held, arrived.view(group.size, largest), strict=True):
+    for peer, region, shard in zip(peers, held, arrived.view(group.size, largest), strict=True):
         box = intersection(region, next_mine)
         if _is_first_copy(peer, move):
-            result[slices_within(box, next_mine)] = piece[: box.numel].view(box.sizes)
+            result[slices_within(box, next_mine)] = shard[: box.numel].view(box.sizes)
     return result
 
 
@@ -264,7 +264,7 @@ _STEPS = {
 
 
 def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Tensor:
-    """Return the piece at `where` under layout `inner`: a view of `whole`, the piece under layout `outer`."""
+    """Return the shard at `where` under layout `inner`: a view of `whole`, the shard under layout `outer`."""
     interval, around = inner.interval(where), outer.interval(where)
     if interval is None:
         return whole[slices_within(inner.region(where), outer.region(where))]
@@ -279,7 +279,7 @@ def _peers(move: Move, where: Coordinate) -> list[Coordinate]:
 
 
 def _is_first_copy(peer: Coordinate, move: Move) -> bool:
-    """Return whether `peer` is the first of the ranks along the axis of `move` that hold the same piece."""
+    """Return whether `peer` is the first of the ranks along the axis of `move` that hold the same shard."""
     place = move.source.axes.index(move.axis)
     placement = move.source.placements[place]
     return not isinstance(placement, Shard) or peer[place] % placement.copies == 0

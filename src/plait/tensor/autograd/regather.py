@@ -1,10 +1,10 @@
 """Linears that save a rank's part of their input, and all-gather it again for the weight gradient.
 
-forward    piece ─ all-gather → whole → linear             the linear saves a piece of its input
-I          piece ─ all-gather → whole → linear             and of its output gradient, unless `W` follows
-W          piece ─ all-gather → whole → weight gradient    once for all linears with the same input
+forward    part ─ all-gather → whole → linear              the linear saves a part of its input
+I          part ─ all-gather → whole → linear              and of its output gradient, unless `W` follows
+W          part ─ all-gather → whole → weight gradient     once for all linears with the same input
 
-Pieces are those of `divide`: the first ranks may hold one element more. On the meta device nothing is
+Parts are those of `divide`: the first ranks may hold one element more. On the meta device nothing is
 communicated. Results of collectives are no views, so a layer may write to them.
 """
 
@@ -28,30 +28,30 @@ PendingTensor = Callable[[], Tensor]
 """Waits for a started collective and returns its result. To be called once."""
 
 
-def own_piece(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's piece of dim `dim`: a view of `whole`."""
+def own_range(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """Return this rank's part of dim `dim`: a view of `whole`."""
     own = divide(whole.shape[dim], group.size)[group.index]
     return whole.narrow(dim, own.start, len(own))
 
 
-def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTensor:
-    """Start the all-gather of the ranks' pieces along `dim`, into a tensor of `size` along it.
+def start_whole(part: Tensor, group: Group, dim: int, size: int) -> PendingTensor:
+    """Start the all-gather of the ranks' parts along `dim`, into a tensor of `size` along it.
 
-    Communication: one all-gather, of pieces padded to the size of the largest. ModelError where the size of
-    `piece` is not this rank's.
+    Communication: one all-gather, of parts padded to the size of the largest. ModelError where the size of
+    `part` is not this rank's.
     """
-    cuts, dim = divide(size, group.size), dim % piece.dim()
+    cuts, dim = divide(size, group.size), dim % part.dim()
     own = cuts[group.index]
-    if piece.is_meta and piece.shape[dim] == size > len(own):  # whole: the gradient proof names the fault
-        return lambda: piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
-    if piece.shape[dim] != len(own):
+    if part.is_meta and part.shape[dim] == size > len(own):  # whole: the gradient proof names the fault
+        return lambda: part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :])
+    if part.shape[dim] != len(own):
         raise ModelError(
-            f"a tensor of shape {list(piece.shape)} is gathered over {group.name}, whose ranks cut {size} "
+            f"a tensor of shape {list(part.shape)} is gathered over {group.name}, whose ranks cut {size} "
             f"along dim {dim}, so that this one has {len(own)}: let layers with the rule sequence give as "
             "many positions as they get, or take that rule off them."
         )
-    mine = _padded(piece, dim, len(cuts[0]))
-    if len(cuts[-1]) == len(cuts[0]) and prod(piece.shape[:dim]) == 1:  # contiguous: gathered in place
+    mine = _padded(part, dim, len(cuts[0]))
+    if len(cuts[-1]) == len(cuts[0]) and prod(part.shape[:dim]) == 1:  # contiguous: gathered in place
         whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
         in_place = _start_all_gather(mine, group, whole.view(_gathered_shape(mine, group)))
 
@@ -63,16 +63,16 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTens
     pending = _start_all_gather(mine, group, mine.new_empty(_gathered_shape(mine, group)))
 
     def finish() -> Tensor:
-        pieces = zip(pending().chunk(group.size), cuts, strict=True)
-        return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in pieces], dim)
+        parts = zip(pending().chunk(group.size), cuts, strict=True)
+        return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in parts], dim)
 
     return finish
 
 
-def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> PendingTensor:
-    """Start the reduce-scatter of the ranks' tensors: the result is this rank's piece of the sum along `dim`.
+def start_reduce_scatter(summand: Tensor, group: Group, dim: int) -> PendingTensor:
+    """Start the reduce-scatter of the ranks' tensors: the result is this rank's part of the sum along `dim`.
 
-    Communication: one reduce-scatter, of pieces padded to the size of the largest.
+    Communication: one reduce-scatter, of parts padded to the size of the largest.
     """
     dim = dim % summand.dim()
     cuts = divide(summand.shape[dim], group.size)
@@ -98,8 +98,8 @@ def _start_reduce_scatter(mine: Tensor, group: Group) -> PendingTensor:
     """Start a reduce-scatter along dim 0."""
     if not mine.is_meta:
         return reduce_scatter(mine, group, checked=False).wait
-    piece = mine.new_empty(mine.shape[0] // group.size, *mine.shape[1:])
-    return lambda: piece
+    part = mine.new_empty(mine.shape[0] // group.size, *mine.shape[1:])
+    return lambda: part
 
 
 def _gathered_shape(mine: Tensor, group: Group) -> tuple[int, ...]:
@@ -107,13 +107,13 @@ def _gathered_shape(mine: Tensor, group: Group) -> tuple[int, ...]:
     return group.size * mine.shape[0], *mine.shape[1:]
 
 
-def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
-    """Return `piece`, padded with zeros to `size` along `dim`."""
-    missing = size - piece.shape[dim]
+def _padded(part: Tensor, dim: int, size: int) -> Tensor:
+    """Return `part`, padded with zeros to `size` along `dim`."""
+    missing = size - part.shape[dim]
     if not missing:
-        return piece
-    zeros = piece.new_zeros(*piece.shape[:dim], missing, *piece.shape[dim + 1 :])
-    return torch.cat([piece, zeros], dim)
+        return part
+    zeros = part.new_zeros(*part.shape[:dim], missing, *part.shape[dim + 1 :])
+    return torch.cat([part, zeros], dim)
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,16 @@ class Gather:
     dim: int
     size: int
 
-    def start(self, piece: Tensor) -> PendingTensor:
-        """Start the all-gather of `piece`."""
-        return start_whole(piece, self.group, self.dim, self.size)
+    def start(self, part: Tensor) -> PendingTensor:
+        """Start the all-gather of `part`."""
+        return start_whole(part, self.group, self.dim, self.size)
 
 
 class Regathered:
-    """A tensor that is gathered from the ranks' pieces on first use, and then cached."""
+    """A tensor that is gathered from the ranks' parts on first use, and then cached."""
 
-    def __init__(self, piece: Tensor, gather: Gather) -> None:
-        self._piece = piece
+    def __init__(self, part: Tensor, gather: Gather) -> None:
+        self._part = part
         self._gather = gather
         self._pending: PendingTensor | None = None
         self._whole: Tensor | None = None
@@ -141,7 +141,7 @@ class Regathered:
     def start(self) -> None:
         """Start the all-gather, unless it has started; `whole` waits for it."""
         if self._pending is None:
-            self._pending = self._gather.start(self._piece)
+            self._pending = self._gather.start(self._part)
 
     def whole(self) -> Tensor:
         """Return the whole tensor and cache it. Communication: one all-gather, on first use."""
@@ -154,36 +154,36 @@ class Regathered:
 
 @dataclass
 class GatherRegistry:
-    """Maps each gathered tensor (input or output gradient of a linear) to its piece, to gather it again."""
+    """Maps each gathered tensor (input or output gradient of a linear) to its part, to gather it again."""
 
-    _pieces: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(
+    _parts: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(
         default_factory=WeakTensorKeyDictionary
     )
-    """By whole tensor: the piece, the all-gather, and the version counter after it."""
+    """By whole tensor: the part, the all-gather, and the version counter after it."""
     is_used: bool = False
     """Whether a tensor was ever registered or gathered again; every linear asks."""
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
 
-    def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
-        """Register that `whole` was gathered from `piece`, so that saving `piece` suffices."""
-        self._pieces[whole], self.is_used = (piece, gather, version_of(whole)), True
+    def add(self, whole: Tensor, part: Tensor, gather: Gather) -> None:
+        """Register that `whole` was gathered from `part`, so that saving `part` suffices."""
+        self._parts[whole], self.is_used = (part, gather, version_of(whole)), True
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
-        """Return the piece and all-gather of `whole`; None if unregistered or written to since."""
+        """Return the part and all-gather of `whole`; None if unregistered or written to since."""
         if not self.is_used:
             return None
-        piece, gather, version = self._pieces.get(whole, (None, None, -1))
-        if piece is None or gather is None or version != version_of(whole):
+        part, gather, version = self._parts.get(whole, (None, None, -1))
+        if part is None or gather is None or version != version_of(whole):
             return None
-        return piece, gather
+        return part, gather
 
-    def again(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return a `Regathered` of `piece`: that of an earlier call if it still exists, else a new one."""
+    def again(self, part: Tensor, gather: Gather) -> Regathered:
+        """Return a `Regathered` of `part`: that of an earlier call if it still exists, else a new one."""
         self.is_used = True
-        key = id(piece.untyped_storage()), piece.storage_offset(), piece.shape, piece.stride()
+        key = id(part.untyped_storage()), part.storage_offset(), part.shape, part.stride()
         found = self._regathered.get(key)
         if found is None:
-            found = self._regathered[key] = Regathered(piece.detach(), gather)
+            found = self._regathered[key] = Regathered(part.detach(), gather)
         return found
 
 

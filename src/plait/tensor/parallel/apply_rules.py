@@ -20,7 +20,7 @@ from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.call_hooks import is_altered
-from plait.tensor.dropout import Dropout, set_region_piece, set_sequence_piece
+from plait.tensor.dropout import Dropout, set_region_part, set_sequence_part
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm, VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 from plait.tensor.parallel.partition import (
@@ -120,7 +120,7 @@ def apply_rules(
         if boundary.dim is not None:
             for module in layer.modules():
                 if isinstance(module, Dropout) and not module.in_region:
-                    set_sequence_piece(module, boundary.dim, boundary.piece)
+                    set_sequence_part(module, boundary.dim, boundary.part)
     return results
 
 
@@ -152,7 +152,7 @@ def _applied(
             dropout.in_region = True
         return module
     if isinstance(module, Dropout):
-        set_region_piece(module, rule.dim, group.index, group.size)
+        set_region_part(module, rule.dim, group.index, group.size)
         return module
     if rule.kind == "norm":
         assert isinstance(module, nn.RMSNorm)

@@ -116,12 +116,12 @@ class ParallelRMSNorm(nn.Module):
         self.weight, self.epsilon, self.group = weight, epsilon, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized piece."""
+        """Return the normalized part."""
         return partitioned_rms_norm(x, self.weight, self.epsilon, self.group)
 
 
 def partitioned_rms_norm(x: Tensor, weight: Tensor, epsilon: float | None, group: Group) -> Tensor:
-    """Return this rank's piece of the RMS norm of a tensor whose last dim is partitioned in equal pieces.
+    """Return this rank's part of the RMS norm of a tensor whose last dim is partitioned in equal parts.
 
     Overridable by a `TorchFunctionMode`.
     """

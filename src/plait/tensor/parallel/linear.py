@@ -9,7 +9,7 @@ reduce-scatter: see `plait.tensor.parallel.linear`.
 
     outside of the region       enter                       leave
     values are whole            copy                        reduce
-    values are in pieces        gather_in (all-gather)      scatter_out (reduce-scatter)
+    values are in parts         gather_in (all-gather)      scatter_out (reduce-scatter)
 
 See `plait.tensor.autograd.paired_collectives`.
 """
@@ -37,7 +37,7 @@ from plait.tensor.autograd.paired_collectives import (
 )
 from plait.tensor.autograd.regather import GatherRegistry
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.dropout_mask import DimPiece
+from plait.tensor.dropout_mask import DimPart
 from plait.tensor.parallel.partition import AXIS, EVEN, Partition, column_layouts, local_shard, row_layouts
 
 
@@ -46,13 +46,13 @@ class RegionBoundary:
     """The collectives between a tensor-parallel region and the rest of its layer.
 
     Communication where values outside are whole: one all-reduce in `leave` and one in `enter`'s backward.
-    Where they are pieces: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of
+    Where they are parts: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of
     the other.
     """
 
     group: Group
     dim: int | None = None
-    """The sequence dim, where values outside are pieces of the sequence; None: they are whole."""
+    """The sequence dim, where values outside are parts of the sequence; None: they are whole."""
     overlap: Overlap | None = None
     """Runs while a gradient is summed."""
     registry: GatherRegistry | None = None
@@ -62,19 +62,19 @@ class RegionBoundary:
     """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the input of the region's first linears: `tensor`, gathered if it is a sequence piece."""
+        """Return the input of the region's first linears: `tensor`, gathered if it is a sequence part."""
         if self.dim is None:
             return copy(tensor, self.group, self.overlap)
         return gather_in(tensor, self.group, self.dim, self.length, self.overlap, self.registry)
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, or this rank's piece of the sum. May write to `tensor`."""
+        """Return the sum of the ranks' tensors, or this rank's part of the sum. May write to `tensor`."""
         if self.dim is None:
             return reduce(tensor, self.group)
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
-    def piece(self, size: int) -> DimPiece:
-        """Return this rank's `DimPiece` of the sequence. ModelError unless `size` is the piece's length."""
+    def part(self, size: int) -> DimPart:
+        """Return this rank's `DimPart` of the sequence. ModelError unless `size` is the part's length."""
         own = divide(self.length, self.group.size)[self.group.index]
         if len(own) != size:
             raise ModelError(
@@ -82,7 +82,7 @@ class RegionBoundary:
                 f"{len(own)} of the {self.length} positions of the sequence: put it before the "
                 "operation that changes the dims, or remove the rule sequence of its layer."
             )
-        return DimPiece(own.start, self.length)
+        return DimPart(own.start, self.length)
 
 
 class _ParallelLinear(nn.Module):
@@ -115,7 +115,7 @@ class _ParallelLinear(nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear whose output features are partitioned over `group`.
 
-    Maps `[..., in_features]`, whole on every rank, to `[..., out_features / size]`, this rank's piece; with
+    Maps `[..., in_features]`, whole on every rank, to `[..., out_features / size]`, this rank's part; with
     `gather_output` to `[..., out_features]`. `weight` and `bias` are this rank's shards of the full linear's
     under `layouts`. Communication: one all-reduce of the input's gradient; with `gather_output` one
     all-gather forward.
@@ -174,7 +174,7 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear whose input features are partitioned over `group`; the bias is added once, after the sum.
 
-    Maps `[..., in_features / size]`, this rank's piece, to `[..., out_features]`, the same on every rank.
+    Maps `[..., in_features / size]`, this rank's part, to `[..., out_features]`, the same on every rank.
     Without `input_is_parallel` the input is `[..., in_features]`, whole on every rank. Communication: one
     all-reduce of the output; without `input_is_parallel` one all-gather of the input's gradient.
     """
@@ -202,8 +202,8 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with this rank's columns of the weight, summed over the group, plus the bias."""
-        piece = input if self.input_is_parallel else split(input, self.group, -1)
-        product = linear(piece, self.weight, None, self.queue, transposed=self.transposed)
+        part = input if self.input_is_parallel else split(input, self.group, -1)
+        product = linear(part, self.weight, None, self.queue, transposed=self.transposed)
         output = self.boundary.leave(product)
         return output if self.bias is None else output.add_(self.bias)
 

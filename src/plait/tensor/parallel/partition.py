@@ -24,7 +24,7 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Partition:
-    """The division of a weight's dim between ranks: equal pieces, unless `uneven`.
+    """The division of a weight's dim between ranks: equal parts, unless `uneven`.
 
     `parts`: the dim consists of that many equal parts (heads), none of which is divided. `repeated`: there
     may be fewer parts than ranks; neighbouring ranks then hold the same part. `uneven`: the first ranks may
@@ -109,7 +109,7 @@ def _shard(features: int, shape: tuple[int, int], partition: Partition, ranks: i
 
 
 def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> int:
-    """Return how many ranks hold each piece of the features. Raises PlanError unless `partition` fits."""
+    """Return how many ranks hold each part of the features. Raises PlanError unless `partition` fits."""
     assert isinstance(partition.blocks, int)
     if partition.uneven and features >= ranks:
         return 1
@@ -164,7 +164,7 @@ class Vocabulary:
         """The number of classes of each rank of the group."""
         return tuple(map(len, divide(self.classes, self.group.size)))
 
-    def require_piece(self, output: Any) -> Tensor:
+    def require_vocabulary_shard(self, output: Any) -> Tensor:
         """Return `output` if it is this rank's logits `[..., len(own)]`, else raise ModelError."""
         if isinstance(output, Tensor) and output.dim() and output.shape[-1] == len(self.own):
             return output

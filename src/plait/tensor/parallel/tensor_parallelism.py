@@ -1,11 +1,11 @@
 """The tensor and sequence parallelism of a model: its rules, proved correct and applied to layers.
 
-A layer with the rule `sequence` is given this rank's piece and gives one, but for one whose region never ends
+A layer with the rule `sequence` is given this rank's part and gives one, but for one whose region never ends
 (a head: column linears and no row linear), which gives the whole sequence. Any other layer is given the whole
 sequence and gives it. Between the two kinds the sequence is split where it is made and gathered where it is
-read, so that pieces cross the boundary.
+read, so that parts cross the boundary.
 
-Parameters that such a layer has whole see one piece each rank: their gradients are summed over `tp`. So are
+Parameters that such a layer has whole see one part each rank: their gradients are summed over `tp`. So are
 those of modules with the rule `replicated`, which see one rank's heads or features.
 """
 
@@ -20,9 +20,9 @@ from plait.errors import PlanError
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.rules import Rule, join
 from plait.ranks.group import Group
-from plait.tensor.autograd.paired_collectives import to_pieces, to_whole
+from plait.tensor.autograd.paired_collectives import to_parts, to_whole
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import NamedLayer, RunOnPieces, Value, tensors_of, with_tensors
+from plait.tensor.layer_values import NamedLayer, RunOnParts, Value, tensors_of, with_tensors
 from plait.tensor.parallel.apply_rules import apply_rules, partitioned_classes
 from plait.tensor.parallel.linear import RegionBoundary
 from plait.tensor.parallel.partition import AXIS, Layers, Vocabulary
@@ -48,7 +48,7 @@ def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[Sequence
     found: list[SequenceDims] = []
     previous = None
     for (path, module), own, following in zip(layers, inputs, [*inputs[1:], None], strict=True):
-        output = own if own is not None and _ends_in_pieces(path, module, matched) else None
+        output = own if own is not None and _ends_in_parts(path, module, matched) else None
         last = len(found) == len(layers) - 1
         sent = output if following is None and not last else following
         found.append(SequenceDims(previous, own, output, sent))
@@ -68,20 +68,20 @@ def summed_over_tp(
 ) -> dict[int, int]:
     """Return, by the `id` of each parameter, over how many ranks of `tp` its gradient has to be summed.
 
-    Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
+    Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on parts
     of the sequence or its module has the rule `replicated`, else 1. Raises PlanError for a parameter that is
     whole in layers of both kinds.
     """
     found: dict[int, tuple[str, int]] = {}
     for path, layer in layers:
-        on_pieces = _dim(matched.get(path)) is not None
+        on_parts = _dim(matched.get(path)) is not None
         replicated = [name for name, rule in matched.items() if rule.kind == "replicated"]
         for name, parameter in layer.named_parameters():
             layout, full = layouts[id(parameter)], join(path, name)
             tp = layout.axes.index(AXIS)
             placement = layout.placements[tp]
             in_region = any(full.startswith(f"{name}.") for name in replicated)
-            ranks = layout.degrees[tp] if on_pieces or in_region else 1
+            ranks = layout.degrees[tp] if on_parts or in_region else 1
             if isinstance(placement, Shard):
                 ranks = placement.copies
             first, known = found.setdefault(id(parameter), (full, ranks))
@@ -99,8 +99,8 @@ def _dim(rule: Rule | None) -> int | None:
     return rule.dim if rule is not None and rule.kind == "sequence" else None
 
 
-def _ends_in_pieces(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:
-    """Return whether a layer with rule `sequence` outputs pieces of the sequence; a model's head does not."""
+def _ends_in_parts(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:
+    """Return whether a layer with rule `sequence` outputs parts of the sequence; a model's head does not."""
     kinds = set()
     for name, module in layer.named_modules(remove_duplicate=False):
         full = join(path, name)
@@ -142,18 +142,18 @@ class TensorParallelism:
         if self.group.size == 1:
             return list(layers)
         dims = [self.sequence_dims[layer.path] for layer in layers]
-        # One boundary for all layers that take pieces of the same dim: layers may share a module.
+        # One boundary for all layers that take parts of the same dim: layers may share a module.
         overlap = None if queue is None else queue.overlap
         registry = queue.gathered if queue is not None and self.regathers else None
         boundary_of = {one.input: RegionBoundary(self.group, one.input, overlap, registry) for one in dims}
         boundaries = [boundary_of[one.input] for one in dims]
         modules = apply_rules(named(layers), self.cuts, self.group, boundaries, queue)
         return [
-            replace(layer, module=module, run_on_pieces=self._run_on_pieces(one, boundary))
+            replace(layer, module=module, run_on_parts=self._run_on_parts(one, boundary))
             for layer, module, one, boundary in zip(layers, modules, dims, boundaries, strict=True)
         ]
 
-    def _run_on_pieces(self, dims: SequenceDims, boundary: RegionBoundary) -> RunOnPieces | None:
+    def _run_on_parts(self, dims: SequenceDims, boundary: RegionBoundary) -> RunOnParts | None:
         """Return a function that runs a layer on a partitioned sequence; None where the sequence is whole."""
         if dims == SequenceDims():
             return None
@@ -184,5 +184,5 @@ def _redistributed(
         return value, length
     first, *others = tensors_of(value)
     whole = first if old is None else to_whole(first, group, old, length)
-    changed = whole if new is None else to_pieces(whole, group, new)
+    changed = whole if new is None else to_parts(whole, group, new)
     return with_tensors(value, [changed, *others]), length if new is None else whole.shape[new]

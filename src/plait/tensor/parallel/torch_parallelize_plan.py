@@ -103,7 +103,7 @@ def _colwise(path: str, module: nn.Module, style: Any, is_head: bool) -> Rule:
         raise _differs(path, style, "output_layouts", "features are cut", "Shard(-1) or Replicate()")
     if not style.use_local_output and not is_head:
         remedy = "leave it out, and let the module count its features or heads by -1"
-        reason = "but in plait the output is always this rank's piece, a plain tensor"
+        reason = "but in plait the output is always this rank's part, a plain tensor"
         raise _refused(path, style, "has use_local_output = False,", reason, remedy)
     return vocabulary if is_head else column
 

@@ -38,14 +38,14 @@ class CandidateRun:
         sequence, formats = self.comparison.sequence, self.comparison.formats
         for name, parameter in self.comparison.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]
-            piece, local = self.comparison.piece(name), name.removeprefix(f"{layer.path}.")
+            box, local = self.comparison.box(name), name.removeprefix(f"{layer.path}.")
             whole = initial_value(layer.module, layer.path, local, self.comparison.options.seed)
             master = formats.master_of(sequence.parameters[name])
-            expected = convert(piece.of(whole), master, parameter.device)
+            expected = convert(box.of(whole), master, parameter.device)
             location = Location(0, StepPhase.INITIAL, name=name)
-            self.comparison.findings.compare(location, parameter, expected, NO_TOLERANCE, piece=piece)
+            self.comparison.findings.compare(location, parameter, expected, NO_TOLERANCE, box=box)
             with torch.no_grad():
-                parameter.copy_(piece.of(change(name, whole)))
+                parameter.copy_(box.of(change(name, whole)))
         first = INITIAL_LOSS_SCALE if self.comparison.is_dynamic else formats.loss_scale or 1.0
         self.comparison.compare_loss_scale(0, StepPhase.INITIAL, first)
         if self.engine.adapts_loss_scale:
@@ -164,9 +164,9 @@ class CandidateUpdate:
         self.engine.step(self.optimizer, 1.0)
         mistake = "it was updated, though the gradients of the step were not finite"
         for name, tensor in self.updated_tensors():
-            piece = None if "/" in name else self.comparison.piece(name)
+            box = None if "/" in name else self.comparison.box(name)
             location = Location(step, StepPhase.OPTIMIZER, name=name)
-            self.comparison.compare_unchanged(location, tensor, before[name], piece, mistake)
+            self.comparison.compare_unchanged(location, tensor, before[name], box, mistake)
         expected = scale / 2 if dynamic else scale
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
@@ -178,8 +178,8 @@ class CandidateUpdate:
         mistake = "it was scaled, though the norm is below the bound"
         for name in trained:
             gradient, location = self.comparison.gradient(name), Location(step, StepPhase.CLIP, name=name)
-            piece = self.comparison.piece(name)
-            self.comparison.compare_unchanged(location, gradient, before[name], piece, mistake)
+            box = self.comparison.box(name)
+            self.comparison.compare_unchanged(location, gradient, before[name], box, mistake)
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:

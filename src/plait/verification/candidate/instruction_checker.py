@@ -28,7 +28,7 @@ from plait.schedules.lowering.program import (
 )
 from plait.tensor.layer_values import Value, tensors_of, with_tensors
 from plait.verification.attention_mistakes import KIND, fitting_mistakes
-from plait.verification.candidate.local_activations import ActivationPieces
+from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker
 from plait.verification.diagnosis.values_after_mistakes import (
@@ -37,7 +37,7 @@ from plait.verification.diagnosis.values_after_mistakes import (
     with_local_positions,
     with_other_parameters,
 )
-from plait.verification.findings import Piece, one_alternative
+from plait.verification.findings import ComparedBox, one_alternative
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.norm_precision import RMSNorms, rounded_otherwise
 from plait.verification.reference.recording import NO_TOLERANCE
@@ -57,7 +57,7 @@ class InstructionChecker:
         self.recording = comparison.recording
         self.isolate = comparison.options.isolate
         self.step, self.evaluating = -1, False
-        self.pieces = ActivationPieces(runtime)
+        self.parts = ActivationParts(runtime)
         self.targets: list[Value] = []
         """Expected targets, of whole sequences, of each of this rank's micro-batches."""
         self.earlier_targets: dict[str, list[Value]] = {}
@@ -142,8 +142,8 @@ class InstructionChecker:
     def _compare_parameter(self, name: str, parameter: Tensor, layer: int) -> None:
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
         expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
-        piece = self.weights.piece(name)
-        expected = piece.of(expected)
+        box = self.weights.box(name)
+        expected = box.of(expected)
         if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
             dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
             expected, tolerance = expected.to(dtype), NO_TOLERANCE
@@ -153,14 +153,14 @@ class InstructionChecker:
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
                 is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
-                yield text, torch.where(is_right, expected, piece.of(before).to(expected))
+                yield text, torch.where(is_right, expected, box.of(before).to(expected))
 
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating),
             parameter,
             expected,
             tolerance,
-            piece=piece,
+            box=box,
             alternatives=alternatives,
         )
         if not equal and self.isolate:
@@ -216,7 +216,7 @@ class InstructionChecker:
         expected, tolerance = total, self.recording.tolerances[scope][key]
         actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
         if output is not None:
-            expected, tolerance = self.pieces.total(
+            expected, tolerance = self.parts.total(
                 self.runtime.loss, output, self.targets[number], total, tolerance
             )
         equal = self.comparison.findings.compare(
@@ -267,7 +267,7 @@ class InstructionChecker:
         """Compare a tensor with the one recorded under `key`; return whether they are equal."""
         scope = self._scope(action)
         recorded = self.recording.find(scope, key)
-        expected, piece = self._expected(recorded, actual, key)
+        expected, box = self._expected(recorded, actual, key)
         neighbour = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
         base = None
         if neighbour is not None:
@@ -286,7 +286,7 @@ class InstructionChecker:
             actual,
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
-            piece=piece,
+            box=box,
             alternatives=lambda: self._alternatives(phase, scope, key, actual),
             base=base,
             inside=lambda: (
@@ -318,20 +318,20 @@ class InstructionChecker:
                 if one[:2] == (KIND, key.layer) and key.name == "0"
             ]
             yield from fitting_mistakes(actual, self.recording.tolerances[scope][key].allowed, sums)
-        if phase is StepPhase.FORWARD and not self.pieces.is_partitioned(key):
+        if phase is StepPhase.FORWARD and not self.parts.is_partitioned(key):
             yield from self._with_other_parameters(scope, key, recorded)
 
     def _with_other_parameters(self, scope: RecordScope, key: RecordKey, recorded: Tensor) -> NamedTensors:
         """Yield a layer's output after common mistakes with its biases and tables of positions."""
         parameters, tp = self._parameters_of(key.layer, scope), self.runtime.mesh.size("tp")
-        piece = self.pieces.piece(key, recorded.shape)
+        box = self.parts.box(key, recorded.shape)
         yield from (
-            (text, value if piece is None else piece.of(value))
+            (text, value if box is None else box.of(value))
             for text, value in with_other_parameters(recorded, parameters, tp)
         )
-        positions = self.pieces.positions(recorded.shape[1]) if recorded.dim() > 2 else None
-        if positions is not None and piece is not None:
-            yield from with_local_positions(piece.of(recorded), parameters, positions)
+        positions = self.parts.positions(recorded.shape[1]) if recorded.dim() > 2 else None
+        if positions is not None and box is not None:
+            yield from with_local_positions(box.of(recorded), parameters, positions)
 
     def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
         """Return the unsharded parameters of a layer by name, as far as recorded on this rank."""
@@ -346,10 +346,10 @@ class InstructionChecker:
         key = RecordKey("logits", last) if self.computes_logits else RecordKey("output", last, "0")
         output = self.recording.find(scope, key)
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
-            output, *targets = self.pieces.of_cp([output, *self.targets])
-            others = self.pieces.targets_shifted_late(self.targets[microbatch])
+            output, *targets = self.parts.of_cp([output, *self.targets])
+            others = self.parts.targets_shifted_late(self.targets[microbatch])
             others += [
-                (text, self.pieces.of_cp(every[microbatch])) for text, every in self.earlier_targets.items()
+                (text, self.parts.of_cp(every[microbatch])) for text, every in self.earlier_targets.items()
             ]
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
@@ -364,12 +364,12 @@ class InstructionChecker:
 
     def _expected(
         self, recorded: Tensor | None, actual: Tensor, key: RecordKey
-    ) -> tuple[Tensor, Piece | None]:
-        """Return the values to compare with: this rank's piece of the tensor `recorded`, or zeros if None."""
+    ) -> tuple[Tensor, ComparedBox | None]:
+        """Return the values to compare with: this rank's part of the tensor `recorded`, or zeros if None."""
         if recorded is None:
             return torch.zeros_like(actual), None
-        piece = self.pieces.piece(key, recorded.shape)
-        return recorded if piece is None else piece.of(recorded), piece
+        box = self.parts.box(key, recorded.shape)
+        return recorded if box is None else box.of(recorded), box
 
     def _scope(self, action: Action) -> RecordScope:
         return RecordScope(self.step, self._global_microbatch(action), self.evaluating)

@@ -1,8 +1,8 @@
-"""This rank's pieces of recorded activations: its positions of a sequence, its classes of the logits.
+"""This rank's parts of recorded activations: its positions of a sequence, its classes of the logits.
 
 The reference run records whole tensors. Under context parallelism a rank holds some positions (dim 1) of each
 tensor between layers, of the inputs and of the targets; `tp` partitions this part again, along the sequence
-or along the classes. The pieces are computed from the plan, not taken from the engine, which may be wrong.
+or along the classes. The parts are computed from the plan, not taken from the engine, which may be wrong.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from plait.plan.layout.layout import divide
 from plait.plan.layout.sequence_layout import sequence_layout
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import Loss, SequenceLoss
-from plait.verification.findings import Piece
+from plait.verification.findings import ComparedBox
 from plait.verification.location import RecordKey
 from plait.verification.reference.recording import Tolerance
 
 
-class ActivationPieces:
-    """The pieces of activations, inputs and targets that one rank holds."""
+class ActivationParts:
+    """The parts of activations, inputs and targets that one rank holds."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.mesh = runtime.blueprint, runtime.mesh
@@ -31,8 +31,8 @@ class ActivationPieces:
         """Whether the last layer's output is logits of this rank's classes."""
         self.cp = self.blueprint.plan.cp
 
-    def piece(self, key: RecordKey, shape: Sequence[int]) -> Piece | None:
-        """Return this rank's piece of an output or gradient that is recorded in `shape`; None: all of it."""
+    def box(self, key: RecordKey, shape: Sequence[int]) -> ComparedBox | None:
+        """Return this rank's part of an output or gradient that is recorded in `shape`; None: all of it."""
         dim, cuts = self._tp_dim(key), self.cp > 1 and len(shape) > 1
         if dim is None and not cuts:
             return None
@@ -45,7 +45,7 @@ class ActivationPieces:
             own = divide(part.shape[dim], self.mesh.size("tp"))[tp]
             return part.narrow(dim, own.start, len(own))
 
-        return Piece(tuple(shape), of)
+        return ComparedBox(tuple(shape), of)
 
     def of_cp(self, value: Value, index: int | None = None) -> Value:
         """Return the parts of all tensors that the rank at `index` along `cp` holds; None: this rank."""

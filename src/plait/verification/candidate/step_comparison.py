@@ -12,11 +12,11 @@ from plait.engine.engine import Engine
 from plait.models.layers.layer_sequence import LayerSequence
 from plait.verification.expected_dtypes import NumberFormats, epsilon_of
 from plait.verification.findings import (
+    ComparedBox,
     Findings,
-    Piece,
+    box_of,
     has_only_small_digits_of_float16,
     one_alternative,
-    piece_of,
 )
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
@@ -31,7 +31,7 @@ LOSS_SCALE = "loss scale"
 
 
 class StepComparison:
-    """Compares this rank's pieces of parameters, gradients and optimizer state with the recorded tensors.
+    """Compares this rank's shards of parameters, gradients and optimizer state with the recorded tensors.
 
     A tensor is overwritten by the reference's: with `isolate` if it differs, with `resynchronizes` if it is a
     parameter's and equal.
@@ -80,13 +80,13 @@ class StepComparison:
         inherited: float = 0.0,
         recorded_in: RecordScope | None = None,
     ) -> bool:
-        """Compare a tensor, a piece of `parameter` if given, with the recording; return whether it is equal.
+        """Compare a tensor, a shard of `parameter` if given, with the recording; return whether it is equal.
 
         `inherited`: the tolerance of the tensors from which it was computed, added to its own. `recorded_in`:
         the scope in the recording, by default the whole `step`.
         """
         scope = recorded_in or RecordScope(step)
-        expected, piece = self.expected(self.recording.values[scope][key], parameter, actual)
+        expected, box = self.expected(self.recording.values[scope][key], parameter, actual)
         tolerance, rounding = self.recording.tolerances[scope][key], None
         resynchronizes = self.resynchronizes and parameter != ""
         if resynchronizes:
@@ -102,7 +102,7 @@ class StepComparison:
             actual,
             expected,
             tolerance,
-            piece=piece,
+            box=box,
             alternatives=lambda: alternatives,
             rounding=rounding,
             base=base,
@@ -119,11 +119,11 @@ class StepComparison:
         return is_scaled and has_only_small_digits_of_float16(actual, expected)
 
     def compare_unchanged(
-        self, location: Location, actual: Tensor, before: Tensor, piece: Piece | None, mistake: str
+        self, location: Location, actual: Tensor, before: Tensor, box: ComparedBox | None, mistake: str
     ) -> None:
         """Compare a tensor with its value before a call that must not change it."""
         alternatives = partial(one_alternative, mistake, actual)
-        self.findings.compare(location, actual, before, NO_TOLERANCE, piece=piece, alternatives=alternatives)
+        self.findings.compare(location, actual, before, NO_TOLERANCE, box=box, alternatives=alternatives)
 
     def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
         """Compare the engine's loss scale with `expected`, unless both are 1."""
@@ -149,11 +149,11 @@ class StepComparison:
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 continue
-            final = self.piece(name).of(records[RecordKey("final", name=name)])
+            final = self.box(name).of(records[RecordKey("final", name=name)])
             alternatives = [(text, final * factor) for text, factor in mistakes]
             before = self.recording.find(RecordScope(step - 1), RecordKey("clipped", name=name))
             if before is not None and phase is StepPhase.REDUCTION:
-                wrong = final + self.piece(name).of(before)
+                wrong = final + self.box(name).of(before)
                 alternatives.append(("the gradient of the step before is still in it", wrong))
             gradient, key = self.gradient(name), RecordKey(kind, name=name)
             self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
@@ -204,21 +204,21 @@ class StepComparison:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 recorded = self.recording.values[RecordScope(step)][RecordKey(kind, name=name)]
-                parameter.grad.copy_(self.piece(name).of(recorded))
+                parameter.grad.copy_(self.box(name).of(recorded))
 
     def expected(
         self, recorded: Tensor, parameter: str, actual: Tensor | None = None
-    ) -> tuple[Tensor, Piece | None]:
-        """Return this rank's piece of `recorded` if it has the parameter's shape, else `recorded` itself.
+    ) -> tuple[Tensor, ComparedBox | None]:
+        """Return this rank's part of `recorded` if it has the parameter's shape, else `recorded` itself.
 
         Of a parameter without dims a rank has all (0-d) or nothing (1-d); a step count has no dims anywhere.
         """
         has_dims = recorded.dim() or (actual is not None and actual.dim())
         if parameter and has_dims and tuple(recorded.shape) == self.engine.layouts[parameter].shape:
-            piece = self.piece(parameter)
-            return piece.of(recorded), piece
+            box = self.box(parameter)
+            return box.of(recorded), box
         return recorded, None
 
-    def piece(self, name: str) -> Piece:
-        """Return this rank's piece of a parameter."""
-        return piece_of(self.engine.layouts[name], self.engine.mesh.coordinate)
+    def box(self, name: str) -> ComparedBox:
+        """Return this rank's shard of a parameter."""
+        return box_of(self.engine.layouts[name], self.engine.mesh.coordinate)

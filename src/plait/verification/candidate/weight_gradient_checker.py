@@ -19,7 +19,7 @@ from plait.schedules.action import Kind
 from plait.tensor.parallel.partition import is_sharded
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import epsilon_of
-from plait.verification.findings import Piece, piece_of
+from plait.verification.findings import ComparedBox, box_of
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference.recording import (
     NO_TOLERANCE,
@@ -248,9 +248,9 @@ class WeightGradientChecker:
             if scope.step == self.step and key.kind == "contribution" and key.name == name
         )
 
-    def piece(self, name: str) -> Piece:
-        """Return this rank's piece of a parameter as layers use it: partitioned over tp but not sharded."""
-        return piece_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
+    def box(self, name: str) -> ComparedBox:
+        """Return this rank's shard of a parameter as layers use it: partitioned over tp but not sharded."""
+        return box_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
 
     def _compare(self, key: GradientKey, use: ParameterUse, tracked: TrackedGradient | None) -> None:
         if tracked is None:
@@ -269,7 +269,7 @@ class WeightGradientChecker:
             tracked.actual,
             expected,
             tracked.tolerance,
-            piece=self.piece(name),
+            box=self.box(name),
             alternatives=lambda: self._alternatives(name, use, tracked.expected),
             base=None if contribution is None else tracked.expected - contribution[0],
             rounding=rounding,
@@ -312,14 +312,14 @@ class WeightGradientChecker:
                     yield text, expected - own[0] + found[0]
         before = self.recording.find(RecordScope(self.step - 1), RecordKey("clipped", name=name))
         if before is not None:
-            yield "the gradient of the step before is still in it", expected + self.piece(name).of(before)
+            yield "the gradient of the step before is still in it", expected + self.box(name).of(before)
 
     def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
-        """Return this rank's piece of the recorded gradient from one layer and micro-batch, or None."""
+        """Return this rank's shard of the recorded gradient from one layer and micro-batch, or None."""
         layer, microbatch = use
         scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
         whole = self.recording.find(scope, key)
-        return None if whole is None else (self.piece(name).of(whole), self.recording.tolerances[scope][key])
+        return None if whole is None else (self.box(name).of(whole), self.recording.tolerances[scope][key])
 
     def _is_complete(self, name: str) -> bool:
         """Return whether a gradient is complete without a sum over `tp`."""

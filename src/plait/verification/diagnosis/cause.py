@@ -37,14 +37,14 @@ SAME_NORM = 1e-6
 """Relative difference of two norms of the same elements, at most."""
 NOT_SUMMED = (StepPhase.LOAD, StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
 """Phases whose tensors are not sums over ranks."""
-IN_PIECES = (
+IN_SHARDS = (
     StepPhase.LOAD,
     StepPhase.INITIAL,
     StepPhase.PARAMETERS,
     StepPhase.REDUCTION,
     StepPhase.OPTIMIZER,
 )
-"""Phases in which ranks of dp and cp have pieces of parameters."""
+"""Phases in which ranks of dp and cp have shards of parameters."""
 
 
 def summands(symptoms: Symptoms) -> str | None:
@@ -67,29 +67,29 @@ def summands(symptoms: Symptoms) -> str | None:
     return None
 
 
-def piece_of_another(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensor equals the expected piece of another tp, cp or dp rank; else None."""
+def part_of_another(symptoms: Symptoms) -> str | None:
+    """Return a sentence if the tensor equals the expected part of another tp, cp or dp rank; else None."""
     first = symptoms.first
-    axes = ("tp", "cp", "dp") if symptoms.phase in IN_PIECES else ("tp", "cp")
+    axes = ("tp", "cp", "dp") if symptoms.phase in IN_SHARDS else ("tp", "cp")
     for rank in (rank for axis in axes for rank in symptoms.neighbours((axis,))):
         other = symptoms.evidence.get(rank, first)
         pairs = zip(bases_of(first, symptoms.phase), bases_of(other, symptoms.phase), strict=False)
         for (what, own), (_, others) in pairs:
             if other is not first and close(first.actual - own, other.expected - others, symptoms.slack):
                 where = ranks_in_words([rank], symptoms)
-                return f"{what} is what {where} should have: pieces go to another rank"
+                return f"{what} is what {where} should have: parts go to another rank"
     return None
 
 
-def later_pieces(symptoms: Symptoms) -> str | None:
+def later_parts(symptoms: Symptoms) -> str | None:
     """Return a sentence if, with sequence parallelism, only `tp` ranks after 0 differ; else None."""
     wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
     right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.compared_on} - wrong
     if not symptoms.plan.cuts_sequence or symptoms.phase is not StepPhase.FORWARD or 0 not in right:
         return None
     return (
-        "only later pieces of the sequence differ: either something counts positions from the start of a "
-        "piece, or it looks at positions before it (then its layer must not have the rule sequence), or it "
+        "only later parts of the sequence differ: either something counts positions from the start of a "
+        "part, or it looks at positions before it (then its layer must not have the rule sequence), or it "
         "is cut elsewhere"
     )
 
@@ -150,13 +150,13 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     zero,
     factor,
     multiple_of_input,
-    piece_of_another,
+    part_of_another,
     rounded,
     same_for_all,
     transposed,
     shifted,
     permuted,
-    later_pieces,
+    later_parts,
     positions,
     other_positions,
 )
@@ -222,14 +222,14 @@ def _forward(symptoms: Symptoms) -> str:
 
 
 def _loss(symptoms: Symptoms) -> str:
-    pieces = (
-        ", or the loss is put together from pieces of the classes in another way"
+    others = (
+        ", or the loss is put together from parts of the classes in another way"
         if symptoms.partitioned
         else ""
     )
     if symptoms.plan.cp > 1:
-        pieces += ", or the loss is no sum over positions, or the targets are those of other positions"
-    return f"the output is equal: either the targets or the loss itself are others{pieces}"
+        others += ", or the loss is no sum over positions, or the targets are those of other positions"
+    return f"the output is equal: either the targets or the loss itself are others{others}"
 
 
 def _input_gradient(symptoms: Symptoms) -> str:
@@ -268,13 +268,13 @@ def _reduction(symptoms: Symptoms) -> str:
 def _load(symptoms: Symptoms) -> str:
     suspects = ["another tensor's", "changed"]
     if symptoms.plan.world > 1:
-        suspects.insert(0, "another piece of it")
+        suspects.insert(0, "another part of it")
     return f"what was loaded is not what was saved: it is {either(suspects)}"
 
 
 def _initial(symptoms: Symptoms) -> str:
-    piece = ", or another piece of it" if symptoms.plan.world > 1 else ""
-    return f"a parameter starts from another value: another seed{piece}"
+    another = ", or another part of it" if symptoms.plan.world > 1 else ""
+    return f"a parameter starts from another value: another seed{another}"
 
 
 def _optimizer(symptoms: Symptoms) -> str:
@@ -299,7 +299,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
     ),
     StepPhase.INPUT: _input,
     StepPhase.PARAMETERS: (
-        "the pieces are right on the ranks that hold them, and what was gathered of them is not: from "
+        "the shards are right on the ranks that hold them, and what was gathered of them is not: from "
         "other ranks, to other places, too early, not at all, or changed on its way"
     ),
     StepPhase.MESSAGE: (

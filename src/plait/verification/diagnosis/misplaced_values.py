@@ -50,7 +50,7 @@ def permuted(symptoms: Symptoms) -> str | None:
     if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
         return None
     pair = symptoms.shaped
-    gathered = "; pieces were gathered to other places" if symptoms.phase is StepPhase.PARAMETERS else ""
+    gathered = "; parts were gathered to other places" if symptoms.phase is StepPhase.PARAMETERS else ""
     for dim in range(0 if pair is None else pair[0].dim()):
         assert pair is not None
         order = _order_along(dim, *pair, symptoms.slack)

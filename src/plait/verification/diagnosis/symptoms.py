@@ -116,7 +116,7 @@ def of_the_optimizer(plan: Plan) -> str:
     """Return the possible causes of a wrong optimizer step with right gradients, as text."""
     suspects = ["it has another setting (its rate, a decay, a beta, its epsilon)", "its state is another"]
     if Partitioning.of(plan, [kind_of(plan)]).sharded:
-        suspects.append("its update is not elementwise, and it sees only a piece")
+        suspects.append("its update is not elementwise, and it sees only a part")
     return either(suspects)
 
 

@@ -78,7 +78,7 @@ def _norm(
     return scaled if bias is None else scaled + bias
 
 
-def _norm_of_pieces(input: Tensor, weight: Tensor, *_: Any) -> Tensor:
+def _norm_of_parts(input: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return fold(input) * weight
 
 
@@ -188,7 +188,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
     functional.group_norm: _group_norm,
-    partitioned_rms_norm: _norm_of_pieces,
+    partitioned_rms_norm: _norm_of_parts,
     functional.scaled_dot_product_attention: _attention,
     masked_attention: _masked_attention,
     block_forward: _block_forward,

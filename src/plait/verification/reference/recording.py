@@ -219,14 +219,14 @@ def _broadcast_scope(
         packed = [entry for entry in entries if entry[2] == dtype]
         sizes = [torch.Size(shape).numel() for _, shape, _, _ in packed]
         flat = torch.empty(sum(sizes), dtype=dtype, device=mesh.device)
-        pieces = torch.split(flat, sizes)
+        parts = torch.split(flat, sizes)
         if recording is not None:
-            for (key, *_), piece in zip(packed, pieces, strict=True):
-                piece.copy_(recording.values[scope][key].reshape(-1))
+            for (key, *_), part in zip(packed, parts, strict=True):
+                part.copy_(recording.values[scope][key].reshape(-1))
         broadcast(flat, mesh.group("world"), checked=False).wait()
-        for (key, shape, _, _), piece in zip(packed, pieces, strict=True):
+        for (key, shape, _, _), part in zip(packed, parts, strict=True):
             if recording is None and wanted(scope, key):
-                kept[key] = piece.clone().view(shape)
+                kept[key] = part.clone().view(shape)
     received.values[scope] = kept
     received.tolerances[scope] = {key: tolerance for key, _, _, tolerance in entries if key in kept}
 

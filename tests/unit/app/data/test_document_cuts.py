@@ -58,15 +58,15 @@ def test_a_cut_is_after_a_line_end_else_before_a_space_else_behind_one() -> None
         assert find_cut(letters, text, unlike, first, last) is None, "all agree"
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1000])
-def test_the_parts_of_a_document_have_its_tokens(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+@pytest.mark.parametrize("part", [1, 7, 1000])
+def test_the_parts_of_a_document_have_its_tokens(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setattr(long_documents, "PART", 60)
     monkeypatch.setattr(long_documents, "AHEAD", 20)
     text = "a few words\nof a line " * 20
     for encode in (letters, words):
         encoder, parts = DocumentEncoder(encode, "a.txt"), []
-        for begin in range(0, len(text), piece):
-            parts += encoder.add(text[begin : begin + piece])
+        for begin in range(0, len(text), part):
+            parts += encoder.add(text[begin : begin + part])
         longest = 0 if not parts else max(map(len, parts))
         parts.append(encoder.end())
         assert np.concatenate(parts).tolist() == encode([text])[0].tolist()

@@ -98,24 +98,24 @@ def test_options_and_folders_that_do_not_fit_the_sources_are_refused(tmp_path: P
 @given(
     text=st.text(st.sampled_from("ab\n\r éß漢😀"), min_size=1, max_size=60),
     size=st.integers(1, 40),
-    piece=st.integers(1, 20),
+    part=st.integers(1, 20),
     compressed=st.booleans(),
 )
 def test_a_text_read_in_chunks_is_the_text(
-    tmp_path_factory: Any, text: str, size: int, piece: int, compressed: bool
+    tmp_path_factory: Any, text: str, size: int, part: int, compressed: bool
 ) -> None:
-    """Wherever portions and pieces are cut; the document ends once."""
+    """Wherever portions and parts are cut; the document ends once."""
     path = tmp_path_factory.mktemp("texts") / ("a.txt.gz" if compressed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plait.app.data.text_files.PART", piece)
+        patch.setattr("plait.app.data.text_files.PART", part)
         patch.setattr("plait.app.data.text_files._LONGEST_LINE", 8)
         portions = [one for file in files_of(str(path)) for one in divided(file, size)]
-        pieces = [one for portion in portions for one in read_texts(portion, "text")]
-    assert "".join(one.text for one in pieces) == text
-    assert [one.ends for one in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert [one.begins for one in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert all(len(one.text) <= piece for one in pieces)
+        parts = [one for portion in portions for one in read_texts(portion, "text")]
+    assert "".join(one.text for one in parts) == text
+    assert [one.ends for one in parts] == [False] * (len(parts) - 1) + [True]
+    assert [one.begins for one in parts] == [True] + [False] * (len(parts) - 1)
+    assert all(len(one.text) <= part for one in parts)
 
 
 @pytest.mark.parametrize(("total", "size"), [(10, 1 << 20), (100 << 20, 100 << 14), (1 << 40, 1 << 26)])

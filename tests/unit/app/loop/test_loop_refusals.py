@@ -11,7 +11,7 @@ import pytest
 
 import plait
 from plait.app.loop.callbacks import ReplicaChecks
-from plait.app.loop.meter import StepNumbers
+from plait.app.loop.meter import StepMetrics
 from plait.app.loop.training_loop import TrainingLoop
 from plait.app.loop.validation import Validation, ValidationRows
 from plait.errors import ConfigError, DataError, NonFiniteError, ReplicaError
@@ -57,12 +57,12 @@ def test_callbacks_data_and_metrics_that_cannot_be_used_are_refused() -> None:
 
 def numbers(
     loss: float, norm: float, *, loss_rank: int = 4, gradient_rank: int = 4, **of: Any
-) -> StepNumbers:
+) -> StepMetrics:
     row = {"step": 7, "loss": loss, "grad_norm": norm, "trained_tokens": of.pop("trained", 5)}
-    return StepNumbers(row, 0, loss_rank, gradient_rank, of.pop("norm_ranks", ()), (0.0,) * 4, (0,) * 4)
+    return StepMetrics(row, 0, loss_rank, gradient_rank, of.pop("norm_ranks", ()), (0.0,) * 4, (0,) * 4)
 
 
-def said_of(given: StepNumbers, *, scale: float = 1.0, adapts: bool = False) -> str:
+def said_of(given: StepMetrics, *, scale: float = 1.0, adapts: bool = False) -> str:
     """What the loop says of a step on four ranks with two stages each; "" where it goes on."""
     schedule = SimpleNamespace(stages=4, stages_of=lambda pp: (pp, 3 - pp))
     mesh = SimpleNamespace(size=lambda axis: 4, coordinate_of=lambda rank: {"pp": rank % 2, "dp": rank // 2})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plait.app.config.config_sections import ModelConfig
-from plait.app.loop.meter import Meter, StepNumbers, StepResult, flops_per_token
+from plait.app.loop.meter import Meter, StepMetrics, StepTensors, flops_per_token
 from plait.app.train.trainer import build_model
 from plait.estimate.time.hardware import load_hardware
 from plait.estimate.time.prediction import predict
@@ -62,7 +62,7 @@ def test_mfu_and_predictions_divide_by_the_same_peak(monkeypatch: pytest.MonkeyP
     assert Meter(Mesh(), "bf16", 1.0)._peak is None
 
 
-def _step_numbers() -> StepNumbers:
+def _step_numbers() -> StepMetrics:
     mesh = Mesh(pp=2, dp=2)
     meter = Meter(mesh, None, flops_per_token=30.0)
     meter._peak = 4e3  # as if the device were known
@@ -75,7 +75,7 @@ def _step_numbers() -> StepNumbers:
     two = torch.tensor(2.0)
     norm = torch.tensor(math.nan) if mesh.rank == 2 else two
     return meter.measure(
-        6, StepResult(two, norm, two, bad), 0.1, tokens=10, data_seconds=mesh.rank / 8, signal=signal
+        6, StepTensors(two, norm, two, bad), 0.1, tokens=10, data_seconds=mesh.rank / 8, signal=signal
     )()
 
 

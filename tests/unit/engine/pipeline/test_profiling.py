@@ -112,10 +112,10 @@ def test_segments_are_profiler_ranges_while_a_profiler_is_on() -> None:
 
 
 def test_an_action_of_several_segments_is_one_profiler_range() -> None:
-    pieces: Program = (RunLayer(FORWARD, 0), ReduceGradient("a"), RunLayer(FORWARD, 1), Send(FORWARD, 0))
+    parts: Program = (RunLayer(FORWARD, 0), ReduceGradient("a"), RunLayer(FORWARD, 1), Send(FORWARD, 0))
     executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient], lambda i: None))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        executor.run(pieces)
+        executor.run(parts)
     events = {event.name: event for event in profile.events() or ()}
     assert len(profile.events() or ()) == len(events) == 3
     assert {name: event.cpu_parent and event.cpu_parent.name for name, event in events.items()} == {

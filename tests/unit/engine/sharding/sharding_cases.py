@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.unit import Unit, UnitFactory
-from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
+from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
 from plait.plan.layout import Layout, Shard, shard
 from plait.plan.parameter_units import ModelParameter, kind_of, resolve_units
 from plait.plan.plan import Plan
@@ -99,7 +99,7 @@ def case_of(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Case:
         for name, one in parameters.items()
     }
     specs = build_buffer_specs(resolve_units(plan, known, units, dict.fromkeys(units, (0,))), whole)
-    return Case(model, plan, whole, specs, piece_layouts(specs, whole))
+    return Case(model, plan, whole, specs, shard_layouts(specs, whole))
 
 
 def two_layers() -> nn.Module:
@@ -126,7 +126,7 @@ def live_bytes(units: Iterable[Unit]) -> int:
     storages = {}
     for unit in units:
         for buffer in unit.buffers:
-            flats = (buffer.whole, buffer.piece, buffer.device_copy, buffer.gradient, buffer.piece_gradient)
+            flats = (buffer.whole, buffer.shard, buffer.device_copy, buffer.gradient, buffer.shard_gradient)
             for flat in flats:
                 if flat is not None:
                     storages[flat.untyped_storage()._cdata] = flat.untyped_storage().nbytes()

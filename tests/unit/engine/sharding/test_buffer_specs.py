@@ -76,9 +76,9 @@ def test_offload_puts_shards_and_with_full_their_gradients_on_the_cpu(
 ) -> None:
     plan = Plan(dp=2, strategy="full", offload=offload)
     spec = case_of(nn.Sequential(nn.Linear(64, 64)), plan).buffer_specs["0"][0]
-    assert spec.piece is not None
-    assert spec.piece_gradient is not None
-    assert (spec.piece.offloaded, spec.piece_gradient.offloaded) == offloaded
+    assert spec.shard is not None
+    assert spec.shard_gradient is not None
+    assert (spec.shard.offloaded, spec.shard_gradient.offloaded) == offloaded
     assert (spec.device_copy is not None) == (offload == "parameters")
 
 
@@ -96,10 +96,10 @@ def test_shards_are_views_of_the_buffer_that_a_strategy_keeps(
 ) -> None:
     plan = Plan(dp=2, strategy=strategy)
     spec = case_of(nn.Sequential(nn.Linear(64, 64)), plan).buffer_specs["0"][0]
-    assert (spec.piece is not None, spec.piece_gradient is not None) == own
+    assert (spec.shard is not None, spec.shard_gradient is not None) == own
     assert spec.gradient is not None
     assert (spec.whole.kept, spec.gradient.kept) == kept
-    assert spec.has_pieces == (strategy != "none")
+    assert spec.has_own_parameters == (strategy != "none")
 
 
 def test_buffers_of_units_are_separate_and_in_order() -> None:
@@ -142,10 +142,10 @@ def test_the_optimizer_has_intervals_of_what_is_cut_and_all_of_the_rest() -> Non
     model = nn.Sequential(Mixed())
     whole = case_of(model, Plan(dp=2))
     assert whole.layouts == whole.whole_layouts
-    pieces = case_of(model, Plan(dp=2, strategy="optimizer"))
-    changed = {name for name in pieces.layouts if pieces.layouts[name] != pieces.whole_layouts[name]}
+    shards = case_of(model, Plan(dp=2, strategy="optimizer"))
+    changed = {name for name in shards.layouts if shards.layouts[name] != shards.whole_layouts[name]}
     assert changed == {"0.wide", "0.narrow", "0.other"}
-    assert pieces.layouts["0.other"].placements == (Replicate(), Flat((0, 0, 6)), Replicate())
+    assert shards.layouts["0.other"].placements == (Replicate(), Flat((0, 0, 6)), Replicate())
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1, 3))
@@ -166,4 +166,5 @@ def test_intervals_of_parameters_are_those_that_the_buffers_shards_hold(
             ]
             elements = torch.Size(layout.region((0, 0, where)).sizes).numel()
             holder = [rank for rank, interval in enumerate(intervals) for _ in interval]
-            assert holder == [(slot.start + element) // spec.offsets.piece for element in range(elements)]
+            size = spec.offsets.shard_size
+            assert holder == [(slot.start + element) // size for element in range(elements)]

@@ -139,16 +139,16 @@ def test_gradients_of_shards_are_views_of_the_reduced_buffer(strategy: Any) -> N
     """Twice: the second step's gradients are multiplied by 4 on the way, and those of the first carried."""
     unit = unit_of(nn.Linear(64, 64), index=1, dp=3, strategy=strategy)
     buffer = only_buffer(unit)
-    assert buffer.piece_gradient is not None
+    assert buffer.shard_gradient is not None
     for scale, wanted in ((1.0, 5.0), (4.0, 5.0 + 5 / 4)):
         carried = buffer.attach_gradients()
         assert (carried is None) == (wanted == 5.0)
         assert_attached(unit)
-        buffer.piece_gradient.fill_(5)
+        buffer.shard_gradient.fill_(5)
         buffer.finish_gradients(carried, scale)
         assert grads_of(unit.parameters) == {None}, "layers' gradients are nobody's business"
-        assert grads_of(unit.pieces) == {wanted}
-        assert buffer.current_gradients(unit.pieces) == [buffer.piece_gradient]
+        assert grads_of(unit.shard_parameters) == {wanted}
+        assert buffer.current_gradients(unit.shard_parameters) == [buffer.shard_gradient]
 
 
 @pytest.mark.parametrize(
@@ -167,27 +167,27 @@ def test_the_optimizer_gets_gradients_of_its_own_precision(strategy: Any, precis
     buffer = only_buffer(unit)
     buffer.attach_gradients()
     buffer.finish_gradients(None, 1.0)
-    torch.optim.AdamW(unit.pieces.values(), fused=True).step()
-    assert all(piece.grad.dtype == piece.dtype for piece in unit.pieces.values())
+    torch.optim.AdamW(unit.shard_parameters.values(), fused=True).step()
+    assert all(shard.grad.dtype == shard.dtype for shard in unit.shard_parameters.values())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_that_failed_leaves_gradients_as_they_were(strategy: Any) -> None:
     unit = unit_of(nn.Linear(64, 64), index=1, dp=3, strategy=strategy)
     buffer = only_buffer(unit)
-    assert buffer.piece_gradient is not None
+    assert buffer.shard_gradient is not None
     buffer.restore_gradients(buffer.attach_gradients())
-    assert grads_of(unit.pieces) == grads_of(unit.parameters) == {None}
+    assert grads_of(unit.shard_parameters) == grads_of(unit.parameters) == {None}
     buffer.attach_gradients()
-    buffer.piece_gradient.fill_(5)
+    buffer.shard_gradient.fill_(5)
     buffer.finish_gradients(None, 1.0)
     carried = buffer.attach_gradients()
-    buffer.piece_gradient.fill_(7)
+    buffer.shard_gradient.fill_(7)
     buffer.restore_gradients(carried)
-    assert grads_of(unit.pieces) == {5.0}
-    buffer.piece_gradient.fill_(9)
-    assert grads_of(unit.pieces) == {5.0}, "what a reduction still writes does not reach them"
-    assert not buffer.current_gradients(unit.pieces)[0].eq(9).any()
+    assert grads_of(unit.shard_parameters) == {5.0}
+    buffer.shard_gradient.fill_(9)
+    assert grads_of(unit.shard_parameters) == {5.0}, "what a reduction still writes does not reach them"
+    assert not buffer.current_gradients(unit.shard_parameters)[0].eq(9).any()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -197,13 +197,13 @@ def test_optimizers_work_on_the_views(strategy: Any, set_to_none: bool) -> None:
     native = nn.Linear(64, 64, dtype=torch.float64)
     made = case_of(nn.Sequential(native), Plan(dp=2, strategy=strategy))
     units = [made.make_alone(index)["0"] for index in range(2)]
-    ours = [torch.optim.AdamW(unit.pieces.values(), lr=0.1, fused=True) for unit in units]
+    ours = [torch.optim.AdamW(unit.shard_parameters.values(), lr=0.1, fused=True) for unit in units]
     theirs = torch.optim.AdamW(native.parameters(), lr=0.1)
     for _ in range(3):
         for unit, optimizer in zip(units, ours, strict=True):
             buffer = only_buffer(unit)
             carried = buffer.attach_gradients()
-            buffer.piece_gradient.fill_(1)
+            buffer.shard_gradient.fill_(1)
             buffer.finish_gradients(carried, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -211,7 +211,7 @@ def test_optimizers_work_on_the_views(strategy: Any, set_to_none: bool) -> None:
             parameter.grad = torch.ones_like(parameter)
         theirs.step()
     for name, wanted in native.named_parameters():
-        got = assemble([unit.pieces[f"0.{name}"] for unit in units], made.layouts[f"0.{name}"])
+        got = assemble([unit.shard_parameters[f"0.{name}"] for unit in units], made.layouts[f"0.{name}"])
         torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -224,56 +224,58 @@ def test_offloaded_shards_are_on_the_device_between_steps() -> None:
     def lies_in(flat: Tensor) -> bool:
         first = flat.data_ptr()
         last = first + flat.nbytes
-        return all(first <= piece.data_ptr() < last for piece in unit.pieces.values() if piece.numel())
+        return all(first <= one.data_ptr() < last for one in unit.shard_parameters.values() if one.numel())
 
     assert buffer.device_copy is not None
     assert lies_in(buffer.device_copy)
     with torch.no_grad():
-        for piece in unit.pieces.values():
-            piece.add_(1)
-    pieces = {name: piece.detach().clone() for name, piece in unit.pieces.items()}
-    identities = {name: id(piece) for name, piece in unit.pieces.items()}
+        for shard in unit.shard_parameters.values():
+            shard.add_(1)
+    shards = {name: shard.detach().clone() for name, shard in unit.shard_parameters.items()}
+    identities = {name: id(shard) for name, shard in unit.shard_parameters.items()}
     buffer.copy_back()
     assert buffer.device_copy is None
-    assert lies_in(buffer.piece)
+    assert lies_in(buffer.shard)
     buffer.copy_to_device()
     assert lies_in(buffer.device_copy)
-    assert all(torch.equal(piece, pieces[name]) for name, piece in unit.pieces.items())
-    assert identities == {name: id(piece) for name, piece in unit.pieces.items()}, "what optimizers know"
+    assert all(torch.equal(shard, shards[name]) for name, shard in unit.shard_parameters.items())
+    assert identities == {name: id(one) for name, one in unit.shard_parameters.items()}, (
+        "what optimizers know"
+    )
 
 
 @pytest.mark.parametrize("offload", ["none", "full"])
 def test_without_parameter_offload_to_a_device_shards_are_not_copied(offload: Any) -> None:
     buffer = only_buffer(unit_of(nn.Linear(64, 64), dp=2, strategy="full", offload=offload))
-    before = {name: piece.data_ptr() for name, piece in buffer.pieces.items()}
+    before = {name: shard.data_ptr() for name, shard in buffer.shard_parameters.items()}
     buffer.copy_back()
     buffer.copy_to_device()
     assert buffer.device_copy is None
-    assert before == {name: piece.data_ptr() for name, piece in buffer.pieces.items()}
+    assert before == {name: shard.data_ptr() for name, shard in buffer.shard_parameters.items()}
 
 
 def test_current_gradients_are_those_of_nonempty_shards_with_grad_set() -> None:
     unit = unit_of(nn.Linear(64, 64), index=1, dp=3, strategy="optimizer")
     buffer = only_buffer(unit)
-    assert buffer.current_gradients(unit.pieces) == [], "before the first step"
+    assert buffer.current_gradients(unit.shard_parameters) == [], "before the first step"
     buffer.attach_gradients()
     buffer.finish_gradients(None, 1.0)
-    weight, bias = unit.pieces["0.weight"], unit.pieces["0.bias"]
-    assert [one.data_ptr() for one in buffer.current_gradients(unit.pieces)] == [
-        buffer.piece_gradient.data_ptr()
+    weight, bias = unit.shard_parameters["0.weight"], unit.shard_parameters["0.bias"]
+    assert [one.data_ptr() for one in buffer.current_gradients(unit.shard_parameters)] == [
+        buffer.shard_gradient.data_ptr()
     ]
     assert [one is weight.grad for one in buffer.current_gradients(["0.weight"])] == [True]
     weight.grad = weight.grad.clone()
-    replaced = buffer.current_gradients(unit.pieces)
+    replaced = buffer.current_gradients(unit.shard_parameters)
     assert [one is other.grad for one, other in zip(replaced, (weight, bias), strict=True)] == [True, True]
     bias.grad = None
-    assert len(buffer.current_gradients(unit.pieces)) == 1
+    assert len(buffer.current_gradients(unit.shard_parameters)) == 1
 
 
 @pytest.mark.parametrize("strategy", ["none", "full"])
 def test_a_parameter_that_was_frozen_since_is_refused(strategy: Any) -> None:
     unit = unit_of(nn.Linear(3, 2), dp=2, strategy=strategy)
     only_buffer(unit).check_settings()
-    unit.pieces["0.bias"].requires_grad_(False)
+    unit.shard_parameters["0.bias"].requires_grad_(False)
     with pytest.raises(PlanError, match=r"requires_grad of 0\.bias has changed to False since parallelize"):
         only_buffer(unit).check_settings()

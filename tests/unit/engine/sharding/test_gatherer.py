@@ -25,8 +25,8 @@ def values_of(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: one.detach().clone() for name, one in parameters.items()}
 
 
-def pieces_of(units: dict[str, Unit]) -> dict[str, nn.Parameter]:
-    return {name: piece for unit in units.values() for name, piece in unit.pieces.items()}
+def shards_of(units: dict[str, Unit]) -> dict[str, nn.Parameter]:
+    return {name: shard for unit in units.values() for name, shard in unit.shard_parameters.items()}
 
 
 def parameters_of(units: dict[str, Unit]) -> dict[str, nn.Parameter]:
@@ -43,23 +43,23 @@ def gather_all(gatherer: Gatherer) -> None:
 
 
 def update(units: dict[str, Unit], rank: int) -> None:
-    """What an optimizer does to the pieces of a rank."""
+    """What an optimizer does to the shards of a rank."""
     with torch.no_grad():
-        for piece in pieces_of(units).values():
-            piece.add_(1 + rank)
+        for shard in shards_of(units).values():
+            shard.add_(1 + rank)
 
 
 def two_rounds(plan: Plan, messages: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """After each of two updates: this rank's pieces, and what its layers then use."""
+    """After each of two updates: this rank's shards, and what its layers then use."""
     mesh = Mesh(plan)
     units = case_of(two_layers(), plan).make_on(mesh, messages=messages)
     gatherer, rounds = Gatherer(units), []
     for _ in range(2):
         update(units, mesh.rank)
-        pieces = values_of(pieces_of(units))
+        shards = values_of(shards_of(units))
         gatherer.begin()
         gather_all(gatherer)
-        rounds.append((pieces, values_of(parameters_of(units))))
+        rounds.append((shards, values_of(parameters_of(units))))
         for name in units:
             gatherer.release(name)
         gatherer.finish()
@@ -87,7 +87,7 @@ def test_layers_use_what_the_optimizers_of_all_ranks_have_made(
     of_ranks = rank_pool.run(two_rounds, chosen, messages, ranks=3)
     for rounds in zip(*of_ranks, strict=True):
         for name, start in model.named_parameters():
-            wanted = assemble([pieces[name] for pieces, _ in rounds], layouts[name]).float()
+            wanted = assemble([shards[name] for shards, _ in rounds], layouts[name]).float()
             assert wanted.ne(start).all(), "every element was updated"
             assert all(torch.equal(used[name], wanted) for _, used in rounds)
 
@@ -111,7 +111,7 @@ def test_a_unit_is_gathered_once_until_it_is_released_or_may_have_changed(
 ) -> None:
     plan = Plan(dp=2, strategy=strategy)
     offsets = [spec.offsets for specs in case_of(two_layers(), plan).buffer_specs.values() for spec in specs]
-    once = {"all_gather": Count(2, sum(4 * one.piece for one in offsets))}
+    once = {"all_gather": Count(2, sum(4 * one.shard_size for one in offsets))}
     assert rank_pool.run(counts, plan, ranks=2) == [[once, {}, once]] * 2
 
 
@@ -141,11 +141,12 @@ def test_memory_is_there_from_gather_to_release() -> None:
     handlers[GatherParameters](GatherParameters("0"))
     assert live_bytes([unit]) == between + buffer.whole.nbytes
     handlers[AwaitParameters](AwaitParameters("0"))
-    assert torch.equal(unit.parameters["0.weight"], unit.pieces["0.weight"])
+    assert torch.equal(unit.parameters["0.weight"], unit.shard_parameters["0.weight"])
     handlers[ReleaseParameters](ReleaseParameters("0"))
     assert live_bytes([unit]) == between
     gather_all(gatherer)
-    assert torch.equal(unit.parameters["0.weight"], unit.pieces["0.weight"]), "released, so gathered again"
+    weight, shard = unit.parameters["0.weight"], unit.shard_parameters["0.weight"]
+    assert torch.equal(weight, shard), "released, so gathered again"
 
 
 @pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients"])
@@ -158,7 +159,7 @@ def test_parameters_that_a_strategy_keeps_whole_are_not_released(strategy: Any) 
 
 def test_layers_use_the_master_rounded() -> None:
     unit = unit_of(nn.Linear(4, 1, bias=False), precision="bf16", master_precision="fp32")
-    weight, master = unit.parameters["0.weight"], unit.pieces["0.weight"]
+    weight, master = unit.parameters["0.weight"], unit.shard_parameters["0.weight"]
     gatherer = Gatherer({"0": unit})
     with torch.no_grad():
         master.fill_(257)
@@ -180,7 +181,7 @@ def test_offloaded_shards_are_off_the_device_while_a_step_runs() -> None:
     (buffer,), gatherer = unit.buffers, Gatherer({"0": unit})
     assert buffer.device_copy is not None
     with torch.no_grad():
-        unit.pieces["0.weight"].fill_(3)
+        unit.shard_parameters["0.weight"].fill_(3)
     gatherer.begin()
     assert buffer.device_copy is None
     gather_all(gatherer)
@@ -192,7 +193,7 @@ def test_offloaded_shards_are_off_the_device_while_a_step_runs() -> None:
 def after_a_failure(plan: Plan, messages: bool) -> tuple[int, int, bool]:
     """Bytes before a step that fails while it gathers, and after; whether the next one gathers right.
 
-    What others have started goes on until the last rank comes, when they have updated their pieces.
+    What others have started goes on until the last rank comes, when they have updated their shards.
     """
     mesh = Mesh(plan)
     units = case_of(two_layers(), plan).make_on(mesh, messages=messages)

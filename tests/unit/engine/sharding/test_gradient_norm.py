@@ -31,8 +31,8 @@ def with_random_gradients(unit: Unit) -> Unit:
     for buffer in unit.trainable:
         buffer.attach_gradients()
         buffer.finish_gradients(None, 1.0)
-    for piece in unit.pieces.values():
-        piece.grad.copy_(torch.randn(piece.shape))
+    for shard in unit.shard_parameters.values():
+        shard.grad.copy_(torch.randn(shard.shape))
     return unit
 
 
@@ -43,7 +43,7 @@ def units_with_gradients(dtype: torch.dtype) -> list[Unit]:
 
 
 def gradients(units: list[Unit]) -> list[torch.Tensor]:
-    return [parameter.grad for unit in units for parameter in unit.pieces.values()]
+    return [parameter.grad for unit in units for parameter in unit.shard_parameters.values()]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_nan_norm_leaves_the_gradients_unscaled() -> None:
 def test_discarded_gradients_have_no_norm() -> None:
     units = units_with_gradients(torch.float64)
     for unit in units:
-        for parameter in unit.pieces.values():
+        for parameter in unit.shard_parameters.values():
             parameter.grad = None
     assert norm_of(units) == 0
 
@@ -116,16 +116,16 @@ def test_the_norm_of_a_large_layer_keeps_its_digits(order: float, error: float) 
     assert norm_of([unit], order).item() == pytest.approx(expected, rel=error)
 
 
-def over_pieces(plan: Plan) -> list[tuple[float, float]]:
+def over_shards(plan: Plan) -> list[tuple[float, float]]:
     """For each order the norm of gradients that are like the parameters, and the norm after clipping to 1."""
     mesh = Mesh(plan)
     units, world = case_of(two_layers(), plan).make_on(mesh).values(), mesh.group("world")
-    pieces = {name: piece for unit in units for name, piece in unit.pieces.items()}
-    counted = [] if mesh.index("replicate") else list(pieces)
+    shards = {name: shard for unit in units for name, shard in unit.shard_parameters.items()}
+    counted = [] if mesh.index("replicate") else list(shards)
     found = []
     for order in ORDERS:
-        for piece in pieces.values():
-            piece.grad = piece.detach().clone()
+        for shard in shards.values():
+            shard.grad = shard.detach().clone()
         norm = start_norm(units, counted, world, CPU, order)()
         scale_to(units, norm, 1.0)
         found.append((norm.item(), start_norm(units, counted, world, CPU, order)().item()))
@@ -137,7 +137,7 @@ def test_gradients_of_shards_count_once_in_the_norm(thread_ranks: Any, plan: dic
     chosen = Plan(strategy="full", precision="fp64", **plan)
     values = torch.cat([parameter.detach().flatten().double() for parameter in two_layers().parameters()])
     wanted = [torch.linalg.vector_norm(values, order).item() for order in ORDERS]
-    for found in thread_ranks.run(over_pieces, chosen, ranks=chosen.dp):
+    for found in thread_ranks.run(over_shards, chosen, ranks=chosen.dp):
         assert [norm for norm, _ in found] == pytest.approx(wanted, rel=1e-12)
         assert [clipped for _, clipped in found] == pytest.approx([1.0] * len(ORDERS), rel=1e-6)
 

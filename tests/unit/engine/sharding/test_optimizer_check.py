@@ -69,14 +69,14 @@ class Trust(Plain):
 
 
 class RowNorm(Plain):
-    """Whole rows would be enough; pieces may end inside one."""
+    """Whole rows would be enough; shards may end inside one."""
 
     def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         return gradient / gradient.norm(dim=-1, keepdim=True)
 
 
 class DecaysMatrices(Plain):
-    """A piece of a matrix has two dims, too."""
+    """A shard of a matrix has two dims, too."""
 
     def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         return gradient.sign() + 0.1 * parameter if parameter.dim() > 1 else gradient.sign()
@@ -93,7 +93,7 @@ class SparesSmallTensors(Plain):
 
 
 class Noisy(Plain):
-    """Ranks would draw the same noise for different pieces."""
+    """Ranks would draw the same noise for different shards."""
 
     def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         return gradient + torch.randn_like(gradient)
@@ -280,7 +280,7 @@ def test_torchs_optimizers_that_use_whole_parameters_are_refused_on_shards(kind:
         with pytest.raises(PlanError) as caught:
             require_elementwise(kind(parameters()), partitioning)
         assert str(caught.value) == (
-            f"{kind.__name__} {PARAMETERWISE[kind]}, but where tensors are sharded an optimizer has pieces "
+            f"{kind.__name__} {PARAMETERWISE[kind]}, but where tensors are sharded an optimizer has shards "
             f"of them only: set plan.strategy to 'none' and plan.tp to 1, {ADAMW}."
         )
     require_elementwise(kind(parameters()), STAGES)
@@ -300,7 +300,7 @@ def test_lbfgs_is_refused_unless_a_rank_has_all_parameters() -> None:
             require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
             "LBFGS moves all parameters along one line, but where tensors are sharded an optimizer has "
-            f"pieces of them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
+            f"shards of them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
         )
 
 
@@ -379,7 +379,7 @@ def test_users_optimizers_that_use_whole_parameters_are_refused_on_shards(
             require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
             f"{name} updates an element by more than that element's own gradient and state, but where "
-            "tensors are sharded an optimizer has pieces of them only: set plan.strategy to 'none' and "
+            "tensors are sharded an optimizer has shards of them only: set plan.strategy to 'none' and "
             f"plan.tp to 1, {ADAMW}, or declare `elementwise = True` in class {name}."
         )
 
@@ -410,7 +410,7 @@ def test_users_optimizers_that_use_all_parameters_are_refused_unless_a_rank_has_
     with pytest.raises(PlanError) as caught:
         require_elementwise(optimizer, CUT)
     assert str(caught.value) == (
-        f"{told}where tensors are sharded an optimizer has pieces of them only: set plan.strategy to 'none', "
+        f"{told}where tensors are sharded an optimizer has shards of them only: set plan.strategy to 'none', "
         f"and plan.tp and plan.pp to 1, {ADAMW}, or declare `elementwise = True` in class {name}."
     )
 

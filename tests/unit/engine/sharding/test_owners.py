@@ -132,13 +132,13 @@ def test_the_ranks_that_hold_the_same_shard_over_shard_and_tp_are_listed(thread_
 
 def test_shards_are_summed_over_the_ranks_that_hold_the_same(thread_ranks):
     axes = {"replicate": 2, "shard": 2, "tp": 1}
-    piece = Layout((4,), axes, {"shard": Flat((0, 2, 4))})
+    shard = Layout((4,), axes, {"shard": Flat((0, 2, 4))})
     owners = {"first": (0,), "last": (1,), "tied": (0, 1)}
     kind = kind_of(Plan(dp=4, replicate=2, strategy="full"))
 
     def body(mesh: Mesh) -> Any:
         groups = reduction_groups(owners, dict.fromkeys(owners, kind), mesh)
-        counted = counted_parameters(owners, dict.fromkeys(owners, piece), mesh)
+        counted = counted_parameters(owners, dict.fromkeys(owners, shard), mesh)
         return {name: (groups[name].name, groups[name].ranks) for name in ("first", "tied")}, counted
 
     for rank, (groups, counted) in enumerate(over_hybrid(thread_ranks, body)):

@@ -69,8 +69,8 @@ def run_step(reducer: Reducer, plan: Plan, values: list[float], scale: float = 1
 
 
 def gradients_of(reducer: Reducer) -> dict[str, Tensor | None]:
-    pieces = (pair for unit in reducer.units.values() for pair in unit.pieces.items())
-    return {name: None if piece.grad is None else piece.grad.clone() for name, piece in pieces}
+    shards = (pair for unit in reducer.units.values() for pair in unit.shard_parameters.items())
+    return {name: None if shard.grad is None else shard.grad.clone() for name, shard in shards}
 
 
 def values_of(reducer: Reducer) -> set[float]:
@@ -85,7 +85,7 @@ def test_steps_add_up_until_gradients_are_set_to_none() -> None:
         run_step(reducer, Plan(), [value])
     assert values_of(reducer) == {7.0}
     for unit in reducer.units.values():
-        for parameter in unit.pieces.values():
+        for parameter in unit.shard_parameters.values():
             parameter.grad = None
     run_step(reducer, Plan(), [8.0])
     assert values_of(reducer) == {8.0}
@@ -161,8 +161,8 @@ def test_a_gradient_that_no_product_wrote_is_zeroed_before_it_is_read() -> None:
                 reducer.collect("0")
             reducer.finish()
             assert not queue.unwritten
-            assert buffer.piece_gradient.sum() == one.numel()
-            assert unit.pieces["0.0.weight"].grad.eq(1).all()
+            assert buffer.shard_gradient.sum() == one.numel()
+            assert unit.shard_parameters["0.0.weight"].grad.eq(1).all()
             reducer.drop()
 
 
@@ -191,11 +191,11 @@ def test_stages_of_a_rank_are_added_up_apart(order: list[int]) -> None:
 
 def test_a_replaced_parameter_tensor_is_used_by_all_stages() -> None:
     (unit,) = case_of(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3)).values()
-    for parameter in unit.pieces.values():
+    for parameter in unit.shard_parameters.values():
         parameter.data = parameter.data + 1
     Gatherer({"0": unit}).begin()
     for name, parameter in unit.parameters_of(3).items():
-        assert parameter.data_ptr() == unit.pieces[name].data_ptr()
+        assert parameter.data_ptr() == unit.shard_parameters[name].data_ptr()
 
 
 def reducer_on(mesh: Mesh, plan: Plan, *, messages: bool = False) -> Reducer:
@@ -212,7 +212,7 @@ def two_steps(plan: Plan, messages: bool) -> dict[str, Tensor | None]:
 
 
 def assert_summed(of_ranks: list[dict[str, Tensor | None]], plan: Plan, value: float) -> None:
-    """The pieces make the model's gradients, `value` times the pattern in each."""
+    """The shards make the model's gradients, `value` times the pattern in each."""
     layouts = case_of(two_layers(), plan).layouts
     for name, parameter in two_layers().named_parameters():
         whole = assemble([gradients[name] for gradients in of_ranks], layouts[name])
@@ -248,7 +248,7 @@ def apart_by_digits(plan: Plan) -> set[float]:
     unit = case_of(nn.Sequential(nn.Linear(64, 63, bias=False)), plan).make_on(mesh)["0"]
     reducer = Reducer({"0": unit})
     run_step(reducer, plan, [128.0, 0.5])
-    return set(unit.pieces["0.weight"].grad.flatten().tolist())
+    return set(unit.shard_parameters["0.weight"].grad.flatten().tolist())
 
 
 @pytest.mark.parametrize("strategy", ["gradients", "full"])
@@ -262,7 +262,7 @@ def test_gradients_reduced_in_bf16_are_accumulated_in_fp32(rank_pool: Any, strat
 def test_with_one_rank_gradients_are_not_rounded_to_the_reduce_precision() -> None:
     unit = unit_of(nn.Linear(4, 1, bias=False), reduce_precision="bf16")
     run_step(Reducer({"0": unit}), Plan(), [257.0])
-    assert unit.pieces["0.weight"].grad.tolist() == [[257.0, 2 * 257.0, 3 * 257.0, 4 * 257.0]]
+    assert unit.shard_parameters["0.weight"].grad.tolist() == [[257.0, 2 * 257.0, 3 * 257.0, 4 * 257.0]]
 
 
 def counts(plan: Plan) -> dict[str, dict[str, Count]]:
@@ -272,7 +272,7 @@ def counts(plan: Plan) -> dict[str, dict[str, Count]]:
 
 
 def test_each_strategy_reduces_gradients_by_the_listed_collectives(rank_pool: Any) -> None:
-    """Over `shard` whole gradients, once or each micro-batch; over `replicate` pieces; else all over `dp`."""
+    """Over `shard` whole gradients, once or each micro-batch; over `replicate` shards; else all over `dp`."""
 
     def size(plan: Plan) -> int:
         units = case_of(two_layers(), plan).buffer_specs.values()
@@ -348,6 +348,6 @@ def test_frozen_parameters_are_not_reduced() -> None:
     layer.bias.requires_grad_(False)
     unit = unit_of(layer)
     run_step(Reducer({"0": unit}), Plan(), [1.0])
-    assert unit.pieces["0.bias"].grad is None
-    assert unit.pieces["0.weight"].grad is not None
+    assert unit.shard_parameters["0.bias"].grad is None
+    assert unit.shard_parameters["0.weight"].grad is not None
     assert only_buffer(Unit("trains", unit.trainable, (0,))).parameters.keys() == {"0.weight"}

@@ -81,7 +81,7 @@ def the(what: str, name: str, kind: str, usual: str, odd: str) -> str:
 R0, R1, R2, R3 = (f"{rank} \\(pp 0, dp {rank // 2}, tp {rank % 2}\\)" for rank in range(4))
 R4, R5, R6, R7 = (f"{rank} \\(pp 1, dp {rank // 2 - 2}, tp {rank % 2}\\)" for rank in range(4, 8))
 DAMAGES = {
-    "a piece over dp": Damage(
+    "a shard over dp": Damage(
         (6,), QUERY, the("value", QUERY, r"float64\[12, 24\]", f"rank {R4}", f"rank {R6}")
     ),
     "whole over tp": Damage(
@@ -157,7 +157,7 @@ def test_the_first_differing_parameter_is_named_and_all_are_counted(thread_ranks
     def body() -> str:
         engine, optimizer = stepped(CUBE)
         with (
-            damaged(DAMAGES["a piece over dp"], engine, optimizer),
+            damaged(DAMAGES["a shard over dp"], engine, optimizer),
             damaged(DAMAGES["state over dp"], engine, optimizer),
             damaged(DAMAGES["no number"], engine, optimizer),
         ):
@@ -229,7 +229,7 @@ def test_frozen_parameters_and_other_optimizers_count_too(thread_ranks: Any) -> 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
 def test_replicas_of_each_shard_are_checked(thread_ranks: Any, strategy: Any) -> None:
-    """Over dp=4 in two replicas (rank = 2·replicate + shard): neighbours hold different pieces."""
+    """Over dp=4 in two replicas (rank = 2·replicate + shard): neighbours hold different shards."""
     plan = Plan(dp=4, replicate=2, strategy=strategy, precision="fp64")
     value, state = (Damage((3,), FIRST, "", state=name) for name in (None, "exp_avg"))
 

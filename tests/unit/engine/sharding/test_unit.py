@@ -47,8 +47,8 @@ def test_the_shards_of_all_ranks_make_up_the_model(
     made = case_of(model, Plan(dp=ranks, tp=tp, strategy=strategy), cut)
     units = {(0, *at): made.make_alone(*at)["0"] for at in product(range(ranks), range(tp))}
     for name, parameter in model.named_parameters():
-        pieces = {at: unit.pieces[name] for at, unit in units.items()}
-        assert torch.equal(assemble(pieces, made.layouts[name]), parameter)
+        shards = {at: unit.shard_parameters[name] for at, unit in units.items()}
+        assert torch.equal(assemble(shards, made.layouts[name]), parameter)
         for at, unit in units.items():
             if strategy != "full" or ranks == 1:
                 wanted = shard(parameter, made.whole_layouts[name], at)
@@ -85,16 +85,16 @@ def test_a_unit_keeps_the_bytes_of_its_strategy_between_steps(
 def test_a_shard_is_a_view_of_a_buffer_that_is_kept_whole(strategy: Any) -> None:
     buffer = only_buffer(unit_of(nn.Linear(64, 64), index=2, dp=4, strategy=strategy))
     assert buffer.gradient is not None
-    assert buffer.piece_gradient is not None
-    assert buffer.spec.has_pieces == (strategy != "none")
+    assert buffer.shard_gradient is not None
+    assert buffer.spec.has_own_parameters == (strategy != "none")
     if strategy == "none":
-        assert buffer.pieces is buffer.parameters
-        assert buffer.piece_gradient is buffer.gradient
+        assert buffer.shard_parameters is buffer.parameters
+        assert buffer.shard_gradient is buffer.gradient
         return
-    assert buffer.piece.numel() == buffer.piece_gradient.numel() == 65 * 64 / 4
-    within = buffer.piece.untyped_storage()._cdata == buffer.whole.untyped_storage()._cdata
+    assert buffer.shard.numel() == buffer.shard_gradient.numel() == 65 * 64 / 4
+    within = buffer.shard.untyped_storage()._cdata == buffer.whole.untyped_storage()._cdata
     assert within == (strategy != "full")
-    assert buffer.piece.storage_offset() == (2 * buffer.spec.offsets.piece if within else 0)
+    assert buffer.shard.storage_offset() == (2 * buffer.spec.offsets.shard_size if within else 0)
     assert buffer.spec.scatters_in_place == (strategy == "optimizer")
     assert bool(buffer.whole.untyped_storage().nbytes()) == (strategy != "full")
     assert bool(buffer.gradient.untyped_storage().nbytes()) == (strategy == "optimizer")
@@ -110,8 +110,8 @@ def test_gradients_may_have_more_digits_than_what_layers_use() -> None:
     assert (weight.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
     assert weight.grad.tolist() == [[257.0] * 4]
     buffer.finish_gradients(None, 1.0)
-    piece = unit.pieces["0.weight"]
-    assert (piece.dtype, piece.grad.dtype, piece.grad.tolist()) == (
+    local = unit.shard_parameters["0.weight"]
+    assert (local.dtype, local.grad.dtype, local.grad.tolist()) == (
         torch.float32,
         torch.float32,
         [[257.0] * 4],
@@ -121,7 +121,7 @@ def test_gradients_may_have_more_digits_than_what_layers_use() -> None:
 def test_the_optimizer_updates_a_master_with_more_digits() -> None:
     layer = nn.Linear(4, 1, bias=False)
     unit = unit_of(layer, **MIXED)
-    assert torch.equal(unit.pieces["0.weight"], layer.weight), "not rounded on the way"
+    assert torch.equal(unit.shard_parameters["0.weight"], layer.weight), "not rounded on the way"
     assert unit.parameters["0.weight"].dtype == torch.bfloat16
 
 
@@ -132,10 +132,10 @@ def test_frozen_parameters_of_a_unit_have_no_gradient_buffer() -> None:
     weight, bias = unit.buffers
     assert unit.trainable == (weight,)
     assert unit.gradients_of(0).keys() == {("0.weight", 0)}
-    assert (bias.gradient, bias.piece_gradient, bias.replica_group) == (None, None, None)
+    assert (bias.gradient, bias.shard_gradient, bias.replica_group) == (None, None, None)
     assert bias.attach_gradients() is None
-    assert bias.current_gradients(unit.pieces) == []
-    assert {name: one.requires_grad for name, one in (unit.pieces | unit.parameters).items()} == {
+    assert bias.current_gradients(unit.shard_parameters) == []
+    assert {name: one.requires_grad for name, one in (unit.shard_parameters | unit.parameters).items()} == {
         "0.weight": True,
         "0.bias": False,
     }

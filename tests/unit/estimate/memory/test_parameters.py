@@ -121,8 +121,8 @@ def test_gradients_reduced_in_another_precision_count_a_temporary_copy() -> None
     assert travelling == always + P / 2 + P / 2 / N
     alone = Account(strategy="full", replicate=N, **HALF, reduce_precision="bf16")
     always = alone.after(AllocateGradient).held[Category.GRADIENTS]
-    assert alone.after(ScatterGradient).held[Category.GRADIENTS] == always + P / 2  # nobody has a piece of it
-    # Nobody else holds the same piece, so it is not summed again.
+    assert alone.after(ScatterGradient).held[Category.GRADIENTS] == always + P / 2  # nobody has a shard of it
+    # Nobody else holds the same shard, so it is not summed again.
     assert scattered.after(AwaitScatter, ReduceGradient).held[Category.GRADIENTS] == 2 * P / N
     hybrid = Account(strategy="full", replicate=2, **HALF, reduce_precision="bf16")
     always = hybrid.after().held[Category.GRADIENTS]

@@ -14,7 +14,7 @@ from plait.engine.blueprint import build_blueprint
 from plait.estimate.memory.layer_traces import Trace
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_memory import LayerMemory, layer_memory
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.plan.model_sizes import Decoder, LayerKind, decoder_of
 from plait.plan.plan import Plan
 
@@ -40,7 +40,7 @@ QUICK = (
 def test_layers_keep_and_allocate_what_their_trace_does(name: str, division: str, mode: str) -> None:
     model = getattr(plait.models, name)(**SIZES)
     plan = Plan(microbatches=2, recompute=mode, **DIVISIONS[division])
-    shape = StepShape(decoder_of(model), plan, rows=2, on_cpu=True)
+    shape = MicrobatchShape(decoder_of(model), plan, rows=2, on_cpu=True)
     for kind, trace in zip(("attention", "mlp"), _traces(model, plan)[1:3], strict=True):
         found, expected = layer_memory(kind, mode, shape), _of(trace, shape.outside)
         few = 0.02 * shape.activation
@@ -80,11 +80,11 @@ LLAMA = Decoder(
 GPT = Decoder(layers=2, hidden=32, heads=4, vocab=60, context=16, biases=True, positions=True)
 
 
-def shape_of(decoder: Decoder, *, on_cpu: bool = False, **fields: Any) -> StepShape:
-    return StepShape(decoder, Plan(**fields), rows=2, on_cpu=on_cpu)
+def shape_of(decoder: Decoder, *, on_cpu: bool = False, **fields: Any) -> MicrobatchShape:
+    return MicrobatchShape(decoder, Plan(**fields), rows=2, on_cpu=on_cpu)
 
 
-RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
+RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...] = (
     (
         shape_of(LLAMA, recompute="none"),
         {

@@ -8,8 +8,8 @@ from typing import Any
 from plait.estimate.search.memory_bounds import KINDS
 from plait.estimate.time.layer_operations import (
     LayerWork,
+    MicrobatchShape,
     Recomputation,
-    StepShape,
     context_method,
     layer_work,
 )
@@ -26,8 +26,8 @@ WHOLE, FP32 = 2 * TOKENS * 96, 4 * TOKENS * 96
 """Bytes of an activation, in bf16 and in fp32."""
 
 
-def shape_of(decoder: Decoder, *, on_cpu: bool = False, **fields: Any) -> StepShape:
-    return StepShape(decoder, Plan(**fields), rows=3, on_cpu=on_cpu)
+def shape_of(decoder: Decoder, *, on_cpu: bool = False, **fields: Any) -> MicrobatchShape:
+    return MicrobatchShape(decoder, Plan(**fields), rows=3, on_cpu=on_cpu)
 
 
 def over_tp(collective: Collective, nbytes: float) -> tuple[AxisTransfer, ...]:

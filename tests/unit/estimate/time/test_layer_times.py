@@ -9,7 +9,7 @@ import pytest
 from one_second_kernels import DECODER, FAST, HARDWARE
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Plan
@@ -27,7 +27,7 @@ def times(
     at_once: bool = True,
     **fields: Any,
 ) -> PassTimes:
-    shape = StepShape(DECODER, Plan(precision="bf16", **fields), rows=1)
+    shape = MicrobatchShape(DECODER, Plan(precision="bf16", **fields), rows=1)
     return LayerTimer(shape, hardware, "bf16").times(kind, recompute, at_once=at_once)
 
 
@@ -113,7 +113,7 @@ def test_the_device_waits_for_the_host_to_start_operations() -> None:
 
 
 def test_layers_of_one_kind_are_timed_once_for_all_plans_that_share_them() -> None:
-    shape = StepShape(DECODER, Plan(precision="bf16"), rows=1)
+    shape = MicrobatchShape(DECODER, Plan(precision="bf16"), rows=1)
     first = LayerTimer(shape, HARDWARE, "bf16")
     found = first.times("mlp", "none", at_once=False)
     slower = replace(HARDWARE, efficiency=replace(HARDWARE.efficiency, kernel=2.0))

@@ -10,22 +10,22 @@ import plait
 from parity.pairs import in_quick
 from plait.estimate.time.hardware import load_hardware
 from plait.estimate.time.layer_memory import LayerMemory, layer_memory
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.memory_by_size import (
+    ActivationMemories,
     ActivationPeak,
     PredictedMemory,
     RankActivations,
-    RankMemories,
     StageMemory,
     activation_peaks,
     stage_memory,
 )
 from plait.estimate.time.prediction import predict
-from plait.estimate.time.state_memory import RankSizes, rank_sizes
+from plait.estimate.time.state_memory import ParameterCounts, rank_sizes
 from plait.plan.model_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
-from plait.schedules.held_microbatches import ActionStart, HeldMicrobatches, RankHeld
+from plait.schedules.held_microbatches import ActionStart, HeldCounts, HeldMicrobatches
 from plait.schedules.search.api import schedule
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, "context": 128}
@@ -96,7 +96,7 @@ STAGES = [
     StageMemory(10, 3, {F: 7, I: 20, W: 6, B: 30}, {F: 0, I: 15, W: 5, B: 25}),
     StageMemory(100, 40, {F: 70, I: 200, W: 60, B: 300}, {F: 0, I: 150, W: 50, B: 250}),
 ]
-HELD = RankHeld(
+HELD = HeldCounts(
     stages=(0, 3),
     starts={
         ActionStart(0, F, False): ((2, 0, 0, 0), (1, 1, 0, 0)),
@@ -125,14 +125,14 @@ def test_peaks_are_what_is_held_with_messages_and_what_runs(received: float, sen
 def test_messages_are_receive_buffers_and_gradients_on_their_way() -> None:
     sizes = Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4)
     made = schedule("1f1b", ranks=2, microbatches=2)
-    known = RankMemories(StepShape(sizes, Plan(pp=2), rows=2), made, [], [])
+    known = ActivationMemories(MicrobatchShape(sizes, Plan(pp=2), rows=2), made, [], [])
     assert known.messages(HELD) == (3 * 2 * 4 * 8 * 4, 4 * 2 * 4 * 8 * 4)
 
 
 def test_the_peak_of_a_rank_is_that_of_its_actions_with_the_gradients_they_need() -> None:
     plan = Plan(dp=2, microbatches=2, strategy="gradients")  # in fp32, reduced after the last backward
-    shape = StepShape(Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4), plan, rows=2)
-    sizes, small = RankSizes(whole=100, twice=0, pair=50), ActivationPeak(3, 4)
+    shape = MicrobatchShape(Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4), plan, rows=2)
+    sizes, small = ParameterCounts(whole=100, twice=0, pair=50), ActivationPeak(3, 4)
     for peaks, gradients, kept, running in (
         ({(F, False): (500, 60)}, 0, 500, 60),
         ({(F, True): (500, 60), (B, False): (500, 59)}, 400, 500, 60),
@@ -154,7 +154,7 @@ def test_a_stage_is_made_of_its_layers_and_has_the_peaks_of_its_schedule() -> No
     sizes = Decoder(layers=6, hidden=64, heads=4, vocab=10, context=16)
     plan = Plan(pp=3, tp=2, microbatches=3, layers_per_stage=(5, 4, 5))
     memory = predict(sizes, plan, "h100-sxm").memory
-    shape = StepShape(sizes, plan, rows=1)
+    shape = MicrobatchShape(sizes, plan, rows=1)
     layers = [layer_memory(kind, "none", shape) for kind in sizes.kinds[5:9]]
     stage = stage_memory(layers, at_once=False, receives=True)
     held = HeldMicrobatches(schedule("1f1b", ranks=3, microbatches=3)).ranks[1]

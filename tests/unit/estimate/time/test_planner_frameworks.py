@@ -13,7 +13,7 @@ from one_second_kernels import DECODER, HARDWARE
 
 from plait.estimate.time.hardware import load_hardware
 from plait.estimate.time.layer_memory import LayerMemory
-from plait.estimate.time.layer_operations import Recomputation, StepShape, layer_work
+from plait.estimate.time.layer_operations import MicrobatchShape, Recomputation, layer_work
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
 from plait.estimate.time.operation_times import Elementwise, Product
 from plait.estimate.time.prediction import predict
@@ -41,12 +41,12 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def timer(planner: Any, framework: Any, plan: Plan, decoder: Decoder = DECODER, rows: float = 1) -> Any:
-    return planner.FrameworkTimer(StepShape(decoder, plan, rows), HARDWARE, "bf16", framework=framework)
+    return planner.FrameworkTimer(MicrobatchShape(decoder, plan, rows), HARDWARE, "bf16", framework=framework)
 
 
 def test_a_framework_without_switches_takes_the_times_of_plait(planner: Any) -> None:
     plan = Plan(tp=2, dp=4, strategy="full", reduce="each", sequence_parallel="regather", **BF16)
-    plain = LayerTimer(StepShape(DECODER, plan, 1), HARDWARE, "bf16")
+    plain = LayerTimer(MicrobatchShape(DECODER, plan, 1), HARDWARE, "bf16")
     for kind in ("embedding", "attention", "mlp", "head"):
         assert timer(planner, planner.Framework(), plan).times(kind, "none") == plain.times(kind, "none")
 
@@ -67,7 +67,7 @@ def test_layers_are_repeated_to_their_end_or_the_scores_of_attention_only(planne
     for kind in ("attention", "mlp"):
         work = timer(planner, planner.FSDP, plan).work(kind)
         assert work.full == Recomputation(work.forward, work.forward_transfers)
-        assert work.selective == layer_work(kind, StepShape(DECODER, plan, 1)).selective
+        assert work.selective == layer_work(kind, MicrobatchShape(DECODER, plan, 1)).selective
     again = timer(planner, planner.MEGATRON_2022, plan)
     attention = again.work("attention")
     assert attention.selective == Recomputation(attention.forward[3:6])
@@ -80,10 +80,10 @@ def test_element_wise_operations_move_more_bytes_and_a_fused_loss_fewer(planner:
     twice = timer(planner, planner.Framework(elementwise_passes=2.0), plan)
     fused = timer(planner, planner.Framework(fused_loss=True), plan)
     for kind in ("embedding", "attention", "mlp", "head"):
-        plain = layer_work(kind, StepShape(DECODER, plan, 1))
+        plain = layer_work(kind, MicrobatchShape(DECODER, plan, 1))
         for one, other in zip(plain.forward + plain.backward, operations_of(twice.work(kind)), strict=True):
             assert other == (replace(one, nbytes=2 * one.nbytes) if isinstance(one, Elementwise) else one)
-    plain, work = layer_work("head", StepShape(DECODER, plan, 1)), fused.work("head")
+    plain, work = layer_work("head", MicrobatchShape(DECODER, plan, 1)), fused.work("head")
     for one, other in ((plain.forward[-1], work.forward[-1]), (plain.backward[0], work.backward[0])):
         assert isinstance(one, Elementwise)
         assert other == Elementwise(one.nbytes / 2, one.kernels / 2)
@@ -97,7 +97,7 @@ def operations_of(work: Any) -> tuple[Any, ...]:
     return (*work.forward, *work.backward)
 
 
-def test_sums_are_not_hidden_or_in_pieces_by_products(planner: Any) -> None:
+def test_sums_are_not_hidden_or_in_shards_by_products(planner: Any) -> None:
     plan = Plan(tp=2, sequence_parallel="keep", **BF16)
     for framework, forward, backward in [
         (planner.Framework(), 12, 6 + 6 - 2),
@@ -119,10 +119,10 @@ def test_parameters_are_gathered_once_a_step(planner: Any) -> None:
     assert (found.forward.dp, found.inputs.dp) == (18 - 7, 0)
 
 
-def test_a_message_has_the_ranks_piece_and_a_rank_waits_while_it_sends(planner: Any) -> None:
+def test_a_message_has_the_ranks_shard_and_a_rank_waits_while_it_sends(planner: Any) -> None:
     slow = replace(HARDWARE, inside=replace(HARDWARE.inside, bandwidth=10.0))
     for fields, parts in [({}, 1), ({"tp": 2}, 2), ({"tp": 2, "sequence_parallel": "keep"}, 2)]:
-        shape = StepShape(DECODER, Plan(pp=2, **fields, **BF16), 1)
+        shape = MicrobatchShape(DECODER, Plan(pp=2, **fields, **BF16), 1)
         made = planner.FrameworkTimer(shape, slow, "bf16", framework=planner.MEGATRON_2021)
         expected = 6 + 64 * 96 * 2 / parts / (10 * slow.efficiency.inside)
         assert made.message_seconds == pytest.approx(expected)
@@ -219,7 +219,7 @@ RECORDED: tuple[tuple[str, Decoder, dict[str, Any], dict[str, tuple[float, ...]]
 
 def test_layers_have_the_bytes_that_were_recorded(planner: Any) -> None:
     for name, decoder, fields, expected in RECORDED:
-        shape, framework = StepShape(decoder, Plan(**fields, **BF16), 2), getattr(planner, name)
+        shape, framework = MicrobatchShape(decoder, Plan(**fields, **BF16), 2), getattr(planner, name)
         for kind, numbers in expected.items():
             found = planner.framework_layer(kind, fields["recompute"], shape, framework)
             assert astuple(found) == numbers, (name, kind)
@@ -235,33 +235,33 @@ def test_placeholder_gradients_are_one_of_each_size_or_all(planner: Any) -> None
     ]:
         framework, shape = (
             planner.Framework(placeholder_gradients=kept),
-            StepShape(decoder, Plan(tp=2, **BF16), 1),
+            MicrobatchShape(decoder, Plan(tp=2, **BF16), 1),
         )
         stages = [("embedding", "attention"), ("mlp", "attention", "head")]
         assert planner.placeholder_gradients(shape, framework, stages) == expected
 
 
-def test_a_rank_that_sends_a_piece_of_its_output_keeps_no_more_of_it(planner: Any) -> None:
+def test_a_rank_that_sends_a_shard_of_its_output_keeps_no_more_of_it(planner: Any) -> None:
     memory = LayerMemory(5000, 1, 2, 3, 4, 5)
     whole = 2 * 16 * 32 * 4
     for fields, kept in (
         ({}, 5000),
         ({"tp": 2}, 5000 - whole / 2),
         ({"tp": 4}, 5000 - whole * 3 / 4),
-        ({"tp": 2, "sequence_parallel": "keep"}, 5000),  # a piece already
+        ({"tp": 2, "sequence_parallel": "keep"}, 5000),  # a shard already
     ):
-        shape = StepShape(GPT, Plan(**fields), 2)
-        assert planner.sending_pieces(memory, shape) == replace(memory, until_inputs=kept)
+        shape = MicrobatchShape(GPT, Plan(**fields), 2)
+        assert planner.sending_parts(memory, shape) == replace(memory, until_inputs=kept)
     small = replace(memory, until_inputs=9)
-    assert planner.sending_pieces(small, StepShape(GPT, Plan(tp=2), 2)).until_inputs == 0
+    assert planner.sending_parts(small, MicrobatchShape(GPT, Plan(tp=2), 2)).until_inputs == 0
 
 
-def test_a_rank_has_its_frameworks_messages_pieces_and_placeholders(planner: Any) -> None:
+def test_a_rank_has_its_frameworks_messages_shards_and_placeholders(planner: Any) -> None:
     made = schedule("1f1b", ranks=2, microbatches=4)
-    shape = StepShape(GPT, Plan(pp=2, tp=2, microbatches=4, **BF16), 2)
+    shape = MicrobatchShape(GPT, Plan(pp=2, tp=2, microbatches=4, **BF16), 2)
     stages, modes = (GPT.kinds[:3], GPT.kinds[3:]), (("none",) * 3,) * 2
     first = HeldMicrobatches(made).ranks[0]
-    piece = shape.activation / 2
+    shard = shape.activation / 2
 
     def found(**switches: Any) -> Any:
         framework = planner.Framework(**switches)
@@ -271,7 +271,7 @@ def test_a_rank_has_its_frameworks_messages_pieces_and_placeholders(planner: Any
     (plain, usual), (blocking, _) = found(), found(blocking_messages=True)
     assert plain.messages(first) == (first.receive_buffers * shape.outside, first.sending * shape.outside)
     assert blocking.messages(first) == (first.received * shape.outside, 0.0)
-    assert usual.allocated - found(messages_divided=True)[1].allocated == 2 * piece  # of two micro-batches
+    assert usual.allocated - found(messages_divided=True)[1].allocated == 2 * shard  # of two micro-batches
     placeholders = planner.placeholder_gradients(
         shape, planner.Framework(placeholder_gradients="all"), stages[:1]
     )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.estimate.time.layer_operations import StepShape
-from plait.estimate.time.state_memory import RankSizes, rank_sizes, state_bytes, whole_gradients
+from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 
 DECODER = Decoder(layers=2, hidden=96, heads=6, kv_heads=2, inner=160, vocab=510, context=64, tied=True)
 MIXED = {"precision": "bf16", "master_precision": "fp32"}
-SIZES = RankSizes(whole=1000, twice=100, pair=150)
+SIZES = ParameterCounts(whole=1000, twice=100, pair=150)
 
 
-def shape_of(**fields: Any) -> StepShape:
-    return StepShape(DECODER, Plan(**{**MIXED, **fields}), rows=1)
+def shape_of(**fields: Any) -> MicrobatchShape:
+    return MicrobatchShape(DECODER, Plan(**{**MIXED, **fields}), rows=1)
 
 
 def test_sizes_of_a_rank_are_those_of_its_stages_and_of_the_largest_neighbours() -> None:
@@ -40,7 +40,7 @@ def test_parameters_gradients_and_state_of_a_rank() -> None:
         ({"dp": 4, "strategy": "optimizer"}, (2000, 4400, 3000, 0)),
         ({"dp": 2, "cp": 2, "strategy": "gradients"}, (2000, 1000, 3000, 0)),
         ({"dp": 4, "replicate": 2, "strategy": "gradients"}, (2000, 2000, 6000, 0)),
-        ({"dp": 4, "strategy": "full"}, (1000, 1000, 2000, 300)),  # pieces in fp32, two layers whole
+        ({"dp": 4, "strategy": "full"}, (1000, 1000, 2000, 300)),  # shards in fp32, two layers whole
         ({"strategy": "full"}, (2000, 4400, 12000, 0)),
         ({"master_precision": "bf16"}, (2000, 2200, 4000, 0)),
         ({"gradient_precision": "bf16"}, (2000, 2200, 12000, 0)),

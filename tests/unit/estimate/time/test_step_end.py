@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from plait.estimate.time.hardware import Hardware, Link, load_hardware
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.step_times import (
-    RankWork,
+    StepEndSizes,
     gradient_sum_seconds,
     gradient_transfers,
     latest_ends,
@@ -37,7 +37,7 @@ MIXED = {"precision": "bf16", "master_precision": "fp32"}
 
 
 def timer(hardware: Hardware = HARDWARE, **fields: Any) -> LayerTimer:
-    shape = StepShape(DECODER, Plan(**{**MIXED, **fields}), rows=1)
+    shape = MicrobatchShape(DECODER, Plan(**{**MIXED, **fields}), rows=1)
     return LayerTimer(shape, hardware, "bf16")
 
 
@@ -51,7 +51,7 @@ def test_gradients_are_summed_by_the_strategys_collectives() -> None:
         ({"dp": 4, "strategy": "full", "reduce": "each"}, 0),
         ({"dp": 4, "strategy": "gradients", "reduce": "each"}, 0),
         (
-            {"dp": 8, "replicate": 2, "strategy": "optimizer"},  # pieces of four ranks, summed across hosts
+            {"dp": 8, "replicate": 2, "strategy": "optimizer"},  # shards of four ranks, summed across hosts
             4000 * 3 / 4 / 100 + 3 * 7 + 2 * 4000 / 4 / 2 / 20 + 3 * 7,
         ),
         ({"dp": 2, "cp": 2}, 2 * 4000 * 3 / 4 / 100 + 3 * 7),
@@ -63,7 +63,7 @@ def test_gradients_are_summed_by_the_strategys_collectives() -> None:
 def test_sums_are_hidden_by_the_last_backward_but_for_those_of_its_last_layer() -> None:
     sums = 2 * 4000 * 3 / 4 / 100 + 4 * 7
     for window, left in ((0.0, sums), (40.0, sums - 40 * 3 / 4), (1e6, sums / 4)):
-        work = RankWork(1000.0, 4, window)
+        work = StepEndSizes(1000.0, 4, window)
         assert gradient_sum_seconds(timer(dp=4), work) == pytest.approx(left, rel=1e-12)
         shown = timer(replace(HARDWARE, overlaps=False), dp=4)
         assert gradient_sum_seconds(shown, work) == pytest.approx(sums, rel=1e-12)
@@ -92,7 +92,7 @@ def test_the_optimizer_reads_and_writes_its_state_and_gathers_parameters() -> No
 
 
 def test_a_step_ends_when_the_last_rank_has_its_sums_and_the_slowest_its_optimizer() -> None:
-    works = [RankWork(1000.0, 2, 0.0), RankWork(4000.0, 4, 0.0), RankWork(1000.0, 2, 0.0)]
+    works = [StepEndSizes(1000.0, 2, 0.0), StepEndSizes(4000.0, 4, 0.0), StepEndSizes(1000.0, 2, 0.0)]
     latest = latest_ends(works, [300.0, 100.0, 500.0])
     assert latest == {works[0]: 500.0, works[1]: 100.0}
     made = timer(dp=4, strategy="optimizer")

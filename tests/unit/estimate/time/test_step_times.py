@@ -9,7 +9,7 @@ import pytest
 from one_second_kernels import DECODER, HARDWARE
 
 from plait.estimate.time.hardware import Hardware, Link
-from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.prediction import Prediction, predict
 from plait.estimate.time.step_times import stage_kinds, stage_modes
@@ -51,7 +51,7 @@ def test_stages_have_the_modes_of_their_own_layers() -> None:
     assert stage_modes(plan, (1, 3)) == (("full",), ("none", "selective", "none"))
     assert stage_modes(replace(plan, recompute="full"), (1, 3)) == (("full",), ("full",) * 3)
     found = predict(DECODER, plan, HARDWARE)
-    timer = LayerTimer(StepShape(DECODER, plan, 1), HARDWARE, "bf16")
+    timer = LayerTimer(MicrobatchShape(DECODER, plan, 1), HARDWARE, "bf16")
     last = [
         timer.times(kind, mode) for kind, mode in zip(("attention", "mlp", "head"), modes[1:], strict=True)
     ]  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_the_last_ranks_breakdown_has_sums_gathers_and_the_optimizer_of_the_slow
     assert equal.breakdown["bubble"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_message_has_the_activation_or_the_ranks_piece() -> None:
+def test_a_message_has_the_activation_or_the_ranks_shard() -> None:
     for fields, parts in [
         ({}, 1),
         ({"tp": 2}, 1),
@@ -93,7 +93,7 @@ def test_a_message_has_the_activation_or_the_ranks_piece() -> None:
         slow = replace(HARDWARE, inside=Link(10.0, 1.0), efficiency=replace(HARDWARE.efficiency, inside=0.5))
         for pp, expected in ((1, 0), (2, 6 + 64 * 96 * 2 / parts / 5)):
             plan = replace(GPIPE, pp=pp, layers_per_stage=None, **fields)
-            timer = LayerTimer(StepShape(DECODER, plan, rows=1), slow, "bf16")
+            timer = LayerTimer(MicrobatchShape(DECODER, plan, rows=1), slow, "bf16")
             assert timer.message_seconds == pytest.approx(expected)
 
 

@@ -18,7 +18,7 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.proof_marks import gives_positions, positions_may_mix
 
 LENGTH, HIDDEN = 16, 12
-PIECE = torch.tensor([2, 5, 6, 11])
+PART = torch.tensor([2, 5, 6, 11])
 
 
 class Call(nn.Module):
@@ -293,17 +293,17 @@ def proved(layer: nn.Module, like: Value | None = None) -> Value:
     return prove_positions_apart(NamedLayer("blocks.0", layer), given)
 
 
-def works_on_pieces(layer: nn.Module) -> bool:
+def works_on_parts(layer: nn.Module) -> bool:
     """Whether the layer gives for some positions what it gives at these positions of the whole."""
     torch.manual_seed(1)
     x = torch.randn(3, LENGTH, HIDDEN, dtype=torch.float64)
 
-    def of_piece(tensor: Tensor) -> Tensor:
-        return tensor[:, PIECE] if tensor.dim() > 1 else tensor
+    def of_part(tensor: Tensor) -> Tensor:
+        return tensor[:, PART] if tensor.dim() > 1 else tensor
 
     try:
-        own = layer(of_piece(x))
-        expected = map_tensors(of_piece, layer(x.clone()))
+        own = layer(of_part(x))
+        expected = map_tensors(of_part, layer(x.clone()))
     except (RuntimeError, IndexError):
         return False
     pairs = zip(tensors_of(own), tensors_of(expected), strict=True)
@@ -315,7 +315,7 @@ def test_layers_that_work_on_each_position_pass() -> None:
         layer = made(build)
         output = proved(copy.deepcopy(layer))
         with torch.no_grad():
-            assert works_on_pieces(layer), name
+            assert works_on_parts(layer), name
         (length,) = {tensor.shape[1] for tensor in tensors_of(output) if tensor.dim() > 1}
         assert length == 13, name
         assert all(tensor.is_meta for tensor in tensors_of(output)), name
@@ -348,7 +348,7 @@ def test_layers_that_mix_positions_are_refused_naming_the_place(
             refusal = str(error)
         assert re.search(told.replace("{place}", place), refusal), name
         with torch.no_grad():
-            assert not works_on_pieces(made(build)), name
+            assert not works_on_parts(made(build)), name
 
 
 def test_layers_for_one_length_only_are_refused() -> None:

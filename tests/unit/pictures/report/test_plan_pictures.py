@@ -44,10 +44,10 @@ def test_the_picture_of_a_sharded_matrix_covers_it_once(tmp_path: Path) -> None:
                 float(w) * float(h)
                 for w, h in re.findall(rf'class="{kind}"[^>]* width="([\d.]+)" height="([\d.]+)"', picture)
             )
-            for kind in ("piece", "interval")
+            for kind in ("shard", "interval")
         }
         whole = (width - 2) * (height - 2)
-        assert sizes["piece"] == pytest.approx(whole, rel=0.04), tensor.name
+        assert sizes["shard"] == pytest.approx(whole, rel=0.04), tensor.name
         assert sizes["interval"] == pytest.approx(whole, rel=0.04), tensor.name
     (up,) = (tensor for tensor in about.tensors if tensor.name == "blocks.0.mlp.gate.weight")
     assert tensor_text(up, about).startswith("512 × 256, divided over tp 2 × shard 2 × cp 2: at most ")

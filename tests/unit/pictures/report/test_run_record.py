@@ -17,7 +17,7 @@ from plait.pictures.report.charts import figures_of
 from plait.pictures.report.events import write_event
 from plait.pictures.report.page import read_runs, write_report
 from plait.pictures.report.recorded_step import RecordedRank, write_step
-from plait.pictures.report.run_description import PlannedTensor, PredictedRank, TensorPiece, write_description
+from plait.pictures.report.run_description import PlannedTensor, PredictedRank, TensorShard, write_description
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.sections import samples_section
 from plait.pictures.report.warnings import stragglers, warnings_of
@@ -148,9 +148,9 @@ RUN: dict[str, dict[str, Any]] = {
     "or one runs on no rank of pp": {"stage_ranks": (0, 2)},
     "layers: one is in no stage": {"stage_ranks": (0,)},
     "memory: it has a rank that there is not": {"memory": (PredictedRank(2, 1, 1, {}),)},
-    r"tensors\.weight: it has no pieces": {"tensors": (PlannedTensor("weight", (4,), (0,), ()),)},
+    r"tensors\.weight: it has no shards": {"tensors": (PlannedTensor("weight", (4,), (0,), ()),)},
     r"tensors\.weight: .* or of other dims": {
-        "tensors": (PlannedTensor("weight", (4,), (0,), (TensorPiece((((0, 0), (4, 1)),)),)),)
+        "tensors": (PlannedTensor("weight", (4,), (0,), (TensorShard((((0, 0), (4, 1)),)),)),)
     },
 }
 """What a description of two ranks of pp is refused for, and the fields that are changed."""

@@ -80,9 +80,9 @@ class TestDivide:
 
     @given(st.integers(0, 1000), st.integers(1, 40))
     def test_a_division_covers_every_row_once_and_evenly(self, size: int, parts: int) -> None:
-        pieces = divide(size, parts)
-        assert [row for piece in pieces for row in piece] == list(range(size))
-        lengths = [len(piece) for piece in pieces]
+        shards = divide(size, parts)
+        assert [row for local in shards for row in local] == list(range(size))
+        lengths = [len(local) for local in shards]
         assert len(lengths) == parts
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] - lengths[-1] <= 1
@@ -215,7 +215,7 @@ class TestLayout:
             (((4,), {"tp": 4}, {"tp": Shard(0, 3)}), "axis 'tp' has 4 ranks, which cannot hold 3 copies of"),
             (
                 ((4,), {"tp": 2}, {"tp": Shard(0, 4)}),
-                "4 copies of each piece: give a divisor of 2",
+                "4 copies of each shard: give a divisor of 2",
             ),
             (((4,), {"tp": 2}, {"tp": Shard(0, 0)}), "cannot hold 0 copies"),
             (((4,), {"tp": 2}, {"tp": Shard(0, -1)}), "cannot hold -1 copies"),
@@ -244,43 +244,43 @@ class TestLayout:
             UNEVEN.box(where)
 
 
-class TestPieces:
+class TestShards:
     @given(layouts(), st.sampled_from(DTYPES))
     def test_assembling_the_shards_gives_the_tensor(self, layout: Layout, dtype: torch.dtype) -> None:
         tensor = filled(layout.shape, dtype)
-        pieces = cut(tensor, layout)
-        for coordinate, piece in pieces.items():
-            assert tuple(piece.shape) == layout.local_shape(coordinate)
-            assert piece.dtype == dtype
-        for given_as in (pieces, list(pieces.values()), dict(reversed(pieces.items()))):
+        shards = cut(tensor, layout)
+        for coordinate, local in shards.items():
+            assert tuple(local.shape) == layout.local_shape(coordinate)
+            assert local.dtype == dtype
+        for given_as in (shards, list(shards.values()), dict(reversed(shards.items()))):
             whole = assemble(given_as, layout)
             assert whole.dtype == dtype
             assert torch.equal(whole, tensor)
 
     @given(layouts())
     def test_sharding_an_assembled_tensor_gives_the_shards(self, layout: Layout) -> None:
-        pieces = cut(filled(layout.shape), layout)
-        again = cut(assemble(pieces, layout), layout)
-        assert all(torch.equal(pieces[c], again[c]) for c in pieces)
+        shards = cut(filled(layout.shape), layout)
+        again = cut(assemble(shards, layout), layout)
+        assert all(torch.equal(shards[c], again[c]) for c in shards)
 
     @given(layouts(), st.data())
     def test_a_shard_of_another_shape_is_refused(self, layout: Layout, data: st.DataObject) -> None:
-        pieces = cut(filled(layout.shape), layout)
-        victim = data.draw(st.sampled_from(sorted(pieces)))
-        pieces[victim] = torch.zeros((*pieces[victim].shape, 2), dtype=torch.int64)
-        with pytest.raises(LayoutError, match="give the piece that shard"):
-            assemble(pieces, layout)
+        shards = cut(filled(layout.shape), layout)
+        victim = data.draw(st.sampled_from(sorted(shards)))
+        shards[victim] = torch.zeros((*shards[victim].shape, 2), dtype=torch.int64)
+        with pytest.raises(LayoutError, match="give the shard that shard"):
+            assemble(shards, layout)
 
     @given(layouts(sizes=(1, 2, 3, 5)), st.data())
     def test_a_replica_that_drifted_is_refused(self, layout: Layout, data: st.DataObject) -> None:
-        pieces = cut(filled(layout.shape), layout)
-        copies = [c for c in pieces if pieces[c].numel() and len(layout.replicas(c)) > 1]
+        shards = cut(filled(layout.shape), layout)
+        copies = [c for c in shards if shards[c].numel() and len(layout.replicas(c)) > 1]
         assume(copies)
         victim = data.draw(st.sampled_from(copies))
-        pieces[victim].view(-1)[-1] += 1
+        shards[victim].view(-1)[-1] += 1
         with pytest.raises(LayoutError, match=r"the replicas at .* differ"):
-            assemble(pieces, layout)
-        whole = assemble(pieces, layout, check_replicas=False)
+            assemble(shards, layout)
+        whole = assemble(shards, layout, check_replicas=False)
         assert torch.equal(whole, filled(layout.shape)) == (victim != layout.replicas(victim)[0])
 
     def test_partial_tensors_are_added_in_rank_order(self) -> None:
@@ -293,34 +293,34 @@ class TestPieces:
         tensor = torch.nn.Parameter(torch.ones(4, 6))
         for placement in (Replicate(), Shard(1), Partial()):
             layout = Layout((4, 6), {"tp": 2}, {"tp": placement})
-            piece = shard(tensor, layout, (0,))
-            assert piece.is_contiguous()
-            assert not piece.requires_grad
-            piece.zero_()
+            local = shard(tensor, layout, (0,))
+            assert local.is_contiguous()
+            assert not local.requires_grad
+            local.zero_()
             assert not assemble([tensor[layout.box((i,)).slices] for i in (0, 1)], layout).requires_grad
         assert torch.equal(tensor, torch.ones(4, 6))
 
     def test_equal_replicas_may_hold_nan(self) -> None:
-        pieces = [torch.tensor([float("nan"), 1.0])] * 2
-        assert torch.isnan(assemble(pieces, Layout((2,), {"tp": 2}))[0])
+        shards = [torch.tensor([float("nan"), 1.0])] * 2
+        assert torch.isnan(assemble(shards, Layout((2,), {"tp": 2}))[0])
 
     def test_meta_tensors_can_be_sharded(self) -> None:
-        piece = shard(torch.empty(7, 6, device="meta"), UNEVEN, (0, 0))
-        assert piece.device.type == "meta"
-        assert piece.shape == (2, 6)
+        local = shard(torch.empty(7, 6, device="meta"), UNEVEN, (0, 0))
+        assert local.device.type == "meta"
+        assert local.shape == (2, 6)
 
     def test_errors_of_shard_and_assemble_name_what_is_wrong(self) -> None:
-        pieces = cut(filled((7, 6)), UNEVEN)
+        shards = cut(filled((7, 6)), UNEVEN)
         with pytest.raises(LayoutError, match=r"shape \(6, 7\) cannot be sharded"):
             shard(filled((6, 7)), UNEVEN, (0, 0))
-        with pytest.raises(LayoutError, match=r"5 pieces .* one per rank, 6 in all"):
-            assemble(list(pieces.values())[:5], UNEVEN)
-        with pytest.raises(LayoutError, match=r"piece at \(0, 1\) .* is missing"):
-            assemble({c: p for c, p in pieces.items() if c != (0, 1)}, UNEVEN)
-        with pytest.raises(LayoutError, match=r"piece at \(2, 0\) .* is not one of its coordinates"):
-            assemble({**pieces, (2, 0): pieces[0, 0]}, UNEVEN)
+        with pytest.raises(LayoutError, match=r"5 shards .* one per rank, 6 in all"):
+            assemble(list(shards.values())[:5], UNEVEN)
+        with pytest.raises(LayoutError, match=r"shard at \(0, 1\) .* is missing"):
+            assemble({c: p for c, p in shards.items() if c != (0, 1)}, UNEVEN)
+        with pytest.raises(LayoutError, match=r"shard at \(2, 0\) .* is not one of its coordinates"):
+            assemble({**shards, (2, 0): shards[0, 0]}, UNEVEN)
         with pytest.raises(LayoutError, match=r"\(shard=1, tp=2\) is \(1, 6\) in torch.float32"):
-            assemble({**pieces, (1, 2): pieces[1, 2].float()}, UNEVEN)
+            assemble({**shards, (1, 2): shards[1, 2].float()}, UNEVEN)
 
 
 def over_tp(shape: tuple[int, ...], dim: int, degree: int = 2) -> Layout:
@@ -389,7 +389,7 @@ class TestReshape:
     ) -> None:
         with pytest.raises(LayoutError) as refusal:
             reshape(layout, shape)
-        for part in (layout.shape, shape, "axis 'tp'", f"{layout.degrees[0]} pieces"):
+        for part in (layout.shape, shape, "axis 'tp'", f"{layout.degrees[0]} shards"):
             assert str(part) in str(refusal.value)
 
     @pytest.mark.parametrize("shape", [(41,), (-7, -6), (0,)])
@@ -408,8 +408,8 @@ class TestReshape:
         except LayoutError:
             assume(False)
         for coordinate in layout.coordinates():
-            piece = shard(tensor, layout, coordinate).reshape(reshaped.local_shape(coordinate))
-            assert torch.equal(piece, shard(tensor.reshape(shape), reshaped, coordinate))
+            local = shard(tensor, layout, coordinate).reshape(reshaped.local_shape(coordinate))
+            assert torch.equal(local, shard(tensor.reshape(shape), reshaped, coordinate))
 
     @given(layouts(partial=False, sizes=(2, 3, 4, 6)), st.data())
     def test_reshaping_is_refused_only_where_no_layout_exists(

@@ -1,4 +1,4 @@
-"""Pieces as boxes of the global tensor: each element of it once, and each where it belongs."""
+"""Shards as boxes of the global tensor: each element of it once, and each where it belongs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from test_layout import filled, layouts
 from test_layout_flat import flat_layouts
 
 from plait.plan.layout import Box, Flat, Layout, Shard, shard
-from plait.plan.layout.shards import intersection, is_tiling, piece_boxes, slices_within
+from plait.plan.layout.shards import intersection, is_tiling, shard_boxes, slices_within
 
 
 def boxes_of(layout: Layout, *where: int) -> list[Box]:
-    return [part.box for part in piece_boxes(layout, where)]
+    return [part.box for part in shard_boxes(layout, where)]
 
 
 def check_tiles(layout: Layout) -> None:
@@ -21,9 +21,9 @@ def check_tiles(layout: Layout) -> None:
     count = torch.zeros(layout.shape, dtype=torch.int64)
     boxes: list[Box] = []
     for where in layout.coordinates():
-        piece = shard(whole, layout, where)
-        for part in piece_boxes(layout, where):
-            view = part.view_of(piece)
+        local = shard(whole, layout, where)
+        for part in shard_boxes(layout, where):
+            view = part.view_of(local)
             assert tuple(view.shape) == part.box.sizes
             assert torch.equal(view, whole[part.box.slices])
             assert view.numel() > 0

@@ -1,4 +1,4 @@
-"""Pieces that begin and end at any element: `Flat`."""
+"""Shards that begin and end at any element: `Flat`."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_empty_flat_shards_have_zero_rows() -> None:
 def test_a_scalar_is_held_by_one_rank_of_a_flat_axis() -> None:
     layout = over_shard((), 0, 0, 1, 1)
     assert [layout.local_shape((rank,)) for rank in range(3)] == [(0,), (), (0,)]
-    pieces = cut(torch.tensor(7), layout)
-    assert [piece.tolist() for piece in pieces.values()] == [[], 7, []]
-    assert assemble(pieces, layout) == 7
+    shards = cut(torch.tensor(7), layout)
+    assert [local.tolist() for local in shards.values()] == [[], 7, []]
+    assert assemble(shards, layout) == 7
 
 
 def test_a_flat_axis_cuts_the_shards_of_other_axes() -> None:
@@ -172,18 +172,18 @@ def test_refuses_flat_axes_that_are_not_nested(inner: tuple[int, ...], message: 
 @given(flat_layouts(), st.sampled_from(DTYPES))
 def test_assembling_flat_shards_gives_the_tensor(layout: Layout, dtype: torch.dtype) -> None:
     tensor = filled(layout.shape, dtype)
-    pieces = cut(tensor, layout)
-    for coordinate, piece in pieces.items():
-        assert tuple(piece.shape) == layout.local_shape(coordinate)
-        assert piece.is_contiguous()
-    assert torch.equal(assemble(pieces, layout), tensor)
+    shards = cut(tensor, layout)
+    for coordinate, local in shards.items():
+        assert tuple(local.shape) == layout.local_shape(coordinate)
+        assert local.is_contiguous()
+    assert torch.equal(assemble(shards, layout), tensor)
 
 
 @given(flat_layouts())
 def test_sharding_an_assembled_tensor_gives_the_flat_shards(layout: Layout) -> None:
-    pieces = cut(filled(layout.shape), layout)
-    again = cut(assemble(pieces, layout), layout)
-    assert all(torch.equal(pieces[c], again[c]) for c in pieces)
+    shards = cut(filled(layout.shape), layout)
+    again = cut(assemble(shards, layout), layout)
+    assert all(torch.equal(shards[c], again[c]) for c in shards)
 
 
 @given(flat_layouts(partial=False))
@@ -196,9 +196,9 @@ def test_owners_hold_each_element_once(layout: Layout) -> None:
 
 @given(flat_layouts(partial=False))
 def test_replicas_of_flat_shards_hold_the_same_elements(layout: Layout) -> None:
-    pieces = cut(filled(layout.shape), layout)
-    for coordinate, piece in pieces.items():
-        assert all(torch.equal(piece, pieces[other]) for other in layout.replicas(coordinate))
+    shards = cut(filled(layout.shape), layout)
+    for coordinate, local in shards.items():
+        assert all(torch.equal(local, shards[other]) for other in layout.replicas(coordinate))
 
 
 @given(flat_layouts(partial=False))
@@ -223,8 +223,8 @@ def test_a_reshaped_flat_shard_has_the_same_elements(layout: Layout, data: st.Da
     except LayoutError:
         assume(False)
     for coordinate in layout.coordinates():
-        piece = shard(filled(layout.shape), layout, coordinate).view(-1)
-        assert torch.equal(piece, shard(filled(shape), reshaped, coordinate).view(-1))
+        local = shard(filled(layout.shape), layout, coordinate).view(-1)
+        assert torch.equal(local, shard(filled(shape), reshaped, coordinate).view(-1))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -56,10 +56,10 @@ def test_joining_the_parts_of_a_sequence_gives_the_sequence(layout: SequenceLayo
     shape = [2, 2, 2]
     shape[dim] = layout.length
     whole = torch.randn(shape)
-    pieces = [layout.cut(whole, rank, dim) for rank in range(layout.ranks)]
-    assert [piece.shape[dim] for piece in pieces] == [layout.size(rank) for rank in range(layout.ranks)]
-    assert torch.equal(layout.join(pieces, dim), whole)
-    assert not any(piece.data_ptr() == whole.data_ptr() for piece in pieces if piece.numel())
+    parts = [layout.cut(whole, rank, dim) for rank in range(layout.ranks)]
+    assert [part.shape[dim] for part in parts] == [layout.size(rank) for rank in range(layout.ranks)]
+    assert torch.equal(layout.join(parts, dim), whole)
+    assert not any(part.data_ptr() == whole.data_ptr() for part in parts if part.numel())
 
 
 @given(st.integers(1, 8), st.integers(0, 3))

@@ -22,26 +22,26 @@ ONE_BY_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def in_rank_order(pieces: list[Tensor], op: str) -> Tensor:
+def in_rank_order(ranges: list[Tensor], op: str) -> Tensor:
     """The same by plain operations; of 16-bit floats in float32, rounded once."""
-    wide = [piece.float() if piece.dtype in (torch.bfloat16, torch.float16) else piece for piece in pieces]
+    wide = [one.float() if one.dtype in (torch.bfloat16, torch.float16) else one for one in ranges]
     total = wide[0]
-    for piece in wide[1:]:
-        total = ONE_BY_ONE[op](total, piece)
-    return (total / len(pieces) if op == "mean" else total).to(pieces[0].dtype)
+    for one in wide[1:]:
+        total = ONE_BY_ONE[op](total, one)
+    return (total / len(ranges) if op == "mean" else total).to(ranges[0].dtype)
 
 
 def test_tensors_of_ranks_are_reduced_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction, "BLOCK", 4)  # elements: pieces of 10 are cut in three
+    monkeypatch.setattr(reduction, "BLOCK", 4)  # elements: ranges of 10 are cut in three
     floats: Any = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for dtype, op, ranks, length in product((*floats, torch.int64), get_args(Op), (2, 3, 4), (3, 4, 10)):
         if reduction_error(op, dtype):
             continue
         torch.manual_seed(ranks)
-        pieces = [(3 * torch.randn(length)).to(dtype) for _ in range(ranks)]
-        expected = in_rank_order(pieces, op)
-        for out in (torch.empty(length, dtype=dtype), pieces[1], pieces[0]):
-            given = [piece.clone() if piece is not out else piece for piece in pieces]
+        ranges = [(3 * torch.randn(length)).to(dtype) for _ in range(ranks)]
+        expected = in_rank_order(ranges, op)
+        for out in (torch.empty(length, dtype=dtype), ranges[1], ranges[0]):
+            given = [one.clone() if one is not out else one for one in ranges]
             kept = out.clone()
             fold(given, op, out)
             assert torch.equal(out, expected), (dtype, op, ranks, length)

@@ -56,7 +56,7 @@ def test_all_reduce_of_whole_tensors_and_in_chunks_gives_the_same_bits(rank_pool
         totals = []
         for size in (0, 1, 2, 1000, 70_001):
             mine = numbers(group.index, size)
-            for reduction in (transport.all_reduce_whole, transport.all_reduce_in_pieces):
+            for reduction in (transport.all_reduce_whole, transport.all_reduce_in_ranges):
                 totals.append(torch.empty(size))
                 reduction(mine, totals[-1], "sum", group.transport.staging).wait()
         return totals
@@ -143,8 +143,8 @@ def test_tensors_above_the_staging_limit_are_sent_by_the_backend(rank_pool):
                 for one in ("all_gather", "all_to_all")
                 for size in (256, 257)
             ]
-            piece = torch.full((258,), float(group.index))
-            results = [one(piece, group, checked=False).wait() for one in (all_gather, all_to_all)]
+            own_range = torch.full((258,), float(group.index))
+            results = [one(own_range, group, checked=False).wait() for one in (all_gather, all_to_all)]
             return ways, [whole.unique_consecutive().tolist() for whole in results]
         finally:
             transport.STAGING_LIMIT = limit
@@ -166,16 +166,16 @@ def test_all_to_all_in_shared_memory_gives_what_torch_gives(rank_pool, size, dty
         sent.zero_()  # what counts is what it was
         return torch.equal(first.wait(), over_torch), over_torch
 
-    for index, (equal, pieces) in enumerate(rank_pool.run(body, ranks=3)):
+    for index, (equal, ranges) in enumerate(rank_pool.run(body, ranks=3)):
         assert equal
         wanted = [numbers(rank, 3 * size).to(dtype).view(3, size)[index] for rank in range(3)]
-        assert torch.equal(pieces, torch.stack(wanted))
+        assert torch.equal(ranges, torch.stack(wanted))
 
 
 def scattered(size: int, dtype: torch.dtype, op: str, place: str) -> tuple[torch.Tensor, bool, bool]:
-    """A sum of tensors in shared memory: this rank's piece, and whether the rest stayed what it was.
+    """A sum of tensors in shared memory: this rank's range, and whether the rest stayed what it was.
 
-    `place` is where the piece goes: `own` piece of the tensor, some `other` memory, or `none` given.
+    `place` is where the range goes: `own` range of the tensor, some `other` memory, or `none` given.
     """
     group = Mesh(dp=torch.distributed.get_world_size()).group("dp")
     tensor = shared_zeros(group.size * size, dtype, CPU, group)
@@ -185,16 +185,16 @@ def scattered(size: int, dtype: torch.dtype, op: str, place: str) -> tuple[torch
     out = {"own": own, "other": torch.empty(size, dtype=dtype), "none": None}[place]
     result = reduce_scatter(tensor, group, op, out=out, checked=False).wait()
     is_out = out is None or result is out or result.data_ptr() == out.data_ptr()
-    piece = result.clone()
+    own_range = result.clone()
     own.copy_(mine[group.index * size :][:size])
-    return piece, is_out, torch.equal(tensor, mine)
+    return own_range, is_out, torch.equal(tensor, mine)
 
 
 @pytest.mark.parametrize("place", ["own", "other", "none"])
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_tensors_in_shared_memory_are_scattered_where_they_lie(rank_pool, dtype, op, place):
-    size = SMALLEST_SHARED + 3  # elements of a piece: of several blocks, and not all of one size
+    size = SMALLEST_SHARED + 3  # elements of a range: of several blocks, and not all of one size
     results = rank_pool.run(scattered, size, dtype, op, place, ranks=3)
     wide = [
         (numbers(rank, 3 * size) * 8).to(dtype).to(torch.promote_types(dtype, torch.float32))
@@ -202,7 +202,7 @@ def test_tensors_in_shared_memory_are_scattered_where_they_lie(rank_pool, dtype,
     ]
     total = torch.maximum(wide[0], wide[1]).maximum(wide[2]) if op == "max" else wide[0] + wide[1] + wide[2]
     wanted = (total / 3 if op == "mean" else total).to(dtype)
-    assert torch.equal(torch.cat([piece for piece, _, _ in results]), wanted)
+    assert torch.equal(torch.cat([own_range for own_range, _, _ in results]), wanted)
     assert all(is_out and rest_stayed for _, is_out, rest_stayed in results)
 
 

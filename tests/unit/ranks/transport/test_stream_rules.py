@@ -53,11 +53,11 @@ def test_collectives_under_stream_rules_give_the_results_without_them(completion
         whole = torch.zeros(8)
         whole[4 * dp.index : 4 * dp.index + 4] = mine
         gathered = all_gather(whole[4 * dp.index : 4 * dp.index + 4], dp, out=whole, checked=False)
-        piece = reduce_scatter(mine.clone(), dp, checked=False)
+        one = reduce_scatter(mine.clone(), dp, checked=False)
         told = broadcast(mine.clone(), dp, 1, checked=False)
         uneven = swapped(mine.clone(), dp)
         barrier(dp, checked=False).wait()
-        return [told.wait(), piece.wait(), gathered.wait(), total.wait(), uneven.wait()]
+        return [told.wait(), one.wait(), gathered.wait(), total.wait(), uneven.wait()]
 
     for ours, theirs in zip(run(body, completion), run_threads(body, (), 2, 1), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -97,9 +97,9 @@ def test_an_uneven_all_to_all_keeps_the_rules() -> None:
         return before, [] if touch == "forget" else handle.wait().tolist()
 
     assert run(lambda: body("nothing")) == [(True, [10.0]), (True, [0.0, 1, 2, 3, 11, 12, 13])]
-    with pytest.raises(CommunicationError, match="rank 1 wrote to the input of all_to_all in uneven pieces"):
+    with pytest.raises(CommunicationError, match="rank 1 wrote to the input of all_to_all in uneven ranges"):
         run(lambda: body("write"))
-    with pytest.raises(RankError, match=r"rank . ended and has not waited for all_to_all in uneven pieces"):
+    with pytest.raises(RankError, match=r"rank . ended and has not waited for all_to_all in uneven ranges"):
         run(lambda: body("forget"))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.tensor.dropout import Dropout, DropoutGenerator, key_of, names_of, set_region_piece
+from plait.tensor.dropout import Dropout, DropoutGenerator, key_of, names_of, set_region_part
 from plait.tensor.dropout_mask import keep_mask
 
 ROWS, HEADS, KEY_HEADS, LENGTH, SIZE, P = 3, 4, 2, 300, 6, 0.4
@@ -66,7 +66,7 @@ def test_a_blocks_weight_dropout_mask_is_its_part_of_the_mask_of_all_weights(
 ) -> None:
     """Rows 5, 6, 7 of the batch; of the heads the second half."""
     dropout = Dropout(P)
-    set_region_piece(dropout, 1, 1, 2)
+    set_region_part(dropout, 1, 1, 2)
     generator = generated(dropout, row=5)
 
     def run(*given: Tensor) -> Tensor:

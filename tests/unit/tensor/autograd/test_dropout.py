@@ -22,10 +22,10 @@ from plait.tensor.dropout import (
     is_plain_dropout,
     key_of,
     names_of,
-    set_region_piece,
-    set_sequence_piece,
+    set_region_part,
+    set_sequence_part,
 )
-from plait.tensor.dropout_mask import DimPiece, keep_mask
+from plait.tensor.dropout_mask import DimPart, keep_mask
 from plait.tensor.running_sequence import ContextParallelism, running
 
 FIRST_KEY = -8675667782052486675
@@ -129,7 +129,7 @@ def test_a_micro_batch_has_its_rows_of_the_whole_batchs_dropout_mask() -> None:
 
 def test_a_shard_of_features_has_its_part_of_the_whole_dropout_mask() -> None:
     whole, module = Dropout(0.5), Dropout(0.5)
-    generator, _ = attached(whole), set_region_piece(module, -1, 1, 3)
+    generator, _ = attached(whole), set_region_part(module, -1, 1, 3)
     generator.attach_to([module])
     assert module.in_region
     expected = drawn(generator, whole, 1, 2, 7, 12)[..., 4:8]
@@ -186,7 +186,7 @@ def test_a_rank_of_cp_has_its_positions_of_the_whole_dropout_mask(kind: ContextL
     module, inside = Dropout(0.5), Dropout(0.5)
     generator = attached(module)
     generator.attach_to([inside])
-    set_region_piece(inside, -1, 1, 2)
+    set_region_part(inside, -1, 1, 2)
     whole = keep_mask(key_of(7, 5, "a.b", 0), (6, 13, 8), 0.5, {}, torch.device("cpu"))[4:]
     layout = sequence_layout(13, 3, kind)
     expected = layout.cut(whole, index)
@@ -199,7 +199,7 @@ def test_with_cp_and_sequence_parallelism_a_rank_has_its_part_of_the_dropout_mas
     """With sequence parallelism; these positions are of both chunks of a zigzag."""
     module = Dropout(0.5)
     generator = attached(module)
-    set_sequence_piece(module, 1, lambda size: DimPiece(1, 4))
+    set_sequence_part(module, 1, lambda size: DimPart(1, 4))
     whole = keep_mask(key_of(7, 5, "a.b", 0), (6, 13, 8), 0.5, {}, torch.device("cpu"))
     with in_context("zigzag"):
         expected = sequence_layout(13, 3, "zigzag").cut(whole[:4], 1)[:, 1:3]
@@ -222,7 +222,7 @@ def test_under_cp_dropout_refuses_positions_outside_dim_1(shape: tuple[int, ...]
 def test_under_cp_dropout_refuses_heads_in_dim_1() -> None:
     module = Dropout(0.5)
     generator = attached(module)
-    set_region_piece(module, 1, 0, 2)
+    set_region_part(module, 1, 0, 2)
     with in_context("zigzag"), pytest.raises(ModelError, match="dims 0 and 1 are rows and positions"):
         drawn(generator, module, 0, 4, 4, 4, 4)
 
@@ -242,7 +242,7 @@ def test_a_replaced_dropout_keeps_its_mode_and_hooks() -> None:
     seen: list[object] = []
     plain.register_forward_hook(lambda *_: seen.append(1))
     twin = from_plain_dropout(plain)
-    assert (type(twin), twin.p, twin.training, twin.generator, twin.pieces) == (Dropout, 0.3, False, None, {})
+    assert (type(twin), twin.p, twin.training, twin.generator, twin.parts) == (Dropout, 0.3, False, None, {})
     twin(torch.ones(2))
     assert seen == [1]
     given = torch.ones(50)
@@ -262,6 +262,6 @@ def test_on_meta_the_graph_node_of_a_dropout_names_its_module() -> None:
 
 def test_dropout_can_be_deep_copied_and_is_public() -> None:
     module = Dropout(0.5)
-    set_region_piece(module, 1, 0, 2)
-    assert copy.deepcopy(module).pieces[1](3) == module.pieces[1](3)
+    set_region_part(module, 1, 0, 2)
+    assert copy.deepcopy(module).parts[1](3) == module.parts[1](3)
     assert plait.Dropout is Dropout

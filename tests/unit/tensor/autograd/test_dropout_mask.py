@@ -17,7 +17,7 @@ from plait.errors import ModelError
 from plait.tensor.dropout_mask import (
     BLOCK,
     BLOCK_ON_ACCELERATORS,
-    DimPiece,
+    DimPart,
     DimRanges,
     keep_mask,
     keep_mask_of_ranges,
@@ -35,7 +35,7 @@ GOLDEN = [
 """Of `KEY`, 4 × 24 with p = 0.5."""
 
 
-def kept(key: int, *shape: int, p: float = 0.5, spans: dict[int, DimPiece] | None = None) -> Tensor:
+def kept(key: int, *shape: int, p: float = 0.5, spans: dict[int, DimPart] | None = None) -> Tensor:
     return keep_mask(key, shape, p, spans or {}, CPU)
 
 
@@ -67,14 +67,14 @@ def test_a_dropout_mask_is_drawn_by_the_described_generator() -> None:
 
 
 @st.composite
-def pieces(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
-    """A shape, and a piece of each of its dims."""
+def parts(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
+    """A shape, and a part of each of its dims."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
     return shape, [(start, stop) for start, stop in ends]
 
 
-@given(pieces(), st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.1, 0.5, 0.9]))
+@given(parts(), st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.1, 0.5, 0.9]))
 def test_the_mask_of_a_slice_is_the_slice_of_the_whole_mask(
     cut: tuple[list[int], list[tuple[int, int]]], key: int, p: float
 ) -> None:
@@ -82,7 +82,7 @@ def test_the_mask_of_a_slice_is_the_slice_of_the_whole_mask(
     whole = kept(key, *shape, p=p)
     sizes = [stop - start for start, stop in ends]
     spans = {
-        dim if dim % 2 else dim - len(shape): DimPiece(start, size)
+        dim if dim % 2 else dim - len(shape): DimPart(start, size)
         for dim, ((start, _), size) in enumerate(zip(ends, shape, strict=True))
     }
     expected = whole[tuple(slice(start, stop) for start, stop in ends)]
@@ -118,13 +118,13 @@ def test_the_mask_of_ranges_with_steps_is_that_part_of_the_whole_mask(
 def test_the_block_size_changes_no_bit_of_a_mask(shape: tuple[int, ...]) -> None:
     whole = kept(KEY, *shape)
     half = shape[-1] // 2
-    spans = {len(shape) - 1: DimPiece(half, shape[-1])}
+    spans = {len(shape) - 1: DimPart(half, shape[-1])}
     assert torch.equal(kept(KEY, *shape[:-1], shape[-1] - half, spans=spans), whole[..., half:])
-    assert torch.equal(kept(KEY, 1, *shape[1:], spans={0: DimPiece(2, 0)}), whole[2:3])
+    assert torch.equal(kept(KEY, 1, *shape[1:], spans={0: DimPart(2, 0)}), whole[2:3])
 
 
 @example(([3, 9], [(0, 3), (1, 6)]), 4)  # a part of a block, then whole ones again
-@given(pieces(), st.sampled_from([1, 2, 3, 7, 16, 100]))
+@given(parts(), st.sampled_from([1, 2, 3, 7, 16, 100]))
 def test_block_sizes_that_do_not_divide_the_rows_change_no_bit_of_a_mask(
     cut: tuple[list[int], list[tuple[int, int]]], block: int
 ) -> None:
@@ -132,7 +132,7 @@ def test_block_sizes_that_do_not_divide_the_rows_change_no_bit_of_a_mask(
     shape, ends = cut
     sizes = [stop - start for start, stop in ends]
     spans = {
-        dim: DimPiece(start, size) for dim, ((start, _), size) in enumerate(zip(ends, shape, strict=True))
+        dim: DimPart(start, size) for dim, ((start, _), size) in enumerate(zip(ends, shape, strict=True))
     }
     expected = kept(KEY, *sizes, spans=spans)
     with patch.dict(BLOCK, cpu=block):
@@ -142,13 +142,13 @@ def test_block_sizes_that_do_not_divide_the_rows_change_no_bit_of_a_mask(
 @pytest.mark.parametrize(
     ("shape", "spans"),
     [
-        ((4, 2**21), {0: DimPiece(4, 0)}),
-        ((4, 2**11, 2**10), {0: DimPiece(4, 0), 2: DimPiece(2**10, 2**11)}),
-        ((2, 4, 2**10, 2**10), {0: DimPiece(2, 0), 1: DimPiece(4, 8), 3: DimPiece(0, 2**12)}),
+        ((4, 2**21), {0: DimPart(4, 0)}),
+        ((4, 2**11, 2**10), {0: DimPart(4, 0), 2: DimPart(2**10, 2**11)}),
+        ((2, 4, 2**10, 2**10), {0: DimPart(2, 0), 1: DimPart(4, 8), 3: DimPart(0, 2**12)}),
     ],
 )
-def test_a_mask_takes_fourteen_kernels_a_block(shape: tuple[int, ...], spans: dict[int, DimPiece]) -> None:
-    """Of two million elements on a GPU, however many dims are in pieces; and a few for the mask."""
+def test_a_mask_takes_fourteen_kernels_a_block(shape: tuple[int, ...], spans: dict[int, DimPart]) -> None:
+    """Of two million elements on a GPU, however many dims are in parts; and a few for the mask."""
     with patch.dict(BLOCK, cpu=BLOCK_ON_ACCELERATORS), Kernels() as kernels:
         mask = kept(KEY, *shape, spans=spans)
     assert kernels.count <= 14 * (mask.numel() // 2**21) + 8
@@ -160,7 +160,7 @@ def test_making_a_mask_takes_at_most_three_int64_temporaries_a_block() -> None:
     live, size = LiveBytes(), 2**18
     with patch.dict(BLOCK, cpu=2**12), live:
         live.most = 0
-        kept(KEY, 4, size // 4, spans={1: DimPiece(5, size)})
+        kept(KEY, 4, size // 4, spans={1: DimPart(5, size)})
     assert live.most is not None
     assert live.most - size <= 3 * 8 * 2**12
     assert 3 * 8 * BLOCK_ON_ACCELERATORS <= 64 * 2**20
@@ -205,13 +205,13 @@ def test_masks_of_keys_a_golden_ratio_step_apart_are_uncorrelated_when_shifted()
 
 
 def test_on_meta_a_mask_is_not_computed() -> None:
-    mask = keep_mask(KEY, (2**20, 2**20), 0.5, {1: DimPiece(1, 2**21)}, torch.device("meta"))
+    mask = keep_mask(KEY, (2**20, 2**20), 0.5, {1: DimPart(1, 2**21)}, torch.device("meta"))
     assert (mask.shape, mask.dtype, mask.is_meta) == ((2**20, 2**20), torch.bool, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_makes_the_masks_of_a_cpu() -> None:
-    shape, spans = (7, 3, 2**16), {0: DimPiece(3, 0), 2: DimPiece(5, 2**17)}
+    shape, spans = (7, 3, 2**16), {0: DimPart(3, 0), 2: DimPart(5, 2**17)}
     for key in (KEY, -KEY, 0):
         on_gpu = keep_mask(key, shape, 0.3, spans, torch.device("cuda"))
         assert torch.equal(on_gpu.cpu(), keep_mask(key, shape, 0.3, spans, CPU))
@@ -220,12 +220,12 @@ def test_a_gpu_makes_the_masks_of_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("spans", "told"),
     [
-        ({2: DimPiece(0, 4)}, "a piece of its dim 2, which it does not have"),
-        ({1: DimPiece(0, 6), -1: DimPiece(0, 6)}, "two pieces of one dim, among the dims 1, -1"),
-        ({1: DimPiece(2, 4)}, "elements 2 … 4 of dim 1, whose whole size is 4"),
-        ({1: DimPiece(0, 4, 2)}, "elements 0 … 4 of dim 1, whose whole size is 4"),
+        ({2: DimPart(0, 4)}, "a part of its dim 2, which it does not have"),
+        ({1: DimPart(0, 6), -1: DimPart(0, 6)}, "two parts of one dim, among the dims 1, -1"),
+        ({1: DimPart(2, 4)}, "elements 2 … 4 of dim 1, whose whole size is 4"),
+        ({1: DimPart(0, 4, 2)}, "elements 0 … 4 of dim 1, whose whole size is 4"),
     ],
 )
-def test_a_mask_of_a_slice_outside_the_tensor_is_refused(spans: dict[int, DimPiece], told: str) -> None:
+def test_a_mask_of_a_slice_outside_the_tensor_is_refused(spans: dict[int, DimPart], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         kept(KEY, 2, 3, spans=spans)

@@ -28,7 +28,7 @@ def strided(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
-def piece(tensor: Tensor, ranks: int, index: int, dim: int) -> Tensor:
+def part(tensor: Tensor, ranks: int, index: int, dim: int) -> Tensor:
     own = divide(tensor.shape[dim], ranks)[index]
     return tensor.narrow(dim, own.start, len(own))
 
@@ -112,11 +112,11 @@ def test_reduce_reports_an_error_to_autograd_if_its_summand_was_saved(thread_ran
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gather_joins_pieces_and_cuts_gradients(thread_ranks: Any, ranks: int) -> None:
+def test_gather_joins_parts_and_cuts_gradients(thread_ranks: Any, ranks: int) -> None:
     def body() -> list[tuple[Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape, dim in CASES:
-            leaf = strided(piece(draw(shape, 0), ranks, group.index, dim)).requires_grad_()
+            leaf = strided(part(draw(shape, 0), ranks, group.index, dim)).requires_grad_()
             output = gather(leaf, group, dim, 7)
             results.append((output.detach(), backward(output, leaf, strided(draw(shape, 9)))))
         return results
@@ -124,7 +124,7 @@ def test_gather_joins_pieces_and_cuts_gradients(thread_ranks: Any, ranks: int) -
     for index, results in enumerate(thread_ranks.run(body, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
             assert torch.equal(output, draw(shape, 0))
-            assert torch.equal(gradient, piece(draw(shape, 9), ranks, index, dim))
+            assert torch.equal(gradient, part(draw(shape, 9), ranks, index, dim))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -134,13 +134,13 @@ def test_split_cuts_forward_and_joins_gradients(thread_ranks: Any, ranks: int) -
         for shape, dim in CASES:
             leaf = strided(draw(shape, 0)).requires_grad_()
             output = split(leaf, group, dim)
-            mine = strided(piece(draw(shape, 9), ranks, group.index, dim))
+            mine = strided(part(draw(shape, 9), ranks, group.index, dim))
             results.append((output.detach(), backward(output, leaf, mine)))
         return results
 
     for index, results in enumerate(thread_ranks.run(body, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
-            assert torch.equal(output, piece(draw(shape, 0), ranks, index, dim))
+            assert torch.equal(output, part(draw(shape, 0), ranks, index, dim))
             assert torch.equal(gradient, draw(shape, 9))
 
 
@@ -217,7 +217,7 @@ def test_paired_collectives_on_meta_give_the_shapes_of_real_tensors(shape: tuple
     group, dim = lonely(3), shape.index(7) - len(shape)
     leaf = torch.empty(shape, device="meta", requires_grad=True)
     mine = split(copy(leaf, group), group, dim)
-    assert mine.shape == piece(torch.empty(shape), 3, 1, dim).shape
+    assert mine.shape == part(torch.empty(shape), 3, 1, dim).shape
     output = gather(reduce(mine * 1, group), group, dim, 7)
     output.sum().backward()
     assert output.shape == leaf.shape == leaf.grad.shape

@@ -50,12 +50,12 @@ def placements(draw: st.DrawFn, shape: tuple[int, ...], axes: Mapping[str, int])
     flat = draw(st.sampled_from([(), (), *((axis,) for axis in axes), tuple(axes)]))
     if flat:
         left = Layout(shape, axes, found | dict.fromkeys(flat, Replicate()))
-        most, pieces = prod(left.region([0] * len(axes)).sizes), prod(axes[axis] for axis in flat)
-        cuts = draw(st.lists(st.integers(0, most), min_size=pieces - 1, max_size=pieces - 1))
+        most, shards = prod(left.region([0] * len(axes)).sizes), prod(axes[axis] for axis in flat)
+        cuts = draw(st.lists(st.integers(0, most), min_size=shards - 1, max_size=shards - 1))
         bounds = (0, *sorted(cuts), most)
         for axis in flat:
-            pieces //= axes[axis]
-            found[axis] = Flat(bounds[::pieces])
+            shards //= axes[axis]
+            found[axis] = Flat(bounds[::shards])
     return found
 
 
@@ -81,7 +81,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def local(layout: Layout, where: tuple[int, ...], seed: int) -> Tensor:
-    """A rank's piece of a value whose summands, where it has some, are numbers of each rank's own."""
+    """A rank's shard of a value whose summands, where it has some, are numbers of each rank's own."""
     partial = [isinstance(placement, Partial) for placement in layout.placements]
     number = sum(i * 10**n for n, (i, p) in enumerate(zip(where, partial, strict=True)) if p)
     return shard(drawn(layout.shape, seed + number), without_partial(layout), where)
@@ -103,7 +103,7 @@ def gradient_layout(case: Case) -> Layout:
 
 
 def there_and_back(axes: Mapping[str, int], drawn_cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
-    """On each rank: its piece of the result, and of the gradient of what it started from."""
+    """On each rank: its shard of the result, and of the gradient of what it started from."""
     mesh, results = mesh_of(axes), []
     for case in drawn_cases:
         where = tuple(mesh.index(axis) for axis in case.source.axes)
@@ -263,7 +263,7 @@ REFUSED = {
     ),
     "axes": (laid("tp", Shard(0)), laid("shard", Shard(0)), (), (4, 6), "one shape over the same axes"),
     "degree": (laid("tp", Shard(0), ranks=2), laid("tp", Shard(1), ranks=2), (), (2, 6), "does not fit Mesh"),
-    "piece": (Layout((4, 6), {"tp": 1}), Layout((4, 6), {"tp": 1}), (), (4, 5), r"give its piece, \[4, 6\]"),
+    "shard": (Layout((4, 6), {"tp": 1}), Layout((4, 6), {"tp": 1}), (), (4, 5), r"give its shard, \[4, 6\]"),
     "twice": (
         Layout((4, 6), {"dp": 1, "shard": 1}),
         Layout((4, 6), {"dp": 1, "shard": 1}),

@@ -1,4 +1,4 @@
-"""What linears read, gathered again for their weight work: once for all, and only the piece is kept."""
+"""What linears read, gathered again for their weight work: once for all, and only the part is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.autograd.deferred_weight_gradients import linear
 from plait.tensor.autograd.paired_collectives import gather_in
-from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_piece
+from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_range
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 
 ROWS, LENGTH, WIDTH = 2, 5, 3
@@ -35,7 +35,7 @@ def forward(
     group: Group, queue: WeightGradientQueue, read_by: list[nn.Parameter], seed: int
 ) -> tuple[Tensor, Tensor, Any]:
     """Three linears that read one gathered sequence: the leaf, their sum, and a reference to the whole."""
-    leaf = own_piece(draw(ROWS, LENGTH, WIDTH, seed=seed), group, 1).clone().requires_grad_()
+    leaf = own_range(draw(ROWS, LENGTH, WIDTH, seed=seed), group, 1).clone().requires_grad_()
     whole = gather_in(leaf, group, 1, LENGTH)
     queue.gathered.add(whole, leaf, Gather(group, 1, LENGTH))
     output = torch.stack([linear(whole, weight, None, queue) for weight in read_by]).sum(0)
@@ -48,7 +48,7 @@ def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], 
     queue.mode = WEIGHTS_NEXT if spends else INPUT_ONLY
     _, output, whole = forward(group, queue, learned, seed=0)
     gc.collect()
-    assert whole() is None, "linears keep the piece only"
+    assert whole() is None, "linears keep the part only"
     output.backward(draw(ROWS, LENGTH, 4, seed=9))
     start = mesh.traffic.snapshot()
     with torch.no_grad():
@@ -96,11 +96,11 @@ def lonely() -> Gather:
 
 
 def test_a_registry_returns_one_gather_for_a_tensor_as_long_as_it_is_referenced() -> None:
-    registry, piece = GatherRegistry(), torch.ones(2, 3)
-    first = registry.again(piece, lonely())
-    assert registry.again(piece, lonely()) is first
-    assert registry.again(piece.clone(), lonely()) is not first
-    assert registry.again(piece[:1], lonely()) is not first
+    registry, part = GatherRegistry(), torch.ones(2, 3)
+    first = registry.again(part, lonely())
+    assert registry.again(part, lonely()) is first
+    assert registry.again(part.clone(), lonely()) is not first
+    assert registry.again(part[:1], lonely()) is not first
     gone = weakref.ref(first)
     del first
     gc.collect()
@@ -108,19 +108,19 @@ def test_a_registry_returns_one_gather_for_a_tensor_as_long_as_it_is_referenced(
 
 
 def test_the_registry_forgets_a_source_with_its_gathered_tensor() -> None:
-    registry, piece = GatherRegistry(), torch.ones(2, 3)
-    whole, kept = torch.ones(4, 3), weakref.ref(piece)
-    registry.add(whole, piece, lonely())
+    registry, part = GatherRegistry(), torch.ones(2, 3)
+    whole, kept = torch.ones(4, 3), weakref.ref(part)
+    registry.add(whole, part, lonely())
     assert registry.of(whole) is not None
     assert registry.of(torch.ones(4, 3)) is None
-    del whole, piece
+    del whole, part
     gc.collect()
     assert kept() is None
 
 
 def test_starting_a_regather_twice_gathers_once() -> None:
-    piece = torch.empty(2, 3, device="meta")
-    regathered = Regathered(piece, lonely())
+    part = torch.empty(2, 3, device="meta")
+    regathered = Regathered(part, lonely())
     regathered.start()
     regathered.start()
     assert regathered.whole() is regathered.whole()
@@ -130,7 +130,7 @@ def test_starting_a_regather_twice_gathers_once() -> None:
 def written_to_after_it_was_gathered() -> list[Tensor]:
     mesh, queue, learned = Mesh(tp=2), WeightGradientQueue(), weights()
     group = mesh.group("tp")
-    leaf = own_piece(draw(ROWS, LENGTH, WIDTH), group, 1).clone().requires_grad_()
+    leaf = own_range(draw(ROWS, LENGTH, WIDTH), group, 1).clone().requires_grad_()
     whole = gather_in(leaf, group, 1, LENGTH)
     queue.gathered.add(whole, leaf, Gather(group, 1, LENGTH))
     linear(whole.mul_(2), learned[0], None, queue).backward(draw(ROWS, LENGTH, 4, seed=9))
@@ -140,7 +140,7 @@ def written_to_after_it_was_gathered() -> list[Tensor]:
 
 
 def test_a_gathered_tensor_that_is_later_modified_in_place_is_kept(thread_ranks: Any) -> None:
-    """The piece is what it was before."""
+    """The part is what it was before."""
     rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), 2 * draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
     for (gradient,) in thread_ranks.run(written_to_after_it_was_gathered, ranks=2):
         torch.testing.assert_close(gradient, rows.T @ read, rtol=1e-13, atol=1e-13)

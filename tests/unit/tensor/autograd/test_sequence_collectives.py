@@ -1,4 +1,4 @@
-"""Pieces of a sequence: in and out of regions, there and back outside of them."""
+"""Parts of a sequence: in and out of regions, there and back outside of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.tensor.autograd.paired_collectives import (
     collective_of,
     gather_in,
     scatter_out,
-    to_pieces,
+    to_parts,
     to_whole,
 )
 
@@ -41,7 +41,7 @@ def strided(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
-def piece(tensor: Tensor, ranks: int, index: int, dim: int) -> Tensor:
+def part(tensor: Tensor, ranks: int, index: int, dim: int) -> Tensor:
     own = divide(tensor.shape[dim], ranks)[index]
     return tensor.narrow(dim, own.start, len(own))
 
@@ -54,7 +54,7 @@ def backward(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:
 def in_and_back(ranks: int) -> list[tuple[Tensor, Tensor]]:
     group, results = Mesh(tp=ranks).group("tp"), []
     for shape, dim in CASES:
-        leaf = strided(piece(draw(shape, 0), ranks, group.index, dim)).requires_grad_()
+        leaf = strided(part(draw(shape, 0), ranks, group.index, dim)).requires_grad_()
         output = gather_in(leaf, group, dim, 7)
         gradient = strided(draw(shape, 1 + group.index))
         results.append((output.detach(), backward(output, leaf, gradient)))
@@ -63,11 +63,11 @@ def in_and_back(ranks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @RANKS
-def test_gather_in_joins_pieces_and_scatters_sums_of_gradients(thread_ranks: Any, ranks: int) -> None:
+def test_gather_in_joins_parts_and_scatters_sums_of_gradients(thread_ranks: Any, ranks: int) -> None:
     for index, results in enumerate(thread_ranks.run(in_and_back, ranks, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
             assert torch.equal(output, draw(shape, 0))
-            wanted = piece(total(shape, ranks), ranks, index, dim)
+            wanted = part(total(shape, ranks), ranks, index, dim)
             torch.testing.assert_close(gradient, wanted, rtol=1e-14, atol=1e-14)
 
 
@@ -76,7 +76,7 @@ def out_and_back(ranks: int) -> list[tuple[Tensor, Tensor]]:
     for shape, dim in CASES:
         leaf = draw(shape, 1 + group.index).requires_grad_()
         output = scatter_out(strided(leaf * 1), group, dim)
-        mine = strided(piece(draw(shape, 9), ranks, group.index, dim))
+        mine = strided(part(draw(shape, 9), ranks, group.index, dim))
         results.append((output.detach(), backward(output, leaf, mine)))
     return results
 
@@ -85,7 +85,7 @@ def out_and_back(ranks: int) -> list[tuple[Tensor, Tensor]]:
 def test_scatter_out_scatters_sums_and_joins_gradients(thread_ranks: Any, ranks: int) -> None:
     for index, results in enumerate(thread_ranks.run(out_and_back, ranks, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
-            wanted = piece(total(shape, ranks), ranks, index, dim)
+            wanted = part(total(shape, ranks), ranks, index, dim)
             torch.testing.assert_close(output, wanted, rtol=1e-14, atol=1e-14)
             assert torch.equal(gradient, draw(shape, 9))
 
@@ -94,17 +94,17 @@ def there_and_back(ranks: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     group, results = Mesh(tp=ranks).group("tp"), []
     for shape, dim in CASES:
         leaf = strided(draw(shape, 0)).requires_grad_()
-        mine = to_pieces(leaf, group, dim)
+        mine = to_parts(leaf, group, dim)
         whole = to_whole(strided(mine), group, dim, 7)
         results.append((mine.detach(), whole.detach(), backward(whole, leaf, strided(draw(shape, 9)))))
     return results
 
 
 @RANKS
-def test_to_pieces_then_to_whole_gives_the_tensor_and_its_gradient(thread_ranks: Any, ranks: int) -> None:
+def test_to_parts_then_to_whole_gives_the_tensor_and_its_gradient(thread_ranks: Any, ranks: int) -> None:
     for index, results in enumerate(thread_ranks.run(there_and_back, ranks, ranks=ranks)):
         for (shape, dim), (mine, whole, gradient) in zip(CASES, results, strict=True):
-            assert torch.equal(mine, piece(draw(shape, 0), ranks, index, dim))
+            assert torch.equal(mine, part(draw(shape, 0), ranks, index, dim))
             assert torch.equal(whole, draw(shape, 0))
             assert torch.equal(gradient, draw(shape, 9))
 
@@ -113,7 +113,7 @@ def few_positions() -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Two for three ranks."""
     group = Mesh(tp=3).group("tp")
     leaf = draw((4, 2), 0).requires_grad_()
-    mine = to_pieces(leaf, group, -1)
+    mine = to_parts(leaf, group, -1)
     left = scatter_out(gather_in(mine, group, -1, 2) * 1, group, -1)
     output = to_whole(left, group, -1, 2)
     return output.detach(), backward(output, leaf, draw((4, 2), 9)), tuple(left.shape)
@@ -132,10 +132,10 @@ def written_to(shape: tuple[int, ...], dim: int) -> list[Tensor]:
     group, gradients = Mesh(tp=2).group("tp"), []
     size = shape[dim]
     for turn, given in (
-        (lambda tensor: gather_in(tensor, group, dim, size), piece(draw(shape, 0), 2, group.index, dim)),
+        (lambda tensor: gather_in(tensor, group, dim, size), part(draw(shape, 0), 2, group.index, dim)),
         (lambda tensor: scatter_out(tensor, group, dim), draw(shape, 0)),
-        (lambda tensor: to_pieces(tensor, group, dim), draw(shape, 0)),
-        (lambda tensor: to_whole(tensor, group, dim, size), piece(draw(shape, 0), 2, group.index, dim)),
+        (lambda tensor: to_parts(tensor, group, dim), draw(shape, 0)),
+        (lambda tensor: to_whole(tensor, group, dim, size), part(draw(shape, 0), 2, group.index, dim)),
     ):
         leaf = given.contiguous().requires_grad_()
         turn(leaf).mul_(3).sum().backward()  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ def written_to(shape: tuple[int, ...], dim: int) -> list[Tensor]:
 def test_results_of_sequence_collectives_may_be_modified_in_place(
     thread_ranks: Any, shape: tuple[int, ...], dim: int
 ) -> None:
-    """Along the first dim, and of a single row, a piece would be a view."""
+    """Along the first dim, and of a single row, a part would be a view."""
     for entered, *others in thread_ranks.run(written_to, shape, dim, ranks=2):
         assert torch.equal(entered, torch.full_like(entered, 6))
         assert all(torch.equal(gradient, torch.full_like(gradient, 3)) for gradient in others)
@@ -163,7 +163,7 @@ def test_sequence_collectives_make_the_listed_collectives(thread_ranks: Any) -> 
             "gather_in": lambda tensor: gather_in(tensor, group, 0, 7),
             "scatter_out": lambda tensor: scatter_out(tensor, group, 0),
             "to_whole": lambda tensor: to_whole(tensor, group, 0, 7),
-            "to_pieces": lambda tensor: to_pieces(tensor, group, 0),
+            "to_parts": lambda tensor: to_parts(tensor, group, 0),
         }.items():
             rows = (4, 3)[group.index] if name in ("gather_in", "to_whole") else 7
             start = mesh.traffic.snapshot()
@@ -174,12 +174,12 @@ def test_sequence_collectives_make_the_listed_collectives(thread_ranks: Any) -> 
         return counts
 
     joined, summed = {"tp": {"all_gather": Count(1, 32)}}, {"tp": {"reduce_scatter": Count(1, 64)}}
-    for counts in thread_ranks.run(body, ranks=2):  # pieces are padded to four rows
+    for counts in thread_ranks.run(body, ranks=2):  # parts are padded to four rows
         assert counts == {
             "gather_in": (joined, summed),
             "scatter_out": (summed, joined),
             "to_whole": (joined, {}),
-            "to_pieces": ({}, joined),
+            "to_parts": ({}, joined),
         }
 
 
@@ -206,14 +206,14 @@ def lonely(size: int) -> Group:
 def test_sequence_collectives_on_meta_give_the_shapes_of_real_tensors(shape: tuple[int, ...]) -> None:
     group, dim = lonely(3), shape.index(7) - len(shape)
     leaf = torch.empty(shape, device="meta", requires_grad=True)
-    mine = to_pieces(leaf, group, dim)
+    mine = to_parts(leaf, group, dim)
     entered = gather_in(mine, group, dim, 7)
     left = scatter_out(entered * 1, group, dim)
     output = to_whole(left, group, dim, 7)
     marks = [collective_of(get_gradient_edge(one).node) for one in (mine, entered, left, output)]
-    assert marks == ["to_pieces", "gather_in", "scatter_out", "to_whole"]
+    assert marks == ["to_parts", "gather_in", "scatter_out", "to_whole"]
     output.sum().backward()  # type: ignore[no-untyped-call]
-    assert mine.shape == left.shape == piece(torch.empty(shape), 3, 1, dim).shape
+    assert mine.shape == left.shape == part(torch.empty(shape), 3, 1, dim).shape
     assert output.shape == entered.shape == leaf.shape == leaf.grad.shape  # type: ignore[union-attr]
 
 
@@ -221,7 +221,7 @@ def test_sequence_collectives_of_one_rank_return_the_tensor() -> None:
     group, tensor = Mesh().group("tp"), torch.ones(3, requires_grad=True)
     assert gather_in(tensor, group, 0, 3) is tensor
     assert scatter_out(tensor, group, 0) is tensor
-    assert to_pieces(tensor, group, 0) is tensor
+    assert to_parts(tensor, group, 0) is tensor
     assert to_whole(tensor, group, 0, 3) is tensor
 
 
@@ -229,7 +229,7 @@ def test_a_guarded_group_checks_tensors_before_it_cuts_them(thread_ranks: Any) -
     def body() -> Tensor:
         group = Mesh(tp=2, guarded=True).group("tp")
         with pytest.raises(CommunicationError, match="the ranks of tp do not agree"):
-            to_pieces(draw((4, 2), group.index), group, 0)
-        return to_whole(to_pieces(draw((4, 2), 0), group, 0), group, 0, 4)
+            to_parts(draw((4, 2), group.index), group, 0)
+        return to_whole(to_parts(draw((4, 2), 0), group, 0), group, 0, 4)
 
     assert all(torch.equal(found, draw((4, 2), 0)) for found in thread_ranks.run(body, ranks=2))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.ranks import Group, Mesh, Traffic
-from plait.tensor.autograd.regather import own_piece, start_piece_of_sum, start_whole
+from plait.tensor.autograd.regather import own_range, start_reduce_scatter, start_whole
 
 SHAPES = [
     (1, 8, 3),
@@ -40,19 +40,19 @@ def test_uneven_all_gather_and_reduce_scatter_give_the_whole_and_the_part_of_the
     def body() -> list[tuple[Tensor, Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape, dim in CASES:
-            whole = start_whole(own_piece(draw(shape, 0), group, dim), group, dim, shape[dim])()
-            piece = start_piece_of_sum(draw(shape, group.index), group, dim)()
-            summed = own_piece(sum(draw(shape, rank) for rank in range(ranks)), group, dim)
-            for made in (whole, piece):
+            whole = start_whole(own_range(draw(shape, 0), group, dim), group, dim, shape[dim])()
+            part = start_reduce_scatter(draw(shape, group.index), group, dim)()
+            summed = own_range(sum(draw(shape, rank) for rank in range(ranks)), group, dim)
+            for made in (whole, part):
                 assert made.is_contiguous()
                 assert made._base is None, "a layer may write to it"
-            results.append((whole, piece, summed.contiguous()))
+            results.append((whole, part, summed.contiguous()))
         return results
 
     for results in thread_ranks.run(body, ranks=ranks):
-        for (shape, _), (whole, piece, wanted) in zip(CASES, results, strict=True):
+        for (shape, _), (whole, part, wanted) in zip(CASES, results, strict=True):
             assert torch.equal(whole, draw(shape, 0))
-            torch.testing.assert_close(piece, wanted, rtol=1e-14, atol=1e-14)
+            torch.testing.assert_close(part, wanted, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("length", [2, 3, 5])

@@ -1,10 +1,10 @@
 'use strict';
 
-// Pointing at a rank in the picture of the plan shows which pieces it holds; a click keeps it.
+// Pointing at a rank in the picture of the plan shows which shards it holds; a click keeps it.
 
 for (const holding of document.querySelectorAll('.holding')) {
   const ranks = [...holding.querySelectorAll('.rank')], place = holding.querySelector('.place');
-  const parts = [...holding.querySelectorAll('.piece, .interval')];
+  const parts = [...holding.querySelectorAll('.shard, .interval')];
   let kept = null;
 
   const same = (one, other, axes) => axes.every((axis) => one.dataset[axis] === other.dataset[axis]);

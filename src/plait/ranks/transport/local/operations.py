@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.ranks.transport.buffers import Op, dense, describe, fold
-from plait.ranks.transport.interface import PieceSizes
+from plait.ranks.transport.interface import RangeSizes
 
 MessageKey = tuple[int, int, int]
 """Source, destination and tag."""
@@ -115,7 +115,7 @@ class GroupOperations:
         self._sends: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
         self._receives: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
         """Messages without a counterpart, the oldest first."""
-        self._piece_sizes: dict[int, dict[int, PieceSizes]] = {}
+        self._range_sizes: dict[int, dict[int, RangeSizes]] = {}
 
     def call(self, number: int, kind: str) -> CollectiveCall:
         """Return the collective with sequence number `number`; every rank counts its collectives from 0."""
@@ -124,15 +124,15 @@ class GroupOperations:
             del self._calls[number]  # this rank is the last to take part
         return call
 
-    def add_piece_sizes(self, number: int, index: int, sizes: PieceSizes) -> Mapping[int, PieceSizes]:
-        """Add the sizes of a rank's pieces in all-to-all `number`; return the mapping of all ranks' sizes.
+    def add_range_sizes(self, number: int, index: int, sizes: RangeSizes) -> Mapping[int, RangeSizes]:
+        """Add the sizes of a rank's ranges in all-to-all `number`; return the mapping of all ranks' sizes.
 
         Every rank gets the same mapping, by index; it is complete once every rank has added its sizes.
         """
-        of_all = self._piece_sizes.setdefault(number, {})
+        of_all = self._range_sizes.setdefault(number, {})
         of_all[index] = sizes
         if len(of_all) == len(self.ranks):
-            del self._piece_sizes[number]
+            del self._range_sizes[number]
         return of_all
 
     def transfer(
@@ -157,9 +157,9 @@ def all_reduce(op: Op, inputs: Inputs) -> Mapping[int, Tensor]:
 
 
 def reduce_scatter(op: Op, inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return, for each rank, its piece of the reduction of all inputs."""
-    pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
-    return {index: _folded([piece[index] for piece in pieces], op) for index in inputs}
+    """Return, for each rank, its range of the reduction of all inputs."""
+    ranges = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
+    return {index: _folded([one[index] for one in ranges], op) for index in inputs}
 
 
 def all_gather(inputs: Inputs) -> Mapping[int, Tensor]:
@@ -167,8 +167,8 @@ def all_gather(inputs: Inputs) -> Mapping[int, Tensor]:
     return dict.fromkeys(inputs, torch.cat([_flat(tensor) for tensor in inputs.values()]))
 
 
-def all_to_all(sizes: Mapping[int, PieceSizes], inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return, for each rank, the pieces that all ranks send to it, concatenated.
+def all_to_all(sizes: Mapping[int, RangeSizes], inputs: Inputs) -> Mapping[int, Tensor]:
+    """Return, for each rank, the ranges that all ranks send to it, concatenated.
 
     Raises RuntimeError where a rank does not expect the size that another sends to it.
     """
@@ -178,8 +178,8 @@ def all_to_all(sizes: Mapping[int, PieceSizes], inputs: Inputs) -> Mapping[int, 
             raise RuntimeError(
                 f"index {source} sends {sent} elements to index {destination}, which expects {expected}"
             )
-    pieces = [torch.split(_flat(tensor), list(sizes[index].sent)) for index, tensor in inputs.items()]
-    return {index: torch.cat([piece[index] for piece in pieces]) for index in inputs}
+    ranges = [torch.split(_flat(tensor), list(sizes[index].sent)) for index, tensor in inputs.items()]
+    return {index: torch.cat([one[index] for one in ranges]) for index in inputs}
 
 
 def broadcast(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
@@ -189,7 +189,7 @@ def broadcast(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
 
 
 def scatter(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return, for each rank, its piece of the input of the rank with index `source`."""
+    """Return, for each rank, its range of the input of the rank with index `source`."""
     return dict(enumerate(_flat(inputs[source]).clone().tensor_split(len(inputs))))
 
 
@@ -203,7 +203,7 @@ def _flat(tensor: Tensor | None) -> Tensor:
     return dense(tensor).view(-1)
 
 
-def _folded(pieces: Sequence[Tensor], op: Op) -> Tensor:
-    total = torch.empty_like(pieces[0])
-    fold(pieces, op, total)
+def _folded(ranges: Sequence[Tensor], op: Op) -> Tensor:
+    total = torch.empty_like(ranges[0])
+    fold(ranges, op, total)
     return total

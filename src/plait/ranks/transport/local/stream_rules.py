@@ -49,7 +49,7 @@ class Part:
         if self.read is not None and self.value is not None:
             self.unchanged = self.written is None or not _overlap(self.read, self.written)
             if self.written is not None and not self.unchanged and self.read.nbytes < self.written.nbytes:
-                self.read.copy_(self.value)  # an all-gather in place leaves this rank's own piece as it is
+                self.read.copy_(self.value)  # an all-gather in place leaves this rank's own range as it is
                 self.unchanged = True
 
     def breach(self) -> str | None:

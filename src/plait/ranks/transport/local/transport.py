@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.ranks.transport.buffers import Op, describe, dtype_name
-from plait.ranks.transport.interface import Pending, PieceSizes, Ranks
+from plait.ranks.transport.interface import Pending, RangeSizes, RankTransports
 from plait.ranks.transport.local import operations
 from plait.ranks.transport.local.cooperative_scheduler import CooperativeScheduler, WaitCondition
 from plait.ranks.transport.local.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer
@@ -78,22 +78,21 @@ class LocalTransport:
         kind = f"reduce {op} to {destination} {describe(tensor)}"
         return self._call(kind, tensor, written, partial(operations.all_reduce, op))
 
-    def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
+    def reduce_scatter(self, tensor: Tensor, own_range: Tensor, op: Op) -> Pending:
         """Start a reduce-scatter, summed in rank order."""
-        return self._call(
-            f"reduce_scatter {op} {describe(tensor)}", tensor, piece, partial(operations.reduce_scatter, op)
-        )
+        reduced = partial(operations.reduce_scatter, op)
+        return self._call(f"reduce_scatter {op} {describe(tensor)}", tensor, own_range, reduced)
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
         """Start an all-gather."""
         return self._call(f"all_gather {describe(tensor)}", tensor, whole, operations.all_gather)
 
-    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: RangeSizes | None = None) -> Pending:
         """Start an all-to-all; a rank that does not expect what another sends to it is an error on both."""
-        kind = describe(tensor) if sizes is None else f"in uneven pieces {dtype_name(tensor.dtype)}"
+        kind = describe(tensor) if sizes is None else f"in uneven ranges {dtype_name(tensor.dtype)}"
         equal = (tensor.numel() // len(self.ranks),) * len(self.ranks)
-        mine = sizes or PieceSizes(equal, equal)
-        of_all = self._posted.add_piece_sizes(self._count, self.index, mine)
+        mine = sizes or RangeSizes(equal, equal)
+        of_all = self._posted.add_range_sizes(self._count, self.index, mine)
         return self._call(f"all_to_all {kind}", tensor, received, partial(operations.all_to_all, of_all))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
@@ -106,10 +105,10 @@ class LocalTransport:
         """Start a gather."""
         return self._call(f"gather to {destination} {describe(tensor)}", tensor, whole, operations.all_gather)
 
-    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
+    def scatter(self, ranges: Tensor | None, own: Tensor, source: int) -> Pending:
         """Start a scatter."""
         return self._call(
-            f"scatter from {source} {describe(own)}", pieces, own, partial(operations.scatter, source)
+            f"scatter from {source} {describe(own)}", ranges, own, partial(operations.scatter, source)
         )
 
     def barrier(self) -> Pending:
@@ -153,8 +152,8 @@ class LocalTransport:
 MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int, float, str], LocalTransport]
 
 
-class LocalRank(Ranks):
-    """The interface of one rank to all ranks (`Ranks`), where the ranks are threads of one process."""
+class LocalRank(RankTransports):
+    """One rank's `RankTransports`, where the ranks are threads of one process."""
 
     def __init__(
         self,

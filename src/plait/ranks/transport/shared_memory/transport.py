@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from plait.ranks.transport.buffers import Op, blocks, dtype_name, fold
-from plait.ranks.transport.interface import Pending, PieceSizes
+from plait.ranks.transport.interface import Pending, RangeSizes
 from plait.ranks.transport.shared_memory.channel import MOST_CALL_BYTES, ChannelMessage
 from plait.ranks.transport.shared_memory.group_channels import Channels, HostRanks
 from plait.ranks.transport.shared_memory.shared_staging import (
@@ -28,7 +28,7 @@ from plait.ranks.transport.shared_memory.shared_staging import (
 from plait.ranks.transport.torch_distributed import REDUCTIONS, Algorithm, Collective, TorchTransport
 
 WHOLE_LIMIT = 2**21
-"""Bytes staged by all ranks together up to which each reduces all of them; beyond, each reduces a piece."""
+"""Bytes staged by all ranks together up to which each reduces all of them; beyond, each reduces a range."""
 STAGING_LIMIT = 2**25
 """Bytes up to which a tensor is staged: each rank's staging buffer grows to once or twice as much."""
 
@@ -66,8 +66,8 @@ def all_reduce_whole(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagi
     return staging.stage(tensor, lambda staged: fold(staged, op, flat))
 
 
-def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
-    """Start an all-reduce where each rank reduces one piece and copies the other ranks' reduced pieces.
+def all_reduce_in_ranges(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
+    """Start an all-reduce where each rank reduces one range and copies the other ranks' reduced ranges.
 
     Fewer sums than in `all_reduce_whole`, and two messages to each peer.
     """
@@ -75,25 +75,25 @@ def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedS
     own, totals = channels.index, total.view(-1).tensor_split(channels.size)
 
     def read(staged: Sequence[Tensor]) -> None:
-        pieces = [tensor.tensor_split(channels.size) for tensor in staged]
-        fold([piece[own] for piece in pieces], op, totals[own])
-        pieces[own][own].copy_(totals[own])
+        ranges = [tensor.tensor_split(channels.size) for tensor in staged]
+        fold([one[own] for one in ranges], op, totals[own])
+        ranges[own][own].copy_(totals[own])
         _, reduced = pending.sequences
         channels.send(reduced)
         channels.receive(reduced, ChannelMessage(0))
-        for index, piece in enumerate(pieces):
+        for index, one in enumerate(ranges):
             if index != own:
-                totals[index].copy_(piece[index])
+                totals[index].copy_(one[index])
 
     pending = staging.stage(tensor, read, further=1)
     return pending
 
 
 def reduce_scatter_staged(
-    tensor: Tensor, piece: Tensor, op: Op, staging: SharedStagingBuffers
+    tensor: Tensor, own_range: Tensor, op: Op, staging: SharedStagingBuffers
 ) -> PendingRead:
-    """Start a reduce-scatter of `tensor` into the contiguous `piece`, this rank's part of the result."""
-    own, size, flat = staging.channels.index, staging.channels.size, piece.view(-1)
+    """Start a reduce-scatter of `tensor` into the contiguous `own_range`, this rank's part of the result."""
+    own, size, flat = staging.channels.index, staging.channels.size, own_range.view(-1)
 
     def read(staged: Sequence[Tensor]) -> None:
         fold([tensor.tensor_split(size)[own] for tensor in staged], op, flat)
@@ -102,88 +102,88 @@ def reduce_scatter_staged(
 
 
 def all_gather_staged(tensor: Tensor, whole: Tensor, staging: SharedStagingBuffers) -> PendingRead:
-    """Start an all-gather of `tensor`, which may be this rank's piece of `whole`, into contiguous `whole`."""
-    own, pieces = staging.channels.index, whole.view(-1).tensor_split(staging.channels.size)
+    """Start an all-gather of `tensor`, which may be this rank's range of `whole`, into contiguous `whole`."""
+    own, ranges = staging.channels.index, whole.view(-1).tensor_split(staging.channels.size)
 
     def read(staged: Sequence[Tensor]) -> None:
-        for index, (piece, source) in enumerate(zip(pieces, staged, strict=True)):
+        for index, (target, source) in enumerate(zip(ranges, staged, strict=True)):
             if index != own:
-                piece.copy_(source)
-        if pieces[own].data_ptr() != tensor.data_ptr():
-            pieces[own].copy_(staged[own])
+                target.copy_(source)
+        if ranges[own].data_ptr() != tensor.data_ptr():
+            ranges[own].copy_(staged[own])
 
     return staging.stage(tensor, read)
 
 
 def all_to_all_staged(tensor: Tensor, received: Tensor, staging: SharedStagingBuffers) -> PendingRead:
-    """Start an all-to-all of equal pieces of `tensor`, into those of contiguous `received`."""
+    """Start an all-to-all of equal ranges of `tensor`, into those of contiguous `received`."""
     own, size = staging.channels.index, staging.channels.size
-    pieces = received.view(-1).tensor_split(size)
+    ranges = received.view(-1).tensor_split(size)
 
     def read(staged: Sequence[Tensor]) -> None:
-        for piece, source in zip(pieces, staged, strict=True):
-            piece.copy_(source.tensor_split(size)[own])
+        for target, source in zip(ranges, staged, strict=True):
+            target.copy_(source.tensor_split(size)[own])
 
     return staging.stage(tensor, read)
 
 
 def all_to_all_uneven_staged(
-    tensor: Tensor, received: Tensor, sizes: PieceSizes, most: int, staging: SharedStagingBuffers
+    tensor: Tensor, received: Tensor, sizes: RangeSizes, most: int, staging: SharedStagingBuffers
 ) -> PendingRead:
-    """Start an all-to-all of unequal pieces of a flat tensor, into those of the flat `received`.
+    """Start an all-to-all of unequal ranges of a flat tensor, into those of the flat `received`.
 
-    Before the pieces a rank stages where each of them begins. `most`: bytes, more than which no rank sends.
+    Before the ranges a rank stages where each of them begins. `most`: bytes, more than which no rank sends.
     What is sent is kept until the wait, as by backends, for which `plait.memory` counts it.
     """
-    own, pieces = staging.channels.index, torch.split(received, [*sizes.received])
+    own, ranges = staging.channels.index, torch.split(received, [*sizes.received])
     table = torch.tensor([*accumulate(sizes.sent, initial=0), 0][: len(sizes.sent) // 2 * 2 + 2])
-    own_piece = torch.split(tensor, [*sizes.sent])[own]
+    own_range = torch.split(tensor, [*sizes.sent])[own]
 
     def read(staged: Sequence[Tensor]) -> None:
-        pieces[own].copy_(own_piece)
-        for index, (piece, source) in enumerate(zip(pieces, staged, strict=True)):
+        ranges[own].copy_(own_range)
+        for index, (target, source) in enumerate(zip(ranges, staged, strict=True)):
             first, stop = source[: table.nbytes].view(table.dtype)[own : own + 2].tolist()
-            if stop - first != piece.numel():
+            if stop - first != target.numel():
                 sent = f"index {index} sends {stop - first} elements to index {own}"
-                raise RuntimeError(f"{sent}, which expects {piece.numel()}")
-            if index != own and piece.numel():
-                values = source[table.nbytes :].view(piece.dtype)
-                piece.copy_(values[first : first + piece.numel()])
+                raise RuntimeError(f"{sent}, which expects {target.numel()}")
+            if index != own and target.numel():
+                values = source[table.nbytes :].view(target.dtype)
+                target.copy_(values[first : first + target.numel()])
 
     return staging.stage_parts((table, tensor), table.nbytes + most, read)
 
 
 def reduce_scatter_in_place(
-    tensors: Sequence[Tensor], piece: Tensor, op: Op, channels: Channels
+    tensors: Sequence[Tensor], own_range: Tensor, op: Op, channels: Channels
 ) -> BarrieredStep:
-    """Start a reduce-scatter of flat tensors in shared memory, one per rank, into this rank's `piece`.
+    """Start a reduce-scatter of flat tensors in shared memory, one per rank, into this rank's `own_range`.
 
-    `piece`, contiguous, may be this rank's piece of its own tensor, which no other rank reads.
+    `own_range`, contiguous, may be this rank's range of its own tensor, which no other rank reads.
     """
-    flat = piece.view(-1)
+    flat = own_range.view(-1)
 
-    def reduce_piece() -> None:
-        pieces = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
-        for *block, total in blocks((*pieces, flat)):
+    def reduce_range() -> None:
+        ranges = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
+        for *block, total in blocks((*ranges, flat)):
             summed = torch.empty_like(total)
             fold(block, op, summed)
             total.copy_(summed)
 
-    return BarrieredStep(channels, reduce_piece)
+    return BarrieredStep(channels, reduce_range)
 
 
 def all_reduce_in_place(tensors: Sequence[Tensor], op: Op, channels: Channels) -> BarrieredStep:
-    """Start an in-place all-reduce of one flat shared tensor per rank; a rank reduces one piece for all."""
+    """Start an in-place all-reduce of one flat shared tensor per rank; a rank reduces one range for all."""
 
-    def reduce_piece() -> None:
-        pieces = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
-        for block in blocks(pieces):
+    def reduce_range() -> None:
+        ranges = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
+        for block in blocks(ranges):
             total = torch.empty_like(block[0])
             fold(block, op, total)
-            for piece in block:
-                piece.copy_(total)
+            for one in block:
+                one.copy_(total)
 
-    return BarrieredStep(channels, reduce_piece)
+    return BarrieredStep(channels, reduce_range)
 
 
 class AnnouncedPending:
@@ -251,7 +251,7 @@ class SharedMemoryTransport(TorchTransport):
         if tensor.device.type != "cpu" or tensor.nbytes > STAGING_LIMIT:
             return super().algorithm(collective, tensor)
         large = tensor.nbytes * self.size > WHOLE_LIMIT
-        return "pieces" if collective == "all_reduce" and large else "whole"
+        return "ranges" if collective == "all_reduce" and large else "whole"
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start an all-reduce: in shared memory and rank order, or, for large tensors, by the backend."""
@@ -261,7 +261,7 @@ class SharedMemoryTransport(TorchTransport):
             return all_reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels)
         if algorithm in ("exchange", "backend"):
             return self._announced(tensor, partial(super().all_reduce, tensor, total, op))
-        reduction = all_reduce_whole if algorithm == "whole" else all_reduce_in_pieces
+        reduction = all_reduce_whole if algorithm == "whole" else all_reduce_in_ranges
         return reduction(tensor, total, op, self.staging)
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
@@ -269,15 +269,15 @@ class SharedMemoryTransport(TorchTransport):
         self._call("reduce", tensor, op, f"to {destination}")
         return self._announced(tensor, partial(super().reduce, tensor, op, destination))
 
-    def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
+    def reduce_scatter(self, tensor: Tensor, own_range: Tensor, op: Op) -> Pending:
         """Start a reduce-scatter in rank order: in shared memory, or, for large tensors, by an all-to-all."""
         self._call("reduce_scatter", tensor, op)
         algorithm = self.algorithm("reduce_scatter", tensor)
         if algorithm == "in place":
-            return reduce_scatter_in_place(self._tensors_of_all_ranks(tensor), piece, op, self.channels)
+            return reduce_scatter_in_place(self._tensors_of_all_ranks(tensor), own_range, op, self.channels)
         if algorithm != "whole":
-            return self._announced(tensor, partial(super().reduce_scatter, tensor, piece, op))
-        return reduce_scatter_staged(tensor, piece, op, self.staging)
+            return self._announced(tensor, partial(super().reduce_scatter, tensor, own_range, op))
+        return reduce_scatter_staged(tensor, own_range, op, self.staging)
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
         """Start an all-gather: in shared memory, or, for large tensors, by the backend."""
@@ -286,7 +286,7 @@ class SharedMemoryTransport(TorchTransport):
             return self._announced(tensor, partial(super().all_gather, tensor, whole))
         return all_gather_staged(tensor, whole, self.staging)
 
-    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: RangeSizes | None = None) -> Pending:
         """Start an all-to-all: in shared memory, or by the backend.
 
         By the backend where a tensor is large, or where it is not known how large it may be on other ranks.
@@ -294,7 +294,7 @@ class SharedMemoryTransport(TorchTransport):
         if sizes is None:
             self._call("all_to_all", tensor)
         else:
-            self._call("all_to_all in uneven pieces", None, dtype_name(tensor.dtype), sizes.most)
+            self._call("all_to_all in uneven ranges", None, dtype_name(tensor.dtype), sizes.most)
         if sizes is None and self.algorithm("all_to_all", tensor) == "whole":
             return all_to_all_staged(tensor, received, self.staging)
         most = None if sizes is None or sizes.most is None else sizes.most * tensor.itemsize
@@ -312,10 +312,10 @@ class SharedMemoryTransport(TorchTransport):
         self._call("gather", tensor, f"to {destination}")
         return self._announced(tensor, partial(super().gather, tensor, whole, destination))
 
-    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
+    def scatter(self, ranges: Tensor | None, own: Tensor, source: int) -> Pending:
         """Start a scatter over the process group (Gloo), not in shared memory."""
         self._call("scatter", own, f"from {source}")
-        return self._announced(own, partial(super().scatter, pieces, own, source))
+        return self._announced(own, partial(super().scatter, ranges, own, source))
 
     def barrier(self) -> Pending:
         """Start a barrier of the process group (Gloo)."""

@@ -1,4 +1,4 @@
-"""Layers on pieces of a sequence, made by hand on the meta device: right ones pass, each mistake is named."""
+"""Layers on parts of a sequence, made by hand on the meta device: right ones pass, each mistake is named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.tensor.autograd.paired_collectives import (
     reduce,
     scatter_out,
     split,
-    to_pieces,
+    to_parts,
     to_whole,
 )
 
@@ -35,7 +35,7 @@ def _on_meta() -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """A norm and the linears of a region, with the sizes of one rank's piece."""
+    """A norm and the linears of a region, with the sizes of one rank's part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +70,7 @@ def prove(run: Run, *inputs: Tensor, begins: bool = True, ends: bool = True, sum
     layer = Layer()
     output = run(layer, *inputs)
     outputs = output if isinstance(output, tuple) else (output,)
-    claims = Claims(
-        sharded=CUT, summed=SUMMED if summed else (), input_in_pieces=begins, output_in_pieces=ends
-    )
+    claims = Claims(sharded=CUT, summed=SUMMED if summed else (), input_in_parts=begins, output_in_parts=ends)
     prove_layer("a", inputs, outputs, dict(layer.named_parameters()), claims)
 
 
@@ -89,19 +87,19 @@ def test_a_sequence_parallel_norm_is_accepted() -> None:
 
 
 def test_splitting_and_joining_the_sequence_around_a_layer_is_accepted() -> None:
-    prove(lambda layer, x: block(layer, to_pieces(x, TP, 1)), whole(), begins=False)
+    prove(lambda layer, x: block(layer, to_parts(x, TP, 1)), whole(), begins=False)
     prove(lambda layer, x: to_whole(block(layer, x), TP, 1, LENGTH), own(), ends=False)
 
 
 def test_a_whole_layer_between_sequence_parallel_ones_is_accepted() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
-        return to_pieces(layer.norm(to_whole(x, TP, 1, LENGTH)).cumsum(1), TP, 1)
+        return to_parts(layer.norm(to_whole(x, TP, 1, LENGTH)).cumsum(1), TP, 1)
 
     prove(run, own(), summed=False)
 
 
 def test_a_whole_tensor_beside_a_sequence_parallel_block_is_accepted() -> None:
-    """The first tensor is a piece; another one is whole, and stays so."""
+    """The first tensor is a part; another one is whole, and stays so."""
 
     def run(layer: Layer, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         return block(layer, x), other * 2
@@ -114,10 +112,10 @@ def test_a_parameter_whose_gradient_is_summed_may_be_inside_a_region() -> None:
     prove(lambda layer, x: block(layer, x) + leave(layer.product(enter(x) * layer.norm.weight)), own())
 
 
-MIXED = "a: a value that is whole on every rank and a piece of the sequence meet at "
+MIXED = "a: a value that is whole on every rank and a part of the sequence meet at "
 MEND = "let the layer work on each position by itself outside of its regions, or remove its rule sequence."
 REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool], str]] = {
-    "a piece and a whole value": (
+    "a part and a whole value": (
         lambda layer, x, other: block(layer, x) + other[:, :3],
         (own, whole),
         {},
@@ -129,8 +127,8 @@ REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool],
         {"begins": False, "ends": False},
         f"{MIXED}NativeLayerNorm (computed from norm.weight): {MEND}",
     ),
-    "copy of a piece": (lambda layer, x: copy(x, TP) * 1, (own,), {}, MIXED),
-    "split of a piece": (lambda layer, x: split(x, TP, -1) * 1, (own,), {}, MIXED),
+    "copy of a part": (lambda layer, x: copy(x, TP) * 1, (own,), {}, MIXED),
+    "split of a part": (lambda layer, x: split(x, TP, -1) * 1, (own,), {}, MIXED),
     "gather_in of what is whole": (lambda layer, x: enter(x), (whole,), {"begins": False}, MIXED),
     "to_whole of what is whole": (
         lambda layer, x: to_whole(x, TP, 1, 2 * LENGTH),
@@ -138,20 +136,20 @@ REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool],
         {"begins": False, "ends": False},
         MIXED,
     ),
-    "to_pieces of a piece": (lambda layer, x: to_pieces(x, TP, 1), (own,), {}, MIXED),
-    "scatter_out of a piece": (
+    "to_parts of a part": (lambda layer, x: to_parts(x, TP, 1), (own,), {}, MIXED),
+    "scatter_out of a part": (
         lambda layer, x: leave(x * 1),
         (own,),
         {},
         "a: a module sums over tp a value that is whole on every rank",
     ),
-    "reduce of a piece": (
+    "reduce of a part": (
         lambda layer, x: reduce(x * 1, TP),
         (own,),
         {},
         "a: a module sums over tp a value that is whole on every rank",
     ),
-    "a region around which a piece goes": (
+    "a region around which a part goes": (
         lambda layer, x: leave(layer.product(enter(x)) + x[:, :1]),
         (own,),
         {},
@@ -175,7 +173,7 @@ REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool],
         {"ends": False},
         "a: a value computed with",
     ),
-    "ends in pieces": (block, (own,), {"ends": False}, MIXED),
+    "ends in parts": (block, (own,), {"ends": False}, MIXED),
     "ends whole": (lambda layer, x: to_whole(x, TP, 1, LENGTH), (own,), {}, MIXED),
     "ends inside": (lambda layer, x: layer.product(enter(x)), (own,), {}, "a: its output is one rank's part"),
     "nobody sums": (
@@ -201,6 +199,6 @@ def test_a_parameter_whose_gradient_is_summed_may_not_leave_the_layer(ends: bool
     layer = Layer()
     x = own()
     outputs = [layer.norm(x) if ends else to_whole(layer.norm(x), TP, 1, LENGTH), layer.norm.weight * 1]
-    claims = Claims(summed={"norm.weight", "norm.bias"}, input_in_pieces=True, output_in_pieces=ends)
-    with pytest.raises(ModelError, match=r"^a: a value that is whole on every rank and a piece"):
+    claims = Claims(summed={"norm.weight", "norm.bias"}, input_in_parts=True, output_in_parts=ends)
+    with pytest.raises(ModelError, match=r"^a: a value that is whole on every rank and a part"):
         prove_layer("a", [x], outputs, dict(layer.named_parameters()), claims)

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.plan.axes import coordinate_of, sizes_of_plan
 from plait.plan.plan import ContextLayout, Plan
 from plait.tensor.losses import SequenceLoss, cross_entropy
-from plait.verification.candidate.local_activations import ActivationPieces
+from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.location import RecordKey
 from plait.verification.reference.recording import NO_TOLERANCE, Tolerance
 
@@ -20,21 +20,21 @@ OUTPUT = RecordKey("output", 1, "0")
 WHOLE = torch.arange(2 * 8 * 3).view(2, 8, 3).double()
 
 
-def pieces_of(plan: Plan, rank: int, *, dim: int | None = None, vocabulary: Any = None) -> ActivationPieces:
-    """Those of a rank; `dim`: along which tp has pieces of the output of layer 1, the last of two."""
+def parts_of(plan: Plan, rank: int, *, dim: int | None = None, vocabulary: Any = None) -> ActivationParts:
+    """Those of a rank; `dim`: along which tp has parts of the output of layer 1, the last of two."""
     coordinate, sizes = coordinate_of(rank, sizes_of_plan(plan)), sizes_of_plan(plan)
     mesh = SimpleNamespace(index=coordinate.__getitem__, size=sizes.__getitem__)
     dims = [SimpleNamespace(next=None), SimpleNamespace(next=dim)]
     blueprint = SimpleNamespace(plan=plan, output_linear=None, stage_layers=[range(2)], sequence_dims=dims)
     runtime: Any = SimpleNamespace(blueprint=blueprint, mesh=mesh, vocabulary=vocabulary)
-    return ActivationPieces(runtime)
+    return ActivationParts(runtime)
 
 
 def of_rank(plan: Plan, rank: int, whole: Tensor = WHOLE, **more: Any) -> Tensor:
-    piece = pieces_of(plan, rank, **more).piece(OUTPUT, whole.shape)
-    assert piece is not None
-    assert piece.shape == tuple(whole.shape)
-    return piece.of(whole)
+    box = parts_of(plan, rank, **more).box(OUTPUT, whole.shape)
+    assert box is not None
+    assert box.shape == tuple(whole.shape)
+    return box.of(whole)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_rank_of_cp_has_its_positions(kind: ContextLayout, positions: list[lis
     plan = Plan(cp=2, context_layout=kind)
     for rank, own in enumerate(positions):
         assert torch.equal(of_rank(plan, rank), WHOLE[:, own])
-        found = pieces_of(plan, rank).positions(8)
+        found = parts_of(plan, rank).positions(8)
         assert found is not None
         assert found.tolist() == own
 
@@ -58,10 +58,10 @@ def test_a_rank_of_tp_has_its_part_of_cps_positions() -> None:
     plan = Plan(cp=2, tp=2)
     for rank, own in enumerate([[0, 1], [6, 7], [2, 3], [4, 5]]):
         assert torch.equal(of_rank(plan, rank, dim=1), WHOLE[:, own])
-        pieces = pieces_of(plan, rank, dim=1)
-        assert pieces.is_partitioned(OUTPUT)
+        parts = parts_of(plan, rank, dim=1)
+        assert parts.is_partitioned(OUTPUT)
         for other in (OUTPUT._replace(name="1"), OUTPUT._replace(layer=-1), OUTPUT._replace(layer=0)):
-            assert not pieces.is_partitioned(other)
+            assert not parts.is_partitioned(other)
 
 
 def test_with_sharded_logits_a_rank_of_tp_has_its_classes() -> None:
@@ -73,10 +73,10 @@ def test_with_sharded_logits_a_rank_of_tp_has_its_classes() -> None:
 
 @pytest.mark.parametrize(("plan", "shape"), [(Plan(), (2, 8, 3)), (Plan(cp=2), (2,)), (Plan(tp=2), (2, 8))])
 def test_activations_without_a_split_dim_are_whole_on_every_rank(plan: Plan, shape: tuple[int, ...]) -> None:
-    pieces = pieces_of(plan, 0)
-    assert pieces.piece(OUTPUT, shape) is None
-    assert not pieces.is_partitioned(OUTPUT)
-    assert pieces.positions(8) is None or plan.cp > 1
+    parts = parts_of(plan, 0)
+    assert parts.box(OUTPUT, shape) is None
+    assert not parts.is_partitioned(OUTPUT)
+    assert parts.positions(8) is None or plan.cp > 1
 
 
 def test_short_sequences_leave_ranks_without_a_position() -> None:
@@ -94,9 +94,9 @@ TOTAL = cross_entropy.total(LOGITS.clone(), TARGETS)
 def test_the_summands_of_a_loss_add_up_and_are_those_of_the_parts(cp: int) -> None:
     summands = []
     for rank in range(cp):
-        pieces = pieces_of(Plan(cp=cp), rank)
-        own, tolerance = pieces.total(cross_entropy, LOGITS, TARGETS, TOTAL, Tolerance(1.0, 1e-13))
-        expected = cross_entropy.total(pieces.of_cp(LOGITS), pieces.of_cp(TARGETS))
+        parts = parts_of(Plan(cp=cp), rank)
+        own, tolerance = parts.total(cross_entropy, LOGITS, TARGETS, TOTAL, Tolerance(1.0, 1e-13))
+        expected = cross_entropy.total(parts.of_cp(LOGITS), parts.of_cp(TARGETS))
         assert 1e-13 < tolerance.allowed < 1e-12
         assert float((own - expected).abs()) <= tolerance.allowed
         summands.append(own)
@@ -117,9 +117,9 @@ def test_a_loss_that_is_no_sum_differs_on_every_rank() -> None:
     loss: Any = LargestOfASequence()
     recorded = loss.total(LOGITS, TARGETS)
     for rank in range(2):
-        pieces = pieces_of(Plan(cp=2), rank)
-        own, tolerance = pieces.total(loss, LOGITS, TARGETS, recorded, Tolerance(1.0, 1e-13))
-        assert abs(float(own - loss.total(pieces.of_cp(LOGITS), TARGETS))) > tolerance.allowed
+        parts = parts_of(Plan(cp=2), rank)
+        own, tolerance = parts.total(loss, LOGITS, TARGETS, recorded, Tolerance(1.0, 1e-13))
+        assert abs(float(own - loss.total(parts.of_cp(LOGITS), TARGETS))) > tolerance.allowed
 
 
 def test_a_loss_of_whole_sequences_is_that_of_one_rank() -> None:
@@ -129,20 +129,20 @@ def test_a_loss_of_whole_sequences_is_that_of_one_rank() -> None:
 
     bound = Tolerance(1.0, 1e-13)
     for rank, expected in ((0, TOTAL), (1, 0 * TOTAL)):
-        own, tolerance = pieces_of(Plan(cp=2), rank).total(OfSequences(), LOGITS, TARGETS, TOTAL, bound)
+        own, tolerance = parts_of(Plan(cp=2), rank).total(OfSequences(), LOGITS, TARGETS, TOTAL, bound)
         assert (float(own), own.dtype, tolerance) == (float(expected), TOTAL.dtype, bound)
 
 
 def test_a_loss_in_exact_mode_has_no_tolerance() -> None:
-    pieces = pieces_of(Plan(cp=2), 0)
-    _, tolerance = pieces.total(cross_entropy, LOGITS, TARGETS, TOTAL, NO_TOLERANCE)
+    parts = parts_of(Plan(cp=2), 0)
+    _, tolerance = parts.total(cross_entropy, LOGITS, TARGETS, TOTAL, NO_TOLERANCE)
     assert tolerance == NO_TOLERANCE
-    assert pieces_of(Plan(), 0).total(cross_entropy, LOGITS, TARGETS, TOTAL, NO_TOLERANCE)[0] is TOTAL
+    assert parts_of(Plan(), 0).total(cross_entropy, LOGITS, TARGETS, TOTAL, NO_TOLERANCE)[0] is TOTAL
 
 
 def test_labels_shifted_after_cutting_the_sequence_are_recognised() -> None:
     tokens = torch.arange(10).view(1, 10)
-    (named,) = pieces_of(Plan(cp=2), 0).targets_shifted_late(tokens[:, 1:9])
+    (named,) = parts_of(Plan(cp=2), 0).targets_shifted_late(tokens[:, 1:9])
     assert named[1][:, :-1].tolist() == [[1, 6, 7]]  # next tokens of 0, 1, 6 in 0 1 6 7
-    assert pieces_of(Plan(), 0).targets_shifted_late(tokens) == []
-    assert pieces_of(Plan(cp=2), 0).targets_shifted_late({"a": tokens}) == []
+    assert parts_of(Plan(), 0).targets_shifted_late(tokens) == []
+    assert parts_of(Plan(cp=2), 0).targets_shifted_late({"a": tokens}) == []

@@ -1,4 +1,4 @@
-"""Models whose layers run on pieces of the sequence, each in another way; see `test_sequence_parallel`."""
+"""Models whose layers run on parts of the sequence, each in another way; see `test_sequence_parallel`."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def _sequence(rules: Rules, **layers: nn.Module) -> nn.Sequential:
     return model
 
 
-def floats_to_pieces() -> nn.Module:
-    """Numbers come in, cut at once; the last layer, a norm, ends in pieces. Each column enters by itself."""
+def floats_to_shards() -> nn.Module:
+    """Numbers come in, cut at once; the last layer, a norm, ends in parts. Each column enters by itself."""
     rules = {**REGIONS, "a": sequence, "b": sequence, "norm": sequence}
     return _sequence(rules, a=MLP(), b=MLP(), norm=nn.LayerNorm(HIDDEN))
 
@@ -157,7 +157,7 @@ def mixed() -> nn.Module:
 
 
 def with_a_mask() -> nn.Module:
-    """Layers hand on what flows, in pieces, and a mask, which is whole."""
+    """Layers hand on what flows, in parts, and a mask, which is whole."""
     rules: Rules = {
         **{f"*.{name}": column.by("heads") for name in ("query", "key", "value")},
         **{f"{name}.output": row.by("heads") for name in ("a", "b")},
@@ -186,9 +186,9 @@ def draw_numbers(length: int) -> Callable[[int, torch.Generator], Batch]:
 
 @cache
 def numbers(length: int) -> Case:
-    """`floats_to_pieces` with its data."""
+    """`floats_to_shards` with its data."""
     draw = draw_numbers(length)
-    return Case("floats", with_values(floats_to_pieces), draw, loss=data.Squares(), mean=functional.mse_loss)
+    return Case("floats", with_values(floats_to_shards), draw, loss=data.Squares(), mean=functional.mse_loss)
 
 
 @cache
