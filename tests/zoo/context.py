@@ -296,7 +296,7 @@ def weight_gradient_of_the_second_part_twice() -> Iterator[None]:
 
     def backward_weight(self: Stage, microbatch: int, layer: int) -> None:
         if rank() == 1 and self.layers[layer].path == "head":
-            self.runs[microbatch, layer].work *= 2
+            self.work[microbatch, layer] *= 2
         original(self, microbatch, layer)
 
     with patch.object(Stage, "backward_weight", backward_weight):

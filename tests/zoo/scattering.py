@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from plait.ranks.collectives import all_reduce, reduce_scatter
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
 from plait.schedules.lowering import unit_passes
+from plait.schedules.lowering.program import LoweringSpec
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.row import TWO_STEPS, Named, Row
@@ -145,8 +147,9 @@ def scattered_before_the_last_microbatch() -> Any:
     """The program takes the MLP's first micro-batch for its last."""
     original = unit_passes._ends
 
-    def ends(program: Any, units: Any, *, each: bool) -> Any:
-        every, found = original(program, units, each=True), original(program, units, each=each)
+    def ends(program: Any, spec: LoweringSpec) -> Any:
+        timings = {unit: replace(timing, scatters="each") for unit, timing in spec.timings.items()}
+        every, found = original(program, replace(spec, timings=timings)), original(program, spec)
         for at, pairs in found.items():
             found[at] = [(unit, final) for unit, final in pairs if unit != cases.MLP]
         first = sorted(at for at, pairs in every.items() if cases.MLP in dict(pairs))[:1]

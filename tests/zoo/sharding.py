@@ -233,7 +233,7 @@ def _row(phase: StepPhase, defect: Any, plan: Any, model: Any = cases.GPT2, **mo
 
 def _used(defect: Any, plan: Any, model: Any = cases.GPT2, step: int = 0, **more: Any) -> Row:
     """Wrong parameters are seen before the first layer uses them."""
-    cause = "before the last step of the optimizer" if step else "shards"
+    cause = "before the last step of the optimizer" if step else "shards|parts"
     more = {"layer": "embedding", "parameter": "embedding.*", "ranks": BOTH, "cause": cause} | more
     options = TWO_STEPS if step else ONE_STEP
     return _row(StepPhase.PARAMETERS, defect, plan, model, step=step, options=options, **more)
@@ -274,7 +274,7 @@ SHARDING = (
         flat_shards_do_not_decay,
         cases.CUT_PARAMETERS,
         cases.NARROW,
-        parameter=TIED,
+        parameter="blocks.0.mlp.down.weight",
         ranks=BOTH,
         cause="weight decay",
     ),

@@ -38,7 +38,7 @@ def _work_left_out(layer: str, microbatch: int | None = None) -> Iterator[None]:
 
     def backward_weight(self: Stage, number: int, position: int) -> None:
         if self.layers[position].path == layer and microbatch in (None, number):
-            self.runs[number, position].work = []
+            self.work[number, position] = []
         original(self, number, position)
 
     # Work that is done while a sum is waited for would not be left out.
@@ -176,7 +176,7 @@ def input_overwritten() -> Iterator[None]:
     def forward(self: Stage, microbatch: int, number: int) -> None:
         original(self, microbatch, number)
         if (self.number, number, microbatch) == (1, 0, 1) and self.runs:
-            before, now = self.runs[0, 0].inputs[0], self.runs[1, 0].inputs[0]
+            before, now = self.runs[0, 0][0].inputs[0], self.runs[1, 0][0].inputs[0]
             before.data.copy_(now)
 
     with patch.object(Stage, "forward", each_alone(forward)):

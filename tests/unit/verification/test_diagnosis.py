@@ -80,7 +80,7 @@ def test_the_diagnosis_on_one_rank_blames_no_communication() -> None:
 @pytest.mark.parametrize("phase", [StepPhase.LOAD, StepPhase.INITIAL])
 def test_another_ranks_part_is_suspected_only_with_several_ranks(phase: StepPhase) -> None:
     location = Location(0, phase, name="weight")
-    assert "another part of it" in cause(NOISE, location=location, plan=TP)
+    assert "another shard of it" in cause(NOISE, location=location, plan=TP)
     assert "part" not in cause(NOISE, location=location)
 
 

@@ -77,7 +77,8 @@ def part_of_another(symptoms: Symptoms) -> str | None:
         for (what, own), (_, others) in pairs:
             if other is not first and close(first.actual - own, other.expected - others, symptoms.slack):
                 where = ranks_in_words([rank], symptoms)
-                return f"{what} is what {where} should have: parts go to another rank"
+                parts = "shards" if symptoms.phase in IN_SHARDS else "parts"
+                return f"{what} is what {where} should have: {parts} go to another rank"
     return None
 
 
@@ -268,12 +269,12 @@ def _reduction(symptoms: Symptoms) -> str:
 def _load(symptoms: Symptoms) -> str:
     suspects = ["another tensor's", "changed"]
     if symptoms.plan.world > 1:
-        suspects.insert(0, "another part of it")
+        suspects.insert(0, "another shard of it")
     return f"what was loaded is not what was saved: it is {either(suspects)}"
 
 
 def _initial(symptoms: Symptoms) -> str:
-    another = ", or another part of it" if symptoms.plan.world > 1 else ""
+    another = ", or another shard of it" if symptoms.plan.world > 1 else ""
     return f"a parameter starts from another value: another seed{another}"
 
 

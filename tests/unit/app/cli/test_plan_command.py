@@ -15,9 +15,9 @@ from plait.app.cli.plan_output import calibration_text, change_lines
 from plait.app.config.config_parser import config_from_arguments
 from plait.app.config.planned_config import SEARCHED, configured_decoder
 from plait.app.train.trainer import build_model
-from plait.estimate.search.plan_search import AXES
 from plait.estimate.time.hardware import Link, load_hardware
 from plait.pictures.quantities import count_text
+from plait.plan.axes import PLAN_AXES
 from plait.plan.model_sizes import decoder_of
 
 SMALL = ["--hardware", "h100-sxm", "--model.layers", "2", "--train.batch", "6", "--train.precision", "bf16"]
@@ -69,7 +69,7 @@ def test_the_written_configuration_has_the_fastest_plan_and_the_rest_as_given(
     config = config_from_arguments(["--config", str(file)])
     plan = config.plan()
     assert {name: getattr(plan, name) for name in (*SEARCHED, "microbatches")} == found["best"][0]["plan"]
-    assert {*AXES, "replicate", "strategy", "reduce", "schedule", "chunks"} < {*SEARCHED}
+    assert {*PLAN_AXES, "replicate", "strategy", "reduce", "schedule", "chunks"} < {*SEARCHED}
     assert len({*SEARCHED}) == len(SEARCHED) == 11
     assert plan.world == 4
     assert (config.model.layers, config.train.batch, config.data.source) == (2, 6, 'a "b"')
