@@ -82,7 +82,7 @@ UNSEEN_BY_EXACT = {
     "other_values_on_one_rank": "a model with values of its own is refused where ranks do not agree on them",
     "copy_differs": "likewise",
     "flat_shards_do_not_decay": "nothing decays",
-    "dropout_counts_from_the_shard": "there are no whole numbers left, so that it is refused",
+    "dropout_counts_from_the_part": "there are no whole numbers left, so that it is refused",
     "blocks_added_without_rescaling": "that is how blocks of the stand-in are merged",
     "backward_with_the_blocks_own_sum": "the stand-in has no weights to normalise",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
