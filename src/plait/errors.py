@@ -15,7 +15,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", ") -> str:
-    """Return the first `most` names as text, followed by the number of the others."""
+    """Return the first `most` names as text, followed by how many more there are."""
     more = f"{between.rstrip(', ')} and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
 

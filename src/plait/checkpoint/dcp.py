@@ -122,7 +122,7 @@ class ExportWriter(FileSystemWriter):
         super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the entries of `plan` to files of at most `FILE_BYTES`, one after the other."""
+        """Write the entries of `plan` one at a time to files of at most `FILE_BYTES`."""
         results: list[WriteResult] = []
         files = grouped(plan.items, _bytes, FILE_BYTES)
         for part in self.prepare_global_plan([SavePlan(items) for items in files]):

@@ -131,7 +131,7 @@ def fingerprint_of_tokens(*values: Value, every: bool = False) -> str:
 
 
 def lines_of_values(values: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a line for each of the named tensors, with a hash of its bits."""
+    """Return a text with one line for each named tensor: its name, and a hash of its bits."""
     lines = []
     for name, value in values:
         lines.append(f"{name} = bits {digest_of(bits_of(value))}")

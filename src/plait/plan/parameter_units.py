@@ -40,7 +40,7 @@ FLOAT16 = PRECISIONS["fp16"]
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """What `resolve_units` must know of a parameter."""
+    """A parameter as `resolve_units` sees it: its dtype, whether it trains, summands of its gradient."""
 
     dtype: Dtype = PRECISIONS["fp32"]
     """In the model, before the plan's precisions."""

@@ -166,7 +166,7 @@ def _given_by(
 
 
 def _without_overridden(given: dict[str, GivenValue]) -> dict[str, GivenValue]:
-    """Return the values without those for which an option of the command line has an alternative."""
+    """Return configuration values without those that the command line replaces by an alternative option."""
     overridden = [
         other
         for field, other in _IN_PLACE_OF.items()

@@ -103,7 +103,7 @@ def _serve(connection: Connection, function: Callable[..., Any], seconds: float,
 
 
 def _limit_memory(memory: int) -> None:
-    """Limit the address space to that of now and `memory` bytes, where the system says how large it is."""
+    """Limit this process to `memory` bytes more than its present address space, if that is known."""
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, most = resource.getrlimit(resource.RLIMIT_AS)

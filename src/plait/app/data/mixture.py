@@ -46,7 +46,7 @@ class MixedBatches:
         return min(BLOCK * each.count // share for each, share in pairs if share)
 
     def epochs(self, steps: int) -> list[float]:
-        """Return how many times the rows of each corpus are taken in so many steps."""
+        """Return how many times a run of `steps` steps takes the rows of each corpus."""
         pairs = zip(self.corpora, map(int, self.shares), strict=True)
         return [steps * self.size * share / BLOCK / each.count for each, share in pairs]
 

@@ -154,7 +154,7 @@ def _is_valid(batch: Any, *, full: bool) -> bool:
 
 
 def _filled(value: Any) -> Any:
-    """Return a value without the fields of its structures that are null.
+    """Return the value of a table's cell without the null fields of its nested structures.
 
     All rows of a table have the same fields: those that a row was written without, such as the arguments of
     other tools, are null in it.

@@ -134,7 +134,7 @@ class RankStream:
         return {"stream": True, "seed": self._seed}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, the same on every rank; all ranks call it.
+        """Return the stream's position as JSON values, the same on every rank; a call of all ranks.
 
         Communication: two broadcasts over `world`.
         """

@@ -161,7 +161,7 @@ class Data:
     """Of `training`, if it is a mixture."""
 
     def epochs(self, steps: int) -> dict[str, float]:
-        """Return how many times each source is taken in so many steps, by its name as text; {} if endless."""
+        """Return how many times `steps` steps take the rows of each source, by name; {} if endless."""
         training = self.training
         if isinstance(training, ReadAhead) and isinstance(training.batches, MixedBatches):
             names = (f" of {source}" for source in self.sources)

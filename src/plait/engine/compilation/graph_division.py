@@ -137,7 +137,7 @@ def _clone_of(module: GraphModule, node: Node) -> Node:
 
 
 def _sum_of(joint: JointGraph, summands: Sequence[Node]) -> Node | None:
-    """Return a node for the sum of what is left of a gradient; None if nothing is."""
+    """Return a node that sums the given summands of a gradient; None where there are none."""
     if not summands:
         return None
     total, *others = summands

@@ -139,7 +139,7 @@ def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
 
 
 def terms_of(gradient: Node, parameter: Node, number: int) -> tuple[list[WeightTerm], list[Node]]:
-    """Return the summands of a parameter's gradient that can be deferred, and the nodes of the others."""
+    """Return the summands of a parameter's gradient that can be deferred, and nodes of all others."""
     term = _product(gradient, parameter, number) or _scatter(gradient, number)
     if term is not None:
         return [term], []

@@ -55,7 +55,9 @@ class StepSeconds:
 
 
 def measure_steps(group: Group, timer: Timer, *, divides: bool) -> StepSeconds:
-    """Return the median seconds of steps; all ranks of the group call it. Communication: barriers, `tp`.
+    """Return the median seconds of training steps of small models, measured by all ranks of `group` together.
+
+    Communication: barriers over `group`, and sums over `tp` where a model is divided.
 
     `divides`: whether the group has all ranks of the world, over which a model can be divided.
     """
@@ -155,7 +157,7 @@ def _divided(hardware: Hardware, collective: float) -> float:
 
 
 def _at_which(wanted: float, seconds: Callable[[float], float], slower: float = 1.0) -> float:
-    """Return the value at which `seconds`, linear in it, is `wanted`; what is left at 0 is `slower`."""
+    """Return the argument at which the linear function `seconds` is `wanted`; at 0 it is `slower`."""
     first, second = seconds(1.0), seconds(2.0)
     slope = second - first
     return (wanted - slower * (first - slope)) / slope

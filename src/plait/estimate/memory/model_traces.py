@@ -110,7 +110,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
 
 @dataclass(frozen=True)
 class _LayerTrace:
-    """What the trace of a layer found, for it and the layers of equal structure that read such inputs."""
+    """The trace of a layer's memory on meta, for all layers of equal structure that read equal inputs."""
 
     run: InferredLayer
     trace: Trace

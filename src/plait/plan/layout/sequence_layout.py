@@ -44,7 +44,7 @@ class SequenceLayout:
         return sum(map(len, self.ranges[rank]))
 
     def positions(self, rank: int) -> Tensor:
-        """Return the positions of a rank: int64 `[size(rank)]`, on the CPU."""
+        """Return the positions of the whole sequence that a rank holds: int64 `[size(rank)]`, on the CPU."""
         none = np.empty(0, dtype=np.int64)
         each = [np.arange(one.start, one.stop, one.step) for one in self.ranges[rank]]
         return torch.from_numpy(np.concatenate([none, *each]))
@@ -89,7 +89,7 @@ def sequence_layout(length: int, ranks: int, kind: ContextLayout) -> SequenceLay
 
 
 def _zigzag(length: int, ranks: int) -> Iterator[tuple[range, ...]]:
-    """Yield each rank's positions: a chunk from the start of what is left, and one from its end.
+    """Yield each rank's positions: the first and the last chunk that the ranks before do not hold.
 
     Where the length does not divide into equal chunks, of the sizes that fit those are chosen whose queries
     see the most equal number of keys: for 64 positions a rank or more, on up to 8 ranks, a rank's number is

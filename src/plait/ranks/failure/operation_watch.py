@@ -32,7 +32,7 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class WatchedOperation(Protocol):
-    """Interface of an operation that `OperationWatch` can watch: it records a failure and describes it."""
+    """Interface that `OperationWatch` needs of an operation: to record that it failed, and make its error."""
 
     def record_failure(self, cause: Exception) -> None:
         """Write this rank's failure record."""

@@ -139,7 +139,7 @@ class _Replay:
                         todo[each] = None
 
     def cycle(self) -> str | None:
-        """Return as text why operations never complete (a cycle of waits); None if all complete."""
+        """Return a sentence with the cycle of waits that blocks operations; None if all complete."""
         stuck = next((one for one in (self._stuck_at(rank) for rank in range(len(self.ranks))) if one), None)
         chain: dict[Operation, str] = {}
         while stuck is not None and stuck not in chain:

@@ -211,7 +211,7 @@ class _Cover:
             yield BlockCall(self.rows, slice(start, stop), slice(common, after), "causal")
 
     def _masked(self, start: int, stop: int) -> Iterator[BlockCall]:
-        """Yield a call with a mask, after one for the keys that all see if these lie beside the others."""
+        """Yield a kernel call with a mask, after one without for neighbouring keys that all queries see."""
         begin, end = self.begin[start:stop], self.end[start:stop]
         first, after = int(begin[0]), int(end[-1])
         common = int(begin[-1]), int(end[0])
