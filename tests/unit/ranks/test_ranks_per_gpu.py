@@ -144,7 +144,7 @@ PROGRAM = """
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from plait.ranks import rank_pool
+from plait.ranks.launch import rank_pool
 
 def mapped():
     return sys.argv[1] in Path("/proc/self/maps").read_text()
