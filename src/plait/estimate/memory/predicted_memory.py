@@ -106,14 +106,14 @@ class MemoryEstimator:
         """Return the predicted memory of a plan."""
         whole = replace(plan, strategy="none", offload="none", reduce="last")
         unsharded = max(rank.peak for rank in self.ranks(whole))
-        traces = self._traces(build_blueprint(self.model, plan, self.rules, self.order_of))
+        traces = self.known_traces(build_blueprint(self.model, plan, self.rules, self.order_of))
         attention = () if traces is None else tuple(sorted(traces.attention, key=str))
         return Memory(plan, self.ranks(plan), unsharded, traces is not None, attention)
 
     def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
         """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction."""
         blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
-        traces = self._traces(blueprint)
+        traces = self.known_traces(blueprint)
         return tuple(
             simulate_step(blueprint, rank, program, traces, self.where, self.moments, observer)
             for rank, program in enumerate(lower(blueprint.schedule, blueprint.lowering_spec))
@@ -144,7 +144,8 @@ class MemoryEstimator:
         rows = plan.microbatches if self.rows is None else self.rows
         return torch.empty(rows, context, dtype=torch.int64, device="meta")
 
-    def _traces(self, blueprint: Blueprint) -> ModelTraces | None:
+    def known_traces(self, blueprint: Blueprint) -> ModelTraces | None:
+        """Return what each layer computes and allocates, or None where the shape of a batch is unknown."""
         plan, batch = blueprint.plan, self._batch(blueprint.plan)
         if batch is None:
             return None

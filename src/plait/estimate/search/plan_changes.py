@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
+from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.search.plan_space import PlanChoices, divisors_of
-from plait.estimate.time.prediction import Prediction, predict
 from plait.plan.plan import Plan
 
 LOSS_ROWS = 1024
@@ -44,7 +44,7 @@ def best_changes(found: Prediction, most: int = 3) -> tuple[PlanChange, ...]:
     changes = []
     for field, plan in _candidates(found):
         try:
-            after = predict(found.decoder, plan, found.hardware, rows=found.rows)
+            after = predict(found.model, plan, found.hardware, rows=found.rows)
         except PlaitError:
             continue  # such a plan cannot run
         changes.append(PlanChange(field, getattr(plan, field), found, after))

@@ -1,0 +1,180 @@
+"""`TracedLayers`: the layers of any model, run on the meta device: operations, memory and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.estimate.memory.model_traces import FIRST, ModelTraces
+from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Plan
+from plait.plan.rules import Rules
+from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.losses import Loss
+
+FEW_ROWS = (1, 2)
+"""Rows of a micro-batch for which layers run; what more rows need follows from them, linearly."""
+
+
+@dataclass(frozen=True, eq=False)
+class TracedLayers:
+    """The layers of a model that `parallelize` takes; those of equal structure run once for each division.
+
+    What is known is kept, so that plans with equal layers share it.
+    """
+
+    module: nn.Module
+    inputs: Value
+    """A batch of any number of rows, on any device; only shapes and dtypes are read."""
+    targets: Value | None
+    loss: Loss
+    rules: Rules | None
+    moments: int
+    """How many tensors of a parameter's size the optimizer keeps for it."""
+    _traces: dict[Any, ModelTraces] = field(default_factory=dict)
+    _blueprints: dict[Plan, Blueprint] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """For each layer the first one that runs alike."""
+        traces = self.traces(Plan(), 1).layers
+        first = {id(trace): number for number, trace in reversed([*enumerate(traces)])}
+        return tuple(f"layer {first[id(trace)]}" for trace in traces)
+
+    def blueprint(self, plan: Plan) -> Blueprint:
+        """Return the blueprint of all on which the layers of `plan` depend: without pipeline and replicas."""
+        alone = replace(
+            plan,
+            pp=1,
+            dp=1,
+            replicate=1,
+            microbatches=1,
+            schedule="1f1b",
+            chunks=None,
+            layers_per_stage=None,
+            memory_limit=None,
+            strategy="none",
+            reduce="last",
+            offload="none",
+        )
+        if alone not in self._blueprints:
+            self._blueprints[alone] = build_blueprint(self.module, alone, self.rules)
+        return self._blueprints[alone]
+
+    def traces(self, plan: Plan, rows: int) -> ModelTraces:
+        """Return what each layer computes, allocates and saves for a micro-batch of `rows` rows."""
+        found = self.estimator(rows, on_cpu=True).known_traces(self.blueprint(plan))
+        assert found is not None
+        return found
+
+    def estimator(self, rows: int, *, on_cpu: bool) -> MemoryEstimator:
+        """Return an estimator of memory for `rows` rows a data-parallel rank; all share their traces."""
+        return MemoryEstimator(
+            self.module,
+            of_rows(self.inputs, rows),
+            None if self.targets is None else of_rows(self.targets, rows),
+            self.loss,
+            self.rules,
+            None,
+            self.moments,
+            torch.device("cpu" if on_cpu else "cuda"),
+            self._traces,
+        )
+
+    def parameters(self, plan: Plan, kind: LayerKind) -> Mapping[str, int]:
+        """Return by name the elements of the parameters of a layer of `kind` on the first rank of `tp`."""
+        blueprint = self.blueprint(plan)
+        names = {id(one): name for name, one in blueprint.sequence.parameters.items()}
+        layer = blueprint.sequence.layers[self.kinds.index(kind)]
+        own = (names[id(one)] for one in layer.module.parameters())
+        return {name: torch.Size(blueprint.whole_layouts[name].local_shape(FIRST)).numel() for name in own}
+
+
+@dataclass(frozen=True, eq=False)
+class TracedSizes(MicrobatchSizes):
+    """A micro-batch of a traced model under a plan."""
+
+    layers: TracedLayers
+    plan: Plan
+    rows: float
+    on_cpu: bool
+    moments: int
+
+    def work(self, kind: LayerKind) -> LayerWork:
+        """Return the operations and collectives of a layer of `kind`, on the first rank of `tp`."""
+        number, plan = self.layers.kinds.index(kind), replace(self.plan, recompute="none")
+        one, two = (self.layers.traces(plan, rows).work[number] for rows in FEW_ROWS)
+        try:
+            return cast(LayerWork, _extrapolated(one, two, self.rows))
+        except ValueError:  # it does something else for few rows
+            return self.layers.traces(plan, ceil(self.rows)).work[number]
+
+    def parameters(self, kind: LayerKind) -> float:
+        """Return the parameters of a layer of `kind` on the first rank of `tp`."""
+        return sum(self.layers.parameters(self.plan, kind).values())
+
+    def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
+        """Return the parameters of several layers on a rank of `tp` that train; shared ones count once."""
+        return self._parameters(kinds, trained=True)
+
+    def frozen_parameters(self, kinds: Sequence[LayerKind]) -> float:
+        """Return the parameters of several layers that do not train, likewise."""
+        return self._parameters(kinds, trained=False)
+
+    def _parameters(self, kinds: Sequence[LayerKind], *, trained: bool) -> float:
+        blueprint = self.layers.blueprint(self.plan)
+        total, shared = 0, set[str]()
+        for kind in kinds:
+            for name, count in self.layers.parameters(self.plan, kind).items():
+                if blueprint.kinds[name].trains == trained and name not in shared:
+                    total += count
+                if len(blueprint.units[blueprint.sequence.unit_of(name)].users) > 1:
+                    shared.add(name)
+        return total
+
+    @cached_property
+    def message_bytes(self) -> float:
+        """Bytes of a message between stages: the most between two layers."""
+        return self.linear(_largest_output)
+
+    def linear(self, number: Callable[[ModelTraces], float]) -> float:
+        """Return what a number of the traces is for the rows, from those of few rows."""
+        one, two = (number(self.layers.traces(self.plan, rows)) for rows in FEW_ROWS)
+        return one + (self.rows - 1) * (two - one)
+
+
+def _largest_output(traces: ModelTraces) -> float:
+    """Return the most bytes that a layer hands to the next one."""
+    return max((sum(one.nbytes for one in info.tensors) for info in traces.infos[:-1]), default=0)
+
+
+def of_rows(batch: Value, rows: int) -> Value:
+    """Return empty tensors on the meta device like a batch's, with `rows` rows."""
+    return map_tensors(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"), batch)
+
+
+def _extrapolated(one: Any, two: Any, rows: float) -> Any:
+    """Return what holds for `rows` rows, given the same for one row and for two: numbers grow linearly.
+
+    Raises ValueError where the two have other parts.
+    """
+    if is_dataclass(one) and type(one) is type(two):
+        names = [field.name for field in fields(one)]
+        parts = {name: _extrapolated(getattr(one, name), getattr(two, name), rows) for name in names}
+        return replace(cast(Any, one), **parts)
+    if isinstance(one, tuple) and isinstance(two, tuple):
+        return tuple(_extrapolated(first, second, rows) for first, second in zip(one, two, strict=True))
+    if isinstance(one, int | float) and not isinstance(one, bool):
+        return one + (rows - 1) * (two - one)
+    if one != two:
+        raise ValueError
+    return one
