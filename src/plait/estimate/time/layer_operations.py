@@ -37,8 +37,8 @@ class LayerWork:
     forward: tuple[DeviceOperation, ...] = ()
     backward: tuple[DeviceOperation, ...] = ()
     """Of the input gradient."""
-    weights: tuple[Product, ...] = ()
-    """The products of the weight gradient."""
+    weights: tuple[DeviceOperation, ...] = ()
+    """Of the weight gradient."""
     selective: Recomputation = Recomputation()
     full: Recomputation = Recomputation()
     forward_transfers: tuple[AxisTransfer, ...] = ()
