@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from plait.errors import ModelError
 from plait.plan.arguments import require_flag, require_number, require_whole
 
-LayerKind = Literal["embedding", "attention", "mlp", "head"]
-"""The layers of plait's own models: a transformer block is two layers."""
+LayerKind: TypeAlias = str
+"""What the layers that do the same work have in common. Of plait's own models "embedding", "attention", "mlp"
+and "head", where a transformer block is two layers."""
 Family = Literal["gpt2", "llama"]
 FAMILIES: Mapping[Family, Mapping[str, bool]] = {
     "gpt2": {"biases": True, "positions": True, "tied": True},

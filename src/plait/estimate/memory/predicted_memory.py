@@ -27,6 +27,7 @@ from plait.estimate.memory.memory_report import (
     RankMemory,
 )
 from plait.estimate.memory.model_traces import ModelTraces, trace_model
+from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.arguments import require_instance, require_whole
 from plait.plan.plan import Plan
@@ -91,6 +92,8 @@ class MemoryEstimator:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
+    records: bool = False
+    """Whether traces have the operations of layers, too."""
     order_of: Callable[..., tuple[Schedule, StageCut]] = field(
         default_factory=lambda: cache(schedule_and_cut)
     )
@@ -162,12 +165,14 @@ class MemoryEstimator:
             blueprint.recompute,
             plan.loss_rows,
             bool(plan.compile),
+            self.records,
         )
         if key not in self.traces:
             targets = None
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
-            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss)
+            recorder = OperationRecorder() if self.records else None
+            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss, recorder)
         return self.traces[key]
 
 

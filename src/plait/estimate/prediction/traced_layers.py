@@ -47,8 +47,9 @@ class TracedLayers:
     def kinds(self) -> tuple[LayerKind, ...]:
         """For each layer the first one that runs alike."""
         traces = self.traces(Plan(), 1).layers
-        first = {id(trace): number for number, trace in reversed([*enumerate(traces)])}
-        return tuple(f"layer {first[id(trace)]}" for trace in traces)
+        first = {id(trace): number for number, trace in reversed([*enumerate(traces[:-1])])}
+        last = len(traces) - 1  # with the loss
+        return (*(f"layer {first[id(trace)]}" for trace in traces[:-1]), f"layer {last}")
 
     def blueprint(self, plan: Plan) -> Blueprint:
         """Return the blueprint of all on which the layers of `plan` depend: without pipeline and replicas."""
@@ -88,6 +89,7 @@ class TracedLayers:
             self.moments,
             torch.device("cpu" if on_cpu else "cuda"),
             self._traces,
+            records=True,
         )
 
     def parameters(self, plan: Plan, kind: LayerKind) -> Mapping[str, int]:
@@ -111,12 +113,22 @@ class TracedSizes(MicrobatchSizes):
 
     def work(self, kind: LayerKind) -> LayerWork:
         """Return the operations and collectives of a layer of `kind`, on the first rank of `tp`."""
-        number, plan = self.layers.kinds.index(kind), replace(self.plan, recompute="none")
-        one, two = (self.layers.traces(plan, rows).work[number] for rows in FEW_ROWS)
+        one, two = (self._work(kind, rows) for rows in FEW_ROWS)
         try:
             return cast(LayerWork, _extrapolated(one, two, self.rows))
         except ValueError:  # it does something else for few rows
-            return self.layers.traces(plan, ceil(self.rows)).work[number]
+            return self._work(kind, ceil(self.rows))
+
+    def _work(self, kind: LayerKind, rows: int) -> LayerWork:
+        """Return the work for a number of rows, with what each of the plan's recomputations repeats."""
+        number, given = self.layers.kinds.index(kind), self.plan.recompute
+        modes = given if isinstance(given, tuple) else (given,)
+        works = {
+            mode: self.layers.traces(replace(self.plan, recompute=mode), rows).works[number]
+            for mode in ("none", *modes)
+        }
+        again = {mode: getattr(work, mode) for mode, work in works.items() if mode != "none"}
+        return replace(works["none"], **again)
 
     def parameters(self, kind: LayerKind) -> float:
         """Return the parameters of a layer of `kind` on the first rank of `tp`."""

@@ -108,6 +108,8 @@ def search(
     the result is that of predicting every plan. Raises PlanError where the ranks cannot be divided.
     """
     base = base or Plan()
+    if base.offload != "none":  # of sharded state
+        choices = replace(choices, states=tuple(one for one in choices.states if one[0] != "none"))
     known = predicted_model(model, base, {})
     found, impossible = divisions(known, ranks, batch)
     if not found:
@@ -201,7 +203,7 @@ class _PlanQueue:
         for recompute, sequence in division.layer_options(self.choices):
             plan = self._plan(division, recompute, sequence)
             least = min(
-                self.bounds.memory(replace(plan, strategy=strategy, reduce=reduce), gathered=False)
+                self.bounds.memory(self._stored(plan, strategy=strategy, reduce=reduce), gathered=False)
                 for strategy, reduce in strategies
             )
             if least > self.bounds.hardware.memory:
@@ -212,7 +214,7 @@ class _PlanQueue:
     def _split_states(self, division: RankDivision, plan: Plan) -> None:
         schedules = division.schedules(len(self.bounds.model.kinds), self.choices)
         for strategy, reduce, copies in division.states(self.choices):
-            one = replace(plan, strategy=strategy, reduce=reduce, replicate=copies)
+            one = self._stored(plan, strategy=strategy, reduce=reduce, replicate=copies)
             if self.bounds.memory(one) > self.bounds.hardware.memory:
                 self.too_large += len(schedules)
             else:
@@ -259,9 +261,13 @@ class _PlanQueue:
         heappush(self.entries, ((nanoseconds, 2, nbytes, axes, self._number()), plan))
 
     def _plan(self, division: RankDivision, recompute: Recompute, sequence: SequenceParallel) -> Plan:
-        return division.plan(
-            self.base, recompute=recompute, sequence_parallel=sequence, strategy="none", replicate=1
-        )
+        """Return a plan of a division whose state is not sharded yet."""
+        layers = {"recompute": recompute, "sequence_parallel": sequence}
+        return division.plan(self.base, **layers, strategy="none", replicate=1, offload="none")
+
+    def _stored(self, plan: Plan, **state: object) -> Plan:
+        """Return a plan with options of state, offloaded as configured."""
+        return replace(plan, offload=self.base.offload, **state)  # type: ignore[arg-type]
 
     def _least(self, plan: Plan) -> float:
         """Return a bound for all strategies of state: as if nothing were summed, gathered or updated."""

@@ -111,7 +111,7 @@ class WholeLayerTimes:
 
 
 HOST_LINK = 25e9
-"""Bytes a second between a device and its host, of PCIe 4.0; assumed, as no hardware file has it."""
+"""Bytes a second between a device and its host, of PCIe 4.0; assumed: no hardware file has it."""
 
 LayerVariant = tuple[LayerKind, Recompute, bool]
 """A kind of layer, its recomputation, and whether its weight gradients run during the sums over `tp`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, Product
+from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation
 from plait.plan.model_sizes import LayerKind
 from plait.plan.parameter_units import BufferKind, UnitTiming, kind_of, shards_of, timing_of
 from plait.plan.plan import Plan, Precision
@@ -31,8 +31,8 @@ class LayerWork:
     forward: tuple[DeviceOperation, ...] = ()
     backward: tuple[DeviceOperation, ...] = ()
     """Of the input gradient."""
-    weights: tuple[Product, ...] = ()
-    """The products of the weight gradient."""
+    weights: tuple[DeviceOperation, ...] = ()
+    """Of the weight gradient."""
     selective: Recomputation = Recomputation()
     full: Recomputation = Recomputation()
     forward_transfers: tuple[AxisTransfer, ...] = ()

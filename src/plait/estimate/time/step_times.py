@@ -22,9 +22,8 @@ from plait.schedules.event_simulation import Timing, simulate_shared
 from plait.schedules.schedule import Schedule
 from plait.schedules.timed_schedule import Cell
 
-
 HOST_BANDWIDTH = 50e9
-"""Bytes a second that a rank's optimizer reads and writes on the host; assumed, as no hardware file has it."""
+"""Bytes a second that a rank's optimizer reads and writes on the host; assumed: no hardware file has it."""
 
 
 class StepEndSizes(NamedTuple):

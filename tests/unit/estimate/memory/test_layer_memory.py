@@ -55,7 +55,7 @@ def test_layers_keep_and_allocate_what_their_trace_does(name: str, division: str
 
 def _traces(model: Any, plan: Plan) -> Any:
     estimator = MemoryEstimator(model, rows=4)
-    traces = estimator._traces(build_blueprint(model, plan, None, estimator.order_of))
+    traces = estimator.known_traces(build_blueprint(model, plan, None, estimator.order_of))
     assert traces is not None
     return traces.layers
 

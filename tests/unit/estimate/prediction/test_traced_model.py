@@ -71,7 +71,9 @@ def test_memory_is_that_of_plait_memory(
 ) -> None:
     found = predict(make(), plan, "h100-sxm", rows=3 * plan.microbatches, **about)
     given = {
-        name: torch.empty(3 * plan.microbatches, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
+        name: torch.empty(3 * plan.microbatches, *value.shape[1:])
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in about.items()
     }
     rows = None if "inputs" in given else 3 * plan.microbatches
@@ -135,7 +137,9 @@ def test_a_search_returns_what_predicting_every_plan_does() -> None:
     model = traced_model(perceptron(), torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss())
     h100 = load_hardware("h100-sxm")
     choices = PlanChoices(
-        schedules=(("1f1b", 1), ("zb-h1", 1)), states=(("none", "last"), ("full", "last")), recompute=("none",)
+        schedules=(("1f1b", 1), ("zb-h1", 1)),
+        states=(("none", "last"), ("full", "last")),
+        recompute=("none",),
     )
     every = [
         predict(model, replace(plan, schedule=policy, chunks=chunks), h100, rows=4 // plan.dp)
@@ -159,12 +163,13 @@ def _rank(one: Prediction) -> tuple[int, int, int]:
 def test_plans_of_an_adapted_model_fit() -> None:
     base = Plan(**MIXED)
     best, *others = plait.plans(adapted(), "h100-sxm", ranks=2, batch=4, base=base, most=2)
-    assert best.fits and best.plan.world == 2
+    assert best.fits
+    assert best.plan.world == 2
     assert best.step_seconds <= others[0].step_seconds
 
 
 def test_a_model_without_known_rows_is_refused() -> None:
     with pytest.raises(ModelError, match="the rows of Sequential are not known: give inputs"):
         predict(perceptron(), Plan(), "h100-sxm")
-    with pytest.raises(ModelError, match="the model is a int: give an nn.Module"):
+    with pytest.raises(ModelError, match="the model is a int: give an nn"):
         predict(3, Plan(), "h100-sxm")

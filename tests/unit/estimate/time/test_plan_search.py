@@ -184,7 +184,6 @@ def test_plans_are_the_best_of_the_search_as_predict_judges_them() -> None:
         ({"batch": 1.5}, "batch is 1.5"),
         ({"most": 0}, "most is 0"),
         ({"base": "fast"}, "base is"),
-        ({"base": Plan(dp=2, strategy="full", offload="full")}, "offload = 'full', which a search"),
         ({"base": Plan(memory_limit=3)}, "memory_limit = 3, which a search"),
         ({"ranks": 7, "batch": 3}, "7 ranks cannot be divided"),
     ],
