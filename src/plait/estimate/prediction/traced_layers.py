@@ -9,9 +9,10 @@ from math import ceil
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, ModelTraces
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
@@ -170,8 +171,15 @@ def _largest_output(traces: ModelTraces) -> float:
 
 
 def of_rows(batch: Value, rows: int) -> Value:
-    """Return empty tensors on the meta device like a batch's, with `rows` rows."""
-    return map_tensors(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"), batch)
+    """Return empty tensors on the meta device like a batch's, with `rows` rows.
+
+    Ids of packed documents keep their values, where they have any: rows of the batch, again and again.
+    """
+    made = map_tensors(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"), batch)
+    ids = batch.get(DOCUMENT_IDS) if isinstance(batch, dict) else None
+    if isinstance(ids, Tensor) and not ids.is_meta:
+        made[DOCUMENT_IDS] = ids[torch.arange(rows) % len(ids)]
+    return made
 
 
 def _extrapolated(one: Any, two: Any, rows: float) -> Any:

@@ -24,8 +24,8 @@ from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 
 GALLERY = Path(__file__).parents[4] / "examples" / "gallery"
-LLAMA = Decoder.of_family("llama", layers=2, hidden=32, heads=4, kv_heads=2, vocab=64, context=16)
-GPT2 = Decoder.of_family("gpt2", layers=2, hidden=32, heads=4, vocab=64, context=16)
+LLAMA = Decoder.of_family("llama", layers=2, hidden=1024, heads=8, kv_heads=4, vocab=8000, context=512)
+GPT2 = Decoder.of_family("gpt2", layers=2, hidden=1024, heads=8, vocab=8000, context=512)
 MIXED = {"precision": "bf16", "master_precision": "fp32"}
 
 
@@ -98,9 +98,9 @@ def test_models_of_the_gallery_are_predicted(name: str) -> None:
     module = runpy.run_path(str(GALLERY / f"{name}.py"))
     plan, model = module["PLAN"], module["build_model"]()
     if name == "vision_transformer":
-        inputs, targets = next(iter(plait.Loader(module["make_images"](16, seed=0), batch=16)))
+        inputs, targets = module["make_images"](16, seed=0)[:]
     elif name == "preferences":
-        inputs, targets = plait.preference_batch(module["make_pairs"](0, 16), module["LENGTH"])
+        inputs, targets = module["preference_batch"](module["make_pairs"](0, 16), module["LENGTH"])
     elif name == "packed_fine_tuning":
         inputs, targets = module["pack"](module["make_documents"](0, count=40))
     else:
@@ -126,9 +126,14 @@ def test_models_of_the_gallery_are_predicted(name: str) -> None:
     ids=["one", "pp", "tp"],
 )
 def test_times_are_those_from_sizes(sizes: Decoder, plan: Plan) -> None:
-    """On a CPU, where the sizes know that norms and rotations are several operations each."""
+    """On a CPU, where the sizes know that norms and rotations are several operations each.
+
+    Of element-wise operations the sizes have those of which the hardware files' constants were fitted.
+    """
     traced, sized = (predict(model, plan, "cpu-two-cores") for model in (traced_model(sizes), sizes))
-    assert traced.step_seconds == pytest.approx(sized.step_seconds, rel=0.1)
+    for part in ("matrix products", "attention", "optimizer"):
+        assert traced.breakdown[part] == pytest.approx(sized.breakdown[part], rel=0.03)
+    assert traced.step_seconds == pytest.approx(sized.step_seconds, rel=0.2)
     assert traced.model.operations_per_token == pytest.approx(sized.model.operations_per_token, rel=0.02)
     assert traced.layers_per_stage == sized.layers_per_stage
 
