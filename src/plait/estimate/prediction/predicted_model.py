@@ -54,8 +54,8 @@ class PredictedModel(ABC):
         """Raise PlanError or ModelError where the model cannot be divided as the plan says."""
 
     @abstractmethod
-    def undivided(self, tp: int, cp: int) -> str | None:
-        """Return in words why the model cannot be divided over `tp` and `cp` ranks, or None."""
+    def undivided(self, plan: Plan) -> str | None:
+        """Return in words why the model cannot be divided over the plan's `tp` and `cp` ranks, or None."""
 
     @abstractmethod
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchSizes:
@@ -118,9 +118,9 @@ class DecoderModel(PredictedModel):
                 "give one value per layer, or one for all."
             )
 
-    def undivided(self, tp: int, cp: int) -> str | None:
-        """Return in words why the sizes cannot be divided over `tp` and `cp` ranks, or None."""
-        undivided = self.decoder.undivided_by(tp)
+    def undivided(self, plan: Plan) -> str | None:
+        """Return in words why the sizes cannot be divided over the plan's `tp` and `cp` ranks, or None."""
+        cp, undivided = plan.cp, self.decoder.undivided_by(plan.tp)
         if undivided is not None:
             return f"tp does not divide the {'width inside the MLP' if undivided == 'inner' else 'heads'}"
         return "2 · cp does not divide the context" if cp > 1 and self.context % (2 * cp) else None

@@ -22,8 +22,9 @@ from plait.plan.rules import Rules
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import Loss
 
-FEW_ROWS = (1, 2)
-"""Rows of a micro-batch for which layers run; what more rows need follows from them, linearly."""
+FEW_ROWS = (2, 3)
+"""Rows of a micro-batch for which layers run; what more rows need follows from them, linearly. With one row
+layers run apart: some copy what is contiguous then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +115,10 @@ class TracedSizes(MicrobatchSizes):
 
     def work(self, kind: LayerKind) -> LayerWork:
         """Return the operations and collectives of a layer of `kind`, on the first rank of `tp`."""
-        one, two = (self._work(kind, rows) for rows in FEW_ROWS)
-        try:
-            return cast(LayerWork, _extrapolated(one, two, self.rows))
-        except ValueError:  # it does something else for few rows
+        if self.rows <= FEW_ROWS[0]:
             return self._work(kind, ceil(self.rows))
+        few, more = (self._work(kind, rows) for rows in FEW_ROWS)
+        return cast(LayerWork, _extrapolated(few, more, self.rows - FEW_ROWS[0]))
 
     def _work(self, kind: LayerKind, rows: int) -> LayerWork:
         """Return the work for a number of rows, with what each of the plan's recomputations repeats."""
@@ -161,8 +161,10 @@ class TracedSizes(MicrobatchSizes):
 
     def linear(self, number: Callable[[ModelTraces], float]) -> float:
         """Return what a number of the traces is for the rows, from those of few rows."""
-        one, two = (number(self.layers.traces(self.plan, rows)) for rows in FEW_ROWS)
-        return one + (self.rows - 1) * (two - one)
+        if self.rows <= FEW_ROWS[0]:
+            return number(self.layers.traces(self.plan, ceil(self.rows)))
+        few, more = (number(self.layers.traces(self.plan, rows)) for rows in FEW_ROWS)
+        return few + (self.rows - FEW_ROWS[0]) * (more - few)
 
 
 def _largest_output(traces: ModelTraces) -> float:
@@ -182,19 +184,15 @@ def of_rows(batch: Value, rows: int) -> Value:
     return made
 
 
-def _extrapolated(one: Any, two: Any, rows: float) -> Any:
-    """Return what holds for `rows` rows, given the same for one row and for two: numbers grow linearly.
-
-    Raises ValueError where the two have other parts.
-    """
-    if is_dataclass(one) and type(one) is type(two):
-        names = [field.name for field in fields(one)]
-        parts = {name: _extrapolated(getattr(one, name), getattr(two, name), rows) for name in names}
-        return replace(cast(Any, one), **parts)
-    if isinstance(one, tuple) and isinstance(two, tuple):
-        return tuple(_extrapolated(first, second, rows) for first, second in zip(one, two, strict=True))
-    if isinstance(one, int | float) and not isinstance(one, bool):
-        return one + (rows - 1) * (two - one)
-    if one != two:
-        raise ValueError
-    return one
+def _extrapolated(few: Any, more: Any, rows: float) -> Any:
+    """Return what holds for `rows` rows more than `few` does, where `more` does for one: numbers grow linearly."""
+    assert type(few) is type(more), f"{few} is something else with a row more: {more}"
+    if is_dataclass(few):
+        names = [field.name for field in fields(few)]
+        parts = {name: _extrapolated(getattr(few, name), getattr(more, name), rows) for name in names}
+        return replace(cast(Any, few), **parts)
+    if isinstance(few, tuple):
+        return tuple(_extrapolated(one, two, rows) for one, two in zip(few, more, strict=True))
+    if isinstance(few, int | float) and not isinstance(few, bool):
+        return few + rows * (more - few)
+    return few

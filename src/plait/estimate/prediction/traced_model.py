@@ -72,13 +72,15 @@ class TracedModel(PredictedModel):
         """Raise PlanError or ModelError where the model cannot be divided as the plan says."""
         build_blueprint(self.layers.module, plan, self.layers.rules)
 
-    def undivided(self, tp: int, cp: int) -> str | None:
-        """Return in words why the model cannot be divided over `tp` and `cp` ranks, or None."""
+    def undivided(self, plan: Plan) -> str | None:
+        """Return in words why the model cannot be divided over the plan's `tp` and `cp` ranks, or None."""
         try:
-            self.layers.traces(Plan(tp=tp, cp=cp), 1)
+            blueprint = self.layers.blueprint(plan)
+            if plan.cp > 1:  # whether layers can exchange positions is known when they run
+                self.layers.traces(plan, 1)
         except PlaitError:
-            return f"the model allows no tp = {tp} with cp = {cp}"
-        return None
+            return f"the model allows no tp = {plan.tp} with cp = {plan.cp}"
+        return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
 
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> TracedSizes:
         """Return sizes and work of a micro-batch of `rows` rows."""

@@ -68,10 +68,11 @@ def _by_help(one: PlanChange) -> tuple[bool, float]:
 def _candidates(found: Prediction) -> Iterator[tuple[str, Plan]]:
     """Yield plans that differ from the predicted one in a field, with the field's name."""
     plan, choices = found.plan, PlanChoices()
+    strategies = ("none", "optimizer", "gradients", "full")[plan.offload != "none" :]  # of sharded state
     values: dict[str, tuple[object, ...]] = {
         "recompute": choices.recompute,
         "sequence_parallel": choices.sequence_parallel if plan.tp > 1 else (),
-        "strategy": ("none", "optimizer", "gradients", "full") if plan.dp * plan.cp > 1 else (),
+        "strategy": strategies if plan.dp * plan.cp > 1 else (),
         "reduce": ("last", "each") if plan.strategy in ("gradients", "full") else (),
         "replicate": divisors_of(plan.dp) if plan.strategy != "none" else (),
         "microbatches": divisors_of(found.rows),

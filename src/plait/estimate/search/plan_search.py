@@ -111,7 +111,7 @@ def search(
     if base.offload != "none":  # of sharded state
         choices = replace(choices, states=tuple(one for one in choices.states if one[0] != "none"))
     known = predicted_model(model, base, {})
-    found, impossible = divisions(known, ranks, batch)
+    found, impossible = divisions(known, ranks, batch, base)
     if not found:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in impossible.most_common())
         raise PlanError(

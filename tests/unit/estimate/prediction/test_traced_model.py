@@ -148,7 +148,7 @@ def test_a_search_returns_what_predicting_every_plan_does() -> None:
     )
     every = [
         predict(model, replace(plan, schedule=policy, chunks=chunks), h100, rows=4 // plan.dp)
-        for division in divisions(model, 2, 4)[0]
+        for division in divisions(model, 2, 4, Plan())[0]
         for plan in division.options(Plan(), choices)
         for policy, chunks in division.schedules(5, choices)
     ]

@@ -46,7 +46,7 @@ def _random_problem(random: Random) -> tuple[Decoder, Hardware, Plan, int]:
         tied=random.random() < 0.3,
     )
     batch = random.choice((4, 6, 16))
-    division = random.choice(divisions(DecoderModel(model), random.choice((1, 2, 4, 8)), batch)[0])
+    division = random.choice(divisions(DecoderModel(model), random.choice((1, 2, 4, 8)), batch, Plan())[0])
     loss_rows, overlap = random.choice((None, 128)), random.choice((None, None, True, False))
     base = Plan(precision="bf16", master_precision="fp32", loss_rows=loss_rows, overlap=overlap)
     plan = random.choice([*division.options(base, CHOICES)])

@@ -34,7 +34,7 @@ def _every_plan(
 ) -> list[Prediction]:
     plans = [
         replace(plan, schedule=policy, chunks=chunks)
-        for division in divisions(DecoderModel(model), ranks, batch)[0]
+        for division in divisions(DecoderModel(model), ranks, batch, Plan())[0]
         for plan in division.options(MIXED, choices)
         for policy, chunks in division.schedules(len(model.kinds), choices)
     ]
@@ -80,7 +80,7 @@ def _compare_at_random(seed: int, ranks: int, schedules: int) -> None:
     )
     batch = random.choice((2, 3, 4, 6, 8))
     hardware = random.choice((H100, SLOW))
-    if divisions(DecoderModel(model), ranks, batch)[0]:
+    if divisions(DecoderModel(model), ranks, batch, Plan())[0]:
         _compare(model, hardware, ranks, batch, choices, most=random.randint(1, 12))
 
 
@@ -159,7 +159,7 @@ def test_no_plan_is_both_faster_and_smaller_than_one_of_the_frontier() -> None:
 
 
 def test_divisions_that_are_impossible_are_counted_by_reason() -> None:
-    _, impossible = divisions(DecoderModel(GPT2), 8, 4)
+    _, impossible = divisions(DecoderModel(GPT2), 8, 4, Plan())
     assert impossible["tp does not divide the heads"] == 4  # tp 4 with 3 divisions of 2 ranks, and tp 8
     message = r"7919 ranks cannot be divided for this model and a batch of 4: .+ \(\d+\), .+: change"
     with pytest.raises(PlanError, match=message):
