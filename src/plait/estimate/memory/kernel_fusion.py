@@ -24,8 +24,8 @@ class RecordedOperation(NamedTuple):
     """An operation with the bytes that it reads and writes; without one it is a collective."""
 
     operation: DeviceOperation | None
-    reads: Mapping[Range, int] = {}
-    writes: Mapping[int, int] = {}
+    reads: Mapping[Range, int]
+    writes: Mapping[int, int]
     """By the number of the storage."""
 
     @property

@@ -7,7 +7,7 @@ the layer's work for one micro-batch, whatever the layer is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
@@ -97,7 +97,8 @@ class OperationRecorder(TorchDispatchMode):
         if self._phase is None or not tensor.nbytes:
             return
         phase, memory = self._current(), self._number(tensor)
-        self._operations[phase].append(RecordedOperation(None, self._ranges([Access(tensor, tensor.nbytes)])))
+        reads = self._ranges([Access(tensor, tensor.nbytes)])
+        self._operations[phase].append(RecordedOperation(None, reads, {}))
         if kind == "all_gather" and phase == "backward":
             self._gathered.add(memory)
         elif kind == "all_gather" and phase == "weights" and memory in self._gathered:
@@ -114,9 +115,14 @@ class OperationRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run `func`, and record what it computes."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name, recorded = func.overloadpacket.__name__, self._operations[self._current()]
-        accesses = accesses_of(name, args, kwargs, result)
+        with torch._C.DisableTorchFunction():  # a `StorageTracker` has seen the call from outside
+            result = func(*args, **kwargs)
+            self._record(func.overloadpacket.__name__, args, kwargs, result)
+        return result
+
+    def _record(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record what an ATen operation computes; arguments as of `operations_of`."""
+        recorded, accesses = self._operations[self._current()], accesses_of(name, args, kwargs, result)
         last = recorded[-1].operation if recorded else None
         if name == "add_" and isinstance(last, Product) and _is_result(last, args[0], args[1]):
             # A GPU multiplies into the gradient.
@@ -126,7 +132,6 @@ class OperationRecorder(TorchDispatchMode):
             writes = {self._number(tensor): nbytes for tensor, nbytes in accesses.writes}
             operations = operations_of(name, args, kwargs, result, accesses)
             recorded.extend(RecordedOperation(one, reads, writes) for one in operations)
-        return result
 
     def _ranges(self, accesses: Iterable[Access]) -> dict[Range, int]:
         """Return accesses by where in memory they are."""
