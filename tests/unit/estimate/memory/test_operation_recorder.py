@@ -238,3 +238,27 @@ def test_a_backward_that_does_not_run_on_meta_is_taken_to_be_that_of_the_forward
     assert product == Product(ROWS, 8, 8, result_bytes=4)
     assert work.backward[-2:] == (tanh, product)
     assert work.weights == (Product(8, 8, ROWS, result_bytes=4),)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_block_on_the_meta_device_does_what_it_does_on_a_cpu(family: str) -> None:
+    """Operation by operation, in an engine's stage."""
+    sizes = SMALL | (GROUPED if family == "llama" else {})
+    plan, tokens = Plan(), torch.zeros(ROWS, 64, dtype=torch.int64)
+    model = getattr(plait.models, family)(**sizes)
+    works = traced(getattr(plait.models, family)(**sizes), tokens, OperationRecorder()).works
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    engine.forward_backward(tokens, tokens)
+    (stage,) = engine._pipeline.stages.values()
+    for layer in (1, 2):
+        recorder = OperationRecorder()
+        given = torch.zeros(ROWS, 64, 96, requires_grad=True)
+        stage.values[0] = given
+        with recorder.recording("forward"):
+            stage.forward(0, layer)
+        stage.gradients[0] = [torch.zeros_like(given)]
+        with recorder.recording("backward"):
+            stage.backward_input(0, layer)
+        with recorder.recording("weights"):
+            stage.backward_weight(0, layer)
+        assert recorder.take() == works[layer]
