@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,8 @@ FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddb
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """The fused attention of the meta device: see `fused_kernels`."""
 ACTIVATIONS = frozenset({"elu", "gelu", "mish", "sigmoid", "silu", "softplus", "tanh"})
-LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
-"""Those read as many elements of their first argument as they return."""
+LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward"})
+"""Those read as many elements of their first argument as there are indices."""
 WRITES_INTO_ROWS = frozenset({"index_add_", "index_put_", "scatter_", "scatter_add_"})
 """Those read and write as many elements of their first argument as their last one has."""
 OVERWRITES = frozenset({"bernoulli_", "copy_", "fill_", "normal_", "uniform_"})
@@ -26,13 +26,59 @@ COMPUTES_NOTHING = frozenset({"as_strided_", "detach_", "resize_", "set_", "t_",
 """Views in place; and `zero_`, which stands for a sum over ranks on the meta device."""
 
 
-def operations_of(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> tuple[DeviceOperation, ...]:
-    """Return what an ATen operation computes; nothing for views and allocations.
+class Access(NamedTuple):
+    """Elements of a tensor that an operation reads or writes."""
+
+    tensor: Tensor
+    nbytes: int
+
+
+class Accesses(NamedTuple):
+    """What an operation reads and writes."""
+
+    reads: Sequence[Access] = ()
+    writes: Sequence[Access] = ()
+
+
+def accesses_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Accesses:
+    """Return what an ATen operation reads and writes; nothing for views and allocations.
 
     `name`: without its overload, such as "addmm_". `result`: what it has returned.
     """
+    if "empty" in name or name in COMPUTES_NOTHING:
+        return Accesses()
+    given = [*tensors_of(args), *tensors_of([value for key, value in kwargs.items() if key != "out"])]
+    made = list(tensors_of(result))
+    if name.endswith("_"):  # in place; of a list nothing is returned
+        made = made or list(tensors_of(args[0]))
+    else:
+        memory = {id(one.untyped_storage()) for one in given}
+        made = [one for one in made if id(one.untyped_storage()) not in memory]
+    if not made:
+        return Accesses()
+    reads, writes = [_whole(one) for one in given], [_whole(one) for one in made]
+    if name in LOOKUPS:
+        reads[0] = Access(given[0], writes[0].nbytes)
+    elif name in WRITES_INTO_ROWS:
+        reads[0] = writes[0] = Access(given[0], reads[-1].nbytes)
+    elif name in OVERWRITES:
+        del reads[0]
+    elif name.startswith("new_") or name.endswith("_like"):  # only the shape is read
+        reads = []
+    elif name == "nll_loss_backward":  # likewise of its second argument
+        del reads[1]
+    return Accesses(reads, writes)
+
+
+def _whole(tensor: Tensor) -> Access:
+    """Return the access to all elements; of a tensor that repeats its elements, to those in memory."""
+    return Access(tensor, min(tensor.nbytes, tensor.untyped_storage().nbytes()))
+
+
+def operations_of(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, accesses: Accesses
+) -> tuple[DeviceOperation, ...]:
+    """Return what an ATen operation computes; arguments and `accesses` as of `accesses_of`."""
     if name in FIRST_FACTOR:
         return (_product(FIRST_FACTOR[name], args, kwargs, result),)
     if name == ATTENTION:
@@ -42,8 +88,10 @@ def operations_of(
     if name == "convolution":
         return (_convolution(args[0], args[1], result, transposed=args[6], groups=args[8]),)
     if name == "convolution_backward":
-        return _convolution_backward(args, result)
-    return _elementwise(name, args, kwargs, result)
+        return _convolution_backward(args)
+    activation = name.removesuffix("_").removesuffix("_backward") in ACTIVATIONS
+    nbytes = sum(one.nbytes for each in accesses for one in each)
+    return (Elementwise(nbytes, activation=activation),)
 
 
 def _product(first: int, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Product:
@@ -68,11 +116,11 @@ def _convolution(given: Tensor, weight: Tensor, result: Tensor, *, transposed: b
     around = given if transposed else result
     positions = around.numel() // around.shape[1]
     features, window = weight.shape[0] // groups, weight[0].numel()
-    m, n, k = (positions, window, features) if transposed else (positions, features, window)
-    return Product(m, n, k, groups, result_bytes=result.itemsize)
+    n, k = (window, features) if transposed else (features, window)
+    return Product(positions, n, k, groups, result_bytes=result.itemsize)
 
 
-def _convolution_backward(args: Sequence[Any], result: Sequence[Any]) -> tuple[DeviceOperation, ...]:
+def _convolution_backward(args: Sequence[Any]) -> tuple[DeviceOperation, ...]:
     """Return the products of those gradients of a convolution that are wanted, and the sum for its bias."""
     gradient, given, weight = args[:3]
     of_input, of_weight, of_bias = args[10]
@@ -84,35 +132,3 @@ def _convolution_backward(args: Sequence[Any], result: Sequence[Any]) -> tuple[D
         (of_bias, Elementwise(gradient.nbytes)),
     )
     return tuple(operation for wanted, operation in operations if wanted)
-
-
-def _elementwise(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> tuple[DeviceOperation, ...]:
-    """Return the bytes that an operation reads and writes: of its operands and of its new results."""
-    if "empty" in name or name in COMPUTES_NOTHING:
-        return ()
-    named = (value for key, value in kwargs.items() if key != "out")
-    given = [*tensors_of(args), *tensors_of(tuple(named))]
-    made = list(tensors_of(result))
-    if name.endswith("_"):  # in place; of a list nothing is returned
-        made = made or list(tensors_of(args[0]))
-    else:
-        memory = {id(one.untyped_storage()) for one in given}
-        made = [one for one in made if id(one.untyped_storage()) not in memory]
-    if not made:  # a view
-        return ()
-    read = _bytes(given)
-    if name in LOOKUPS:
-        read += _bytes(made) - _bytes(given[:1])
-    elif name in OVERWRITES:
-        read -= _bytes(given[:1])
-    elif name in WRITES_INTO_ROWS:
-        read, made = _bytes(given[1:]), [given[-1], given[-1]]
-    activation = name.removesuffix("_").removesuffix("_backward") in ACTIVATIONS
-    return (Elementwise(read + _bytes(made), activation=activation),)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors; of one that repeats its elements, those in memory."""
-    return sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors)

@@ -102,7 +102,7 @@ def trace_model(
         of_loss = trace_loss(end.loss, value, classes, recorder)
     works = [one.work for one in traced if one.work is not None]
     if recorder is not None:
-        works[-1] = with_loss(works[-1], recorder.take())
+        works[-1] = with_loss(works[-1], recorder.take(fuses=False))
     return ModelTraces(
         traces,
         [one.run.info for one in traced],

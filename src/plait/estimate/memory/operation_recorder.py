@@ -7,49 +7,42 @@ the layer's work for one micro-batch, whatever the layer is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
+from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.estimate.memory.aten_operations import operations_of
+from plait.estimate.memory.aten_operations import Access, accesses_of, operations_of
+from plait.estimate.memory.kernel_fusion import Phase, Range, RecordedOperation, fused
 from plait.estimate.time.layer_work import LayerWork, Recomputation
-from plait.estimate.time.operation_times import (
-    AxisTransfer,
-    Collective,
-    DeviceOperation,
-    FusedAttention,
-    Product,
-)
+from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product
 from plait.plan.plan import Recompute
 from plait.ranks.group import Group, Traffic
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
-
-Phase = Literal["forward", "backward", "weights", "recomputation"]
-"""A part of a layer's run; `recomputation`: what the backward runs again of the forward."""
-COLLECTIVES: dict[str, Collective] = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ring": "ring",
-}
 
 
 class OperationRecorder(TorchDispatchMode):
     """Records what layers compute, and send over groups of `group_on_meta`, one layer after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fuses: bool = False) -> None:
+        """`fuses`: whether element-wise operations between products are one kernel: see `kernel_fusion`."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.fuses = fuses
         self._phase: Phase | None = None
+        self._storages: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
+        self._count = 0
+        """The number of storages seen so far."""
         self._forget()
 
     def _forget(self) -> None:
-        self._operations: dict[Phase, list[DeviceOperation]] = {phase: [] for phase in get_args(Phase)}
+        self._operations: dict[Phase, list[RecordedOperation]] = {phase: [] for phase in get_args(Phase)}
         self._transfers: dict[Phase, list[AxisTransfer]] = {phase: [] for phase in get_args(Phase)}
+        self._assumes_backward = False
         self._gathered: set[int] = set()
         """The storages of which the backward has gathered the other ranks' parts."""
 
@@ -63,10 +56,21 @@ class OperationRecorder(TorchDispatchMode):
         finally:
             self._phase = None
 
-    def take(self, recompute: Recompute = "none") -> LayerWork:
-        """Return the work of the layer that has run, and forget it; `recompute`: the mode in which it ran."""
-        operations = {phase: tuple(found) for phase, found in self._operations.items()}
+    def take(self, recompute: Recompute = "none", *, fuses: bool | None = None) -> LayerWork:
+        """Return the work of the layer that has run, and forget it; `recompute`: the mode in which it ran.
+
+        `fuses`: instead of the recorder's.
+        """
+        if self.fuses if fuses is None else fuses:
+            operations = fused(self._operations)
+        else:
+            operations = {
+                phase: tuple(one.operation for one in found if one.operation is not None)
+                for phase, found in self._operations.items()
+            }
         over_tp, over_cp = self._over("tp"), self._over("cp")
+        if self._assumes_backward:
+            operations |= assumed_backward(operations["forward"])
         again = Recomputation(operations["recomputation"], over_tp["recomputation"], over_cp["recomputation"])
         gathers = tuple(one for one in over_tp["backward"] if one.collective == "all-gather")
         sums = tuple(one for one in over_tp["backward"] if one.collective != "all-gather")
@@ -85,28 +89,16 @@ class OperationRecorder(TorchDispatchMode):
         )
 
     def assume_backward(self) -> None:
-        """Record the backward that the forward's operations have, where it does not run on the meta device.
-
-        A product has one with each of its factors transposed; one with a weight is the weight's gradient.
-        """
-        backward: list[DeviceOperation] = []
-        weights: list[DeviceOperation] = []
-        for operation in reversed(self._operations["forward"]):
-            if isinstance(operation, Product):
-                m, n, k = operation.m, operation.n, operation.k
-                backward.append(replace(operation, n=k, k=n))
-                (weights if operation.batch == 1 else backward).append(replace(operation, m=n, n=k, k=m))
-            elif isinstance(operation, FusedAttention):
-                backward.append(replace(operation, backward=True))
-            else:
-                backward.append(operation)
-        self._operations["backward"], self._operations["weights"] = backward, weights
+        """Derive the backward from the forward, since it does not run on the meta device."""
+        self._assumes_backward = True
 
     def collective(self, group: Group, kind: str, tensor: Tensor) -> None:
-        """Record a collective of `tensor`, this rank's input, over a group; `kind`: of `COLLECTIVES`."""
+        """Record a collective of `tensor`, this rank's input, over a group; `kind`: such as "all_reduce"."""
         if self._phase is None or not tensor.nbytes:
             return
-        phase, memory = self._current(), id(tensor.untyped_storage())
+        phase, memory = self._current(), self._number(tensor)
+        reads = self._ranges([Access(tensor, tensor.nbytes)])
+        self._operations[phase].append(RecordedOperation(None, reads, {}))
         if kind == "all_gather" and phase == "backward":
             self._gathered.add(memory)
         elif kind == "all_gather" and phase == "weights" and memory in self._gathered:
@@ -117,19 +109,45 @@ class OperationRecorder(TorchDispatchMode):
         elif kind == "ring":
             nbytes /= group.size - 1
         axis: Any = group.name
-        self._transfers[phase].append(AxisTransfer(COLLECTIVES[kind], axis, nbytes))
+        name: Any = kind.replace("_", "-")
+        self._transfers[phase].append(AxisTransfer(name, axis, nbytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run `func`, and record what it computes."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name, recorded = func.overloadpacket.__name__, self._operations[self._current()]
-        if name == "add_" and recorded and _is_result(recorded[-1], args[0], args[1]):
-            # A GPU multiplies into the gradient.
-            recorded[-1] = replace(recorded[-1], result_bytes=2 * args[0].itemsize)
-        else:
-            recorded.extend(operations_of(name, args, kwargs, result))
+        with torch._C.DisableTorchFunction():  # a `StorageTracker` has seen the call from outside
+            result = func(*args, **kwargs)
+            self._record(func.overloadpacket.__name__, args, kwargs, result)
         return result
+
+    def _record(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record what an ATen operation computes; arguments as of `operations_of`."""
+        recorded, accesses = self._operations[self._current()], accesses_of(name, args, kwargs, result)
+        last = recorded[-1].operation if recorded else None
+        if name == "add_" and isinstance(last, Product) and _is_result(last, args[0], args[1]):
+            # A GPU multiplies into the gradient.
+            recorded[-1] = recorded[-1]._replace(operation=replace(last, result_bytes=2 * args[0].itemsize))
+        elif accesses.writes:
+            reads = self._ranges(accesses.reads)
+            writes = {self._number(tensor): nbytes for tensor, nbytes in accesses.writes}
+            operations = operations_of(name, args, kwargs, result, accesses)
+            recorded.extend(RecordedOperation(one, reads, writes) for one in operations)
+
+    def _ranges(self, accesses: Iterable[Access]) -> dict[Range, int]:
+        """Return accesses by where in memory they are."""
+        return {
+            (self._number(tensor), int(tensor.storage_offset()), tensor.numel()): nbytes
+            for tensor, nbytes in accesses
+        }
+
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, which no later storage gets."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._storages:
+            self._count += 1
+            self._storages[key] = ref(storage, lambda _: self._storages.pop(key)), self._count
+        return self._storages[key][1]
 
     def _current(self) -> Phase:
         """Return the phase in progress, or within a backward the recomputation."""
@@ -166,11 +184,25 @@ def with_loss(layer: LayerWork, loss: LayerWork) -> LayerWork:
     )
 
 
-def _is_result(last: DeviceOperation, total: Tensor, added: Any) -> bool:
-    """Return whether `added` to `total` is the result of the last operation, a matrix product."""
-    return (
-        isinstance(last, Product)
-        and last.batch == 1
-        and isinstance(added, Tensor)
-        and added.shape == total.shape == (last.m, last.n)
-    )
+def assumed_backward(forward: Iterable[DeviceOperation]) -> dict[Phase, tuple[DeviceOperation, ...]]:
+    """Return the backward that a forward's operations have.
+
+    Of a product, one with each of its factors transposed; one with a weight is the weight's gradient.
+    """
+    backward: list[DeviceOperation] = []
+    weights: list[DeviceOperation] = []
+    for operation in reversed(tuple(forward)):
+        if isinstance(operation, Product):
+            m, n, k = operation.m, operation.n, operation.k
+            backward.append(replace(operation, n=k, k=n))
+            (weights if operation.batch == 1 else backward).append(replace(operation, m=n, n=k, k=m))
+        elif isinstance(operation, FusedAttention):
+            backward.append(replace(operation, backward=True))
+        else:
+            backward.append(operation)
+    return {"backward": tuple(backward), "weights": tuple(weights)}
+
+
+def _is_result(product: Product, total: Tensor, added: Any) -> bool:
+    """Return whether `added` to `total` is the result of `product`, the last operation."""
+    return isinstance(added, Tensor) and added.shape == total.shape == (product.m, product.n)

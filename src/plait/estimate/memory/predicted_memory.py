@@ -153,6 +153,7 @@ class MemoryEstimator:
         if batch is None:
             return None
         microbatch = split(batch, plan.microbatches, "inputs")[0]
+        fuses = self.where.type != "cpu" if self.records else None
         gradients = tuple(kind.gradient for kind in blueprint.kinds.values())
         late = blueprint.lowering_spec.adds_late
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
@@ -165,13 +166,13 @@ class MemoryEstimator:
             blueprint.recompute,
             plan.loss_rows,
             bool(plan.compile),
-            self.records,
+            fuses,
         )
         if key not in self.traces:
             targets = None
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
-            recorder = OperationRecorder() if self.records else None
+            recorder = None if fuses is None else OperationRecorder(fuses=fuses)
             self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss, recorder)
         return self.traces[key]
 

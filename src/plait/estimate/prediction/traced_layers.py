@@ -48,7 +48,7 @@ class TracedLayers:
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """For each layer the first one that runs alike."""
-        traces = self.traces(Plan(), 1).layers
+        traces = self.traces(Plan(), 1, on_cpu=True).layers
         first = {id(trace): number for number, trace in reversed([*enumerate(traces[:-1])])}
         last = len(traces) - 1  # with the loss
         return (*(f"layer {first[id(trace)]}" for trace in traces[:-1]), f"layer {last}")
@@ -73,9 +73,9 @@ class TracedLayers:
             self._blueprints[alone] = build_blueprint(self.module, alone, self.rules)
         return self._blueprints[alone]
 
-    def traces(self, plan: Plan, rows: int) -> ModelTraces:
+    def traces(self, plan: Plan, rows: int, *, on_cpu: bool) -> ModelTraces:
         """Return what each layer computes, allocates and saves for a micro-batch of `rows` rows."""
-        found = self.estimator(rows, on_cpu=True).known_traces(self.blueprint(plan))
+        found = self.estimator(rows, on_cpu=on_cpu).known_traces(self.blueprint(plan))
         assert found is not None
         return found
 
@@ -118,14 +118,17 @@ class TracedSizes(MicrobatchSizes):
         if self.rows <= FEW_ROWS[0]:
             return self._work(kind, ceil(self.rows))
         few, more = (self._work(kind, rows) for rows in FEW_ROWS)
-        return cast(LayerWork, _extrapolated(few, more, self.rows - FEW_ROWS[0]))
+        try:
+            return cast(LayerWork, _extrapolated(few, more, self.rows - FEW_ROWS[0]))
+        except ValueError:  # it does something else with more rows
+            return self._work(kind, ceil(self.rows))
 
     def _work(self, kind: LayerKind, rows: int) -> LayerWork:
         """Return the work for a number of rows, with what each of the plan's recomputations repeats."""
         number, given = self.layers.kinds.index(kind), self.plan.recompute
         modes = given if isinstance(given, tuple) else (given,)
         works = {
-            mode: self.layers.traces(replace(self.plan, recompute=mode), rows).works[number]
+            mode: self._traces(replace(self.plan, recompute=mode), rows).works[number]
             for mode in ("none", *modes)
         }
         again = {mode: getattr(work, mode) for mode, work in works.items() if mode != "none"}
@@ -159,11 +162,14 @@ class TracedSizes(MicrobatchSizes):
         """Bytes of a message between stages: the most between two layers."""
         return self.linear(_largest_output)
 
+    def _traces(self, plan: Plan, rows: int) -> ModelTraces:
+        return self.layers.traces(plan, rows, on_cpu=self.on_cpu)
+
     def linear(self, number: Callable[[ModelTraces], float]) -> float:
         """Return what a number of the traces is for the rows, from those of few rows."""
         if self.rows <= FEW_ROWS[0]:
-            return number(self.layers.traces(self.plan, ceil(self.rows)))
-        few, more = (number(self.layers.traces(self.plan, rows)) for rows in FEW_ROWS)
+            return number(self._traces(self.plan, ceil(self.rows)))
+        few, more = (number(self._traces(self.plan, rows)) for rows in FEW_ROWS)
         return few + (self.rows - FEW_ROWS[0]) * (more - few)
 
 
@@ -185,8 +191,12 @@ def of_rows(batch: Value, rows: int) -> Value:
 
 
 def _extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return what holds for `rows` rows more than `few` does, where `more` does for one: numbers grow linearly."""
-    assert type(few) is type(more), f"{few} is something else with a row more: {more}"
+    """Return what `few` is with `rows` rows more, if `more` has one more: numbers grow linearly.
+
+    Raises ValueError where the two have other parts.
+    """
+    if type(few) is not type(more):
+        raise ValueError
     if is_dataclass(few):
         names = [field.name for field in fields(few)]
         parts = {name: _extrapolated(getattr(few, name), getattr(more, name), rows) for name in names}

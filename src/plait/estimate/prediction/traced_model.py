@@ -77,7 +77,7 @@ class TracedModel(PredictedModel):
         try:
             blueprint = self.layers.blueprint(plan)
             if plan.cp > 1:  # whether layers can exchange positions is known when they run
-                self.layers.traces(plan, 1)
+                self.layers.traces(plan, 1, on_cpu=True)
         except PlaitError:
             return f"the model allows no tp = {plan.tp} with cp = {plan.cp}"
         return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
