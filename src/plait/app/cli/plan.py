@@ -95,8 +95,9 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--write goes with --ranks: without a search there is no plan to write.")
     if options.mtbf is not None and options.mtbf <= 0:
         raise ConfigError(f"--mtbf is {options.mtbf:g}: give hours above 0 between failures of a device.")
-    # One micro-batch, so that any train.batch is accepted before the search divides it.
-    defaults = {"train": {"microbatches": 1}} if options.ranks is not None else {}
+    # So that any train.batch and any offloading are accepted before the search chooses.
+    searched = {"train": {"microbatches": 1}, "parallel": {"strategy": "full"}}
+    defaults = searched if options.ranks is not None else {}
     config = config_from_arguments(rest, defaults)
     if options.ranks is None:
         _judge(config, options)
@@ -141,7 +142,8 @@ def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
     if config.parallel.memory_limit is not None:
         raise ConfigError("parallel.memory_limit does not go with --ranks: leave it out.")
     model, hardware = _model(config), load_hardware(options.hardware)
-    base = Plan(**{name: value for name, value in vars(config.plan()).items() if name not in SEARCHED})
+    kept = {name: value for name, value in vars(config.plan()).items() if name not in SEARCHED}
+    base = Plan(**kept, strategy="none" if config.parallel.offload == "none" else "full")
     most = max(2, options.most)
     result = search(model, hardware, options.ranks, config.train.batch, base=base, most=most, alike=same_time)
     if not result.best:
