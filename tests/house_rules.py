@@ -79,6 +79,16 @@ PRIVATE_USES = {
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "documented, private by its path",
+    (
+        "estimate/memory/operation_recorder.py",
+        "",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "likewise",
+    (
+        "estimate/memory/operation_recorder.py",
+        "__torch_dispatch__",
+        "_C",
+    ): "an operation within another is no call that a TorchFunctionMode is to see: documented",
     ("models/layers/carried_values.py", "_written", "_schema"): "what an operation writes: no public way",
     ("tensor/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
     ("ranks/gradient_hooks.py", "first_gradient_hook", "_backward_hooks"): "no public way to list hooks",

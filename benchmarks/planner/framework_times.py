@@ -9,8 +9,9 @@ from functools import lru_cache
 from frameworks import Framework
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import LayerWork, MicrobatchShape, Recomputation
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
+from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import (
     AxisTransfer,
     DeviceOperation,

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from plait.engine.parallelize import parallelize
     from plait.errors import PlaitError
     from plait.estimate.memory.predicted_memory import memory
+    from plait.estimate.prediction.prediction import predict
     from plait.estimate.search.plan_search import plans
     from plait.estimate.time.hardware import Hardware
-    from plait.estimate.time.prediction import predict
     from plait.models.lora import lora
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
@@ -76,7 +76,7 @@ _HOME = {
     "parallelize": "plait.engine.parallelize",
     "plans": "plait.estimate.search.plan_search",
     "positions": "plait.tensor.running_sequence",
-    "predict": "plait.estimate.time.prediction",
+    "predict": "plait.estimate.prediction.prediction",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",

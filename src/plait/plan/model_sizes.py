@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from plait.errors import ModelError
 from plait.plan.arguments import require_flag, require_number, require_whole
 
-LayerKind = Literal["embedding", "attention", "mlp", "head"]
-"""The layers of plait's own models: a transformer block is two layers."""
+LayerKind: TypeAlias = str
+"""What the layers that do the same work have in common. Of plait's own models "embedding", "attention", "mlp"
+and "head", where a transformer block is two layers."""
 Family = Literal["gpt2", "llama"]
 FAMILIES: Mapping[Family, Mapping[str, bool]] = {
     "gpt2": {"biases": True, "positions": True, "tied": True},
@@ -177,11 +178,11 @@ class Decoder:
         return self.parameters_of(self.kinds)
 
 
-def decoder_of(model: object) -> Decoder:
+def decoder_of(model: object) -> Decoder | None:
     """Return a `Decoder` with the sizes of `model`, which `plait.models.gpt2` or `llama` has made.
 
-    Only shapes are read: the model may be on the meta device. Raises ModelError for another model, for one
-    whose blocks differ, and for one with adapters or frozen parameters.
+    None for another model, for one whose blocks differ, and for one with adapters or frozen parameters. Only
+    shapes are read: the model may be on the meta device.
     """
     if isinstance(model, Decoder):
         return model
@@ -191,20 +192,9 @@ def decoder_of(model: object) -> Decoder:
         sizes = {_block_sizes(block) for block in blocks}
         context = int(found.context)
     except (AttributeError, TypeError):
-        raise ModelError(
-            f"the sizes of {type(model).__name__} are not known: give a model of plait.models.gpt2 or "
-            "llama, or its sizes as plait.plan.model_sizes.Decoder(...)."
-        ) from None
-    frozen = next((name for name, one in found.named_parameters() if not one.requires_grad), None)
-    if frozen is not None:
-        raise ModelError(
-            f"{frozen} does not train: predictions know models of which all parameters do, without adapters; "
-            "plait.memory knows the memory of any model."
-        )
-    if len(sizes) != 1:
-        raise ModelError(
-            f"the blocks of the model have {len(sizes)} different sizes: predict needs equal blocks."
-        )
+        return None
+    if len(sizes) != 1 or not all(one.requires_grad for one in found.parameters()):
+        return None
     heads, kv_heads, inner, rope_base = sizes.pop()
     return Decoder.of_family(
         "gpt2" if rope_base is None else "llama",

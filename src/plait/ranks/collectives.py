@@ -297,7 +297,9 @@ def _check_and_count(
         if error:
             sentence = f"rank {group.rank} cannot call {call} over {group.name}: correct the arguments."
             raise CommunicationError(sentence)
-    if not alone:
+    if alone and tensor is not None:
+        group.skip(kind, tensor)
+    elif not alone:
         if group.guarded:
             of_sizes = 0 if sizes is None else SIZE_BYTES * group.size
             group.traffic.record(group.name, "guard", HEADER_BYTES + of_sizes)

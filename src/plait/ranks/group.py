@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from plait.ranks.failure.failures import FailureLog
 from plait.ranks.failure.operation_watch import OperationWatch
@@ -95,6 +96,8 @@ class Group:
     """Whether every collective, and the input of every region, is checked on all ranks first: see `Mesh`."""
     operation_watch: OperationWatch | None = None
     """On NCCL the watch over operations that were waited for, which raise no errors themselves; else None."""
+    on_skip: Callable[[Group, str, Tensor], None] | None = None
+    """Called by `skip` with its arguments, in estimates."""
 
     @property
     def size(self) -> int:
@@ -125,6 +128,11 @@ class Group:
         """Return the device to communicate text and small numbers on: the CPU if supported, else `device`."""
         on_cpu = self.transport is None or self.transport.carries_cpu_tensors
         return torch.device("cpu") if on_cpu else device
+
+    def skip(self, kind: str, tensor: Tensor) -> None:
+        """Report a collective that is not started: `tensor`, this rank's input, is on the meta device."""
+        if self.on_skip is not None and self.size > 1:
+            self.on_skip(self, kind, tensor)
 
     def abort(self, cause: Exception) -> None:
         """Make pending operations fail soon, on this and the other ranks, after an operation has failed."""

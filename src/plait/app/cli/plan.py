@@ -26,11 +26,12 @@ from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
 from plait.app.config.planned_config import SEARCHED, config_text, configured_decoder
 from plait.errors import ConfigError, terminal_text
+from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
+from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.search.plan_changes import best_changes
 from plait.estimate.search.plan_search import search, search_frontier
 from plait.estimate.time.goodput import Failures, Goodput, best_interval
 from plait.estimate.time.hardware import hardware_names, load_hardware
-from plait.estimate.time.prediction import Prediction, predict
 from plait.pictures.quantities import memory_text
 from plait.pictures.report.page import write_page
 from plait.plan.plan import Plan
@@ -94,13 +95,10 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--write goes with --ranks: without a search there is no plan to write.")
     if options.mtbf is not None and options.mtbf <= 0:
         raise ConfigError(f"--mtbf is {options.mtbf:g}: give hours above 0 between failures of a device.")
-    # One micro-batch, so that any train.batch is accepted before the search divides it.
-    defaults = {"train": {"microbatches": 1}} if options.ranks is not None else {}
+    # So that any train.batch and any offloading are accepted before the search chooses.
+    searched = {"train": {"microbatches": 1}, "parallel": {"strategy": "full"}}
+    defaults = searched if options.ranks is not None else {}
     config = config_from_arguments(rest, defaults)
-    if config.parallel.offload != "none":
-        raise ConfigError(
-            f"parallel.offload is {config.parallel.offload}, which predictions do not know: set it to none."
-        )
     if options.ranks is None:
         _judge(config, options)
     else:
@@ -123,7 +121,7 @@ def _calibrate(options: Namespace, rest: Sequence[str]) -> None:
 def _judge(config: Config, options: Namespace) -> None:
     plan = config.plan()
     rows = config.train.batch // plan.dp
-    found = predict(configured_decoder(config), plan, options.hardware, rows=rows)
+    found = predict(_model(config), plan, options.hardware, rows=rows)
     changes, goodput = best_changes(found), _goodput(options, found)
     if options.html is not None:
         write_page(judged_page(config, found, changes, goodput), options.html, "--html")
@@ -143,8 +141,9 @@ def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
         )
     if config.parallel.memory_limit is not None:
         raise ConfigError("parallel.memory_limit does not go with --ranks: leave it out.")
-    model, hardware = configured_decoder(config), load_hardware(options.hardware)
-    base = Plan(**{name: value for name, value in vars(config.plan()).items() if name not in SEARCHED})
+    model, hardware = _model(config), load_hardware(options.hardware)
+    kept = {name: value for name, value in vars(config.plan()).items() if name not in SEARCHED}
+    base = Plan(**kept, strategy="none" if config.parallel.offload == "none" else "full")
     most = max(2, options.most)
     result = search(model, hardware, options.ranks, config.train.batch, base=base, most=most, alike=same_time)
     if not result.best:
@@ -165,6 +164,16 @@ def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
     print(plan_table(groups(result.best)[: options.most]))
     print(terminal_text("\n".join(["", *notes(result), *goodput_lines(goodput, result.best[0])])))
     _tell_written(options.write, options.html)
+
+
+def _model(config: Config) -> PredictedModel:
+    """Return the model that a configuration trains; torch is loaded only where its sizes do not say all."""
+    decoder = configured_decoder(config)
+    if decoder is not None:
+        return DecoderModel(decoder)
+    from plait.app.train.predicted_run import configured_model
+
+    return configured_model(config)
 
 
 def _tell_written(*files: Path | None) -> None:

@@ -20,12 +20,12 @@ from plait.app.cli.plan_output import (
     plan_cells,
 )
 from plait.app.config.config import Config
+from plait.estimate.prediction.prediction import Prediction
 from plait.estimate.search.plan_changes import PlanChange
 from plait.estimate.search.plan_search import PlanFrontier, PlanSearchResult
 from plait.estimate.time.goodput import Goodput
-from plait.estimate.time.prediction import Prediction
 from plait.pictures.markup import bar, legend, section, table
-from plait.pictures.quantities import count_text, memory_text, microbatches_text, seconds_text
+from plait.pictures.quantities import memory_text, microbatches_text, seconds_text
 from plait.pictures.report.charts import Figure
 from plait.pictures.report.page import draw_prediction
 from plait.pictures.report.scatter_picture import ScatterPicture, ScatterPoint
@@ -78,10 +78,9 @@ def judged_page(
 
 
 def _page(config: Config, found: Prediction, sections: list[str], goodput: Goodput | None) -> str:
-    plan, hardware, model = found.plan, found.hardware, found.decoder
+    plan, hardware = found.plan, found.hardware
     about = (
-        f"{config.model.name} of {count_text(model.total_parameters)} parameters "
-        f"({model.layers} layers, hidden {model.hidden:,}, context {model.context:,}), a batch of "
+        f"{config.model.name} of {found.model.about()}, a batch of "
         f"{config.train.batch:,} sequences a step in {plan.precision or 'fp32'}, on {plan.world:,} × "
         f"{hardware.name} with {memory_text(hardware.memory)} each, {hardware.devices} a host."
     )

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from plait.app.config.planned_config import SEARCHED
+from plait.estimate.prediction.prediction import Prediction
 from plait.estimate.search.plan_changes import PlanChange
 from plait.estimate.search.plan_search import PlanSearchResult
 from plait.estimate.time.goodput import PERIODS, Goodput
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.prediction import Prediction
 from plait.pictures.quantities import memory_text, seconds_text, signed
 
 GIB = 2**30

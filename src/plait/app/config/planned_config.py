@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from plait.app.config.config import Config
 from plait.app.data.tokenizer import open_tokenizer
-from plait.errors import ConfigError
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 
@@ -27,27 +26,23 @@ SEARCHED = (
 """Fields of `parallel` that a search of plans decides, besides `train.microbatches`."""
 
 
-def configured_decoder(config: Config) -> Decoder:
-    """Return the sizes of the model that a configuration builds; no module is made.
+def configured_decoder(config: Config) -> Decoder | None:
+    """Return the sizes of the model that a configuration trains; no module is made.
 
-    Raises ConfigError for a model in a folder and for adapters, which predictions do not know.
+    None where sizes do not say all that a prediction needs: for a model in a folder, adapters or other frozen
+    parameters, an optimizer without two moments a parameter, and offloading.
     """
-    model = config.model
-    if model.folder is not None:
-        raise ConfigError(
-            f"model.name = {model.name} is a folder, and predictions know the sizes of gpt2 and llama only: "
-            "set model.name to one of them, with the folder's sizes."
-        )
-    if model.lora.adapts:
-        raise ConfigError("model.lora is given, and predictions know no adapters: leave it out.")
-    optimizer = config.train.optimizer
-    if optimizer.moments != 2 or config.train.freeze:
-        what = "train.freeze" if config.train.freeze else f"train.optimizer.name = {optimizer.name}"
-        raise ConfigError(
-            f"{what} is given, and predictions know runs that train all parameters with two moments each, as "
-            "AdamW has: leave it out."
-        )
-    return model.decoder(model.vocab or open_tokenizer(config.tokenizer).vocab)
+    model, train = config.model, config.train
+    adapts, freezes = model.lora.adapts, bool(train.freeze)
+    others = model.folder is not None or adapts or freezes or train.optimizer.moments != 2
+    if others or config.parallel.offload != "none":
+        return None
+    return model.decoder(vocabulary(config))
+
+
+def vocabulary(config: Config) -> int:
+    """Return the number of tokens that a configuration's own model knows."""
+    return config.model.vocab or open_tokenizer(config.tokenizer).vocab
 
 
 def config_text(config: Config, plan: Plan) -> str:

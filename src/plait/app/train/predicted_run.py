@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from plait.app.config.config import Config
-from plait.app.config.planned_config import configured_decoder
+from plait.app.config.planned_config import configured_decoder, vocabulary
+from plait.app.train.trainer import trained_part
 from plait.errors import ConfigError, PlaitError
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
+from plait.estimate.prediction.prediction import Prediction, predict
+from plait.estimate.prediction.traced_model import traced_model
 from plait.estimate.time.hardware import bundled_name
-from plait.estimate.time.prediction import Prediction, predict
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
 from plait.pictures.report.recorded_step import StepTimeline, read_step
@@ -84,11 +87,21 @@ _WAITING = ("tp communication", "cp communication", "pp communication", "dp comm
 """Parts of a prediction's breakdown that the record of a step shows as computing and as blocked."""
 
 
+def configured_model(config: Config) -> PredictedModel:
+    """Return the model that a configuration trains, for predictions: from its sizes alone where those do."""
+    decoder = configured_decoder(config)
+    if decoder is not None:
+        return DecoderModel(decoder)
+    model = trained_part(config, 0 if config.model.folder is not None else vocabulary(config))
+    rows = torch.empty(1, config.model.context, dtype=torch.int64, device="meta")
+    return traced_model(model, rows, moments=config.train.optimizer.moments)
+
+
 def predicted_step(config: Config, plan: Plan, device: torch.device) -> Prediction | None:
     """Return the prediction of a run's step on `run.hardware`, or on hardware known by the GPU's name.
 
-    None without either, and for models that predictions do not know, unless `run.hardware` is given: then
-    raises `ConfigError`, as for a file that cannot be read.
+    None without either, and for what predictions refuse, unless `run.hardware` is given: then raises
+    `PlaitError`, as for a file that cannot be read.
     """
     hardware = config.run.hardware
     if hardware is None and is_accelerator(device):
@@ -96,7 +109,7 @@ def predicted_step(config: Config, plan: Plan, device: torch.device) -> Predicti
     if hardware is None:
         return None
     try:
-        return predict(configured_decoder(config), plan, hardware, rows=config.train.batch // plan.dp)
+        return predict(configured_model(config), plan, hardware, rows=config.train.batch // plan.dp)
     except PlaitError:
         if config.run.hardware is None:
             return None

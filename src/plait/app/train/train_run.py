@@ -29,7 +29,7 @@ from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.app.train.trainer import Trainer, trained_part
 from plait.estimate.memory.memory_report import Memory
-from plait.estimate.time.prediction import Prediction
+from plait.estimate.prediction.prediction import Prediction
 from plait.pictures.report.page import REPORT_FILE
 from plait.plan.plan import Plan
 from plait.ranks.failure.process_watch import GracefulStop

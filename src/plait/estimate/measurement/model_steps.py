@@ -11,8 +11,8 @@ import torch
 
 from plait.engine.parallelize import parallelize
 from plait.estimate.measurement.timer import Timer
+from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.prediction import predict
 from plait.models.gpt2 import gpt2_of
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan

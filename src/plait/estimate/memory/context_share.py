@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plait.engine.local_batch import DOCUMENT_IDS, cut, local_inputs
+from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta
 from plait.plan.plan import Plan
-from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.exchange_plan import ExchangePlan
 from plait.tensor.attention.method_choice import MethodChoice
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
@@ -42,18 +42,20 @@ class ContextShare:
         return None if known is None else LocalSequence(known.parallelism, known.layout, known.documents)
 
 
-def context_share(plan: Plan, microbatch: Value, targets: Value | None) -> ContextShare:
+def context_share(
+    plan: Plan, microbatch: Value, targets: Value | None, recorder: OperationRecorder | None = None
+) -> ContextShare:
     """Return the part of a micro-batch on the rank of `cp` that holds the last position of the sequence.
 
     With a causal mask that rank sees most keys of other ranks; no rank has more than a few positions more.
-    Raises DataError where the tensors cannot be cut.
+    `recorder` records collectives over `cp`. Raises DataError where the tensors cannot be cut.
     """
-    local = local_inputs([microbatch], _parallelism(plan, 0))
+    local = local_inputs([microbatch], _parallelism(plan, 0, recorder))
     sequence = local.sequences[0]
     if sequence is not None and sequence.group.size > 1:
         last = sequence.layout.length - 1
         held = (any(last in one for one in ranges) for ranges in sequence.layout.ranges)
-        local = local_inputs([microbatch], _parallelism(plan, list(held).index(True)))
+        local = local_inputs([microbatch], _parallelism(plan, list(held).index(True), recorder))
         sequence = local.sequences[0]
     inputs, kept = local.values[0], None if targets is None else cut(targets, sequence, "targets")
     given, held_here = _storages((microbatch, targets)), _storages((inputs, kept))
@@ -101,8 +103,8 @@ def method_choices(sequence: LocalSequence | None) -> Iterator[MethodChoice]:
         yield from (one for one in sequence.results.values() if isinstance(one, MethodChoice))
 
 
-def _parallelism(plan: Plan, index: int) -> ContextParallelism:
-    return ContextParallelism.of(plan, Group("cp", tuple(range(plan.cp)), index, None, Traffic(), 0.0))
+def _parallelism(plan: Plan, index: int, recorder: OperationRecorder | None) -> ContextParallelism:
+    return ContextParallelism.of(plan, group_on_meta("cp", plan.cp, index, recorder))
 
 
 def _storages(value: Value) -> dict[int, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.engine.pipeline.layer_runner import Gradients
 from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossLike, LossStage
 from plait.engine.pipeline.stage import Stage
+from plait.estimate.memory.operation_recorder import OperationRecorder, recording
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import Value, leaf_of, map_tensors, tensors_of
@@ -51,11 +52,11 @@ class Trace:
     """Whether the backward reads the output."""
 
 
-def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
+def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None = None) -> tuple[Trace, Value]:
     """Return the memory that a one-layer stage allocates and saves for the input `given`, and its output.
 
-    It runs on the meta device. A layer whose backward does not run there is assumed to save for `W` all that
-    it saves for `I`.
+    It runs on the meta device; `recorder` records its operations. A layer whose backward does not run there
+    is assumed to save for `W` all that it saves for `I`.
     """
     tracker = StorageTracker()
     with tracker.tracking():
@@ -64,7 +65,8 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
         stage.values[0] = value
         del value
         forward = _PhaseRecorder(tracker)
-        stage.forward(0, 0)
+        with recording(recorder, "forward"):
+            stage.forward(0, 0)
         output_is_read = stage.output_is_read(0)
         output = stage.values.pop(0)
         forward.end(tensors_of(output))
@@ -77,10 +79,13 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
         forward.saved = tracker.live() - {*next_inputs, *numbers}
         stage.gradients[0] = seeds
         del seeds
-        backward = _trace_backward(tracker, stage, next_inputs)
+        backward = _trace_backward(tracker, stage, next_inputs, recorder)
         weights = _PhaseRecorder(tracker)
         if backward is not None:
-            stage.backward_weight(0, 0)
+            with recording(recorder, "weights"):
+                stage.backward_weight(0, 0)
+        elif recorder is not None:
+            recorder.assume_backward()
         weights.end(())
         stage.clear()
     resident = tracker.live()
@@ -89,31 +94,46 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
     return Trace(inputs, numbers, first, second, weights.phase(resident).peak, output_is_read), following
 
 
-def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
-    """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy."""
+def trace_loss(
+    loss: LossLike, given: Value, targets: Value, recorder: OperationRecorder | None = None
+) -> Trace:
+    """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy.
+
+    `recorder` records its operations.
+    """
     try:
-        return _trace_loss(LossStage(loss), given, targets)
+        return _trace_loss(LossStage(loss), given, targets, recorder)
     except Exception:
+        if recorder is not None:
+            recorder.assume_backward()
         return _copying_loss(given)
 
 
 def trace_chunked_loss(
-    end: ChunkedLossStage, queue: WeightGradientQueue, given: Value, targets: Value
+    end: ChunkedLossStage,
+    queue: WeightGradientQueue,
+    given: Value,
+    targets: Value,
+    recorder: OperationRecorder | None = None,
 ) -> Trace:
     """Return the memory that a loss of features, on the meta device, allocates and saves.
 
-    What its backward saves in `queue` is for `W`.
+    What its backward saves in `queue` is for `W`. `recorder` records its operations.
     """
-    return _trace_loss(end, given, targets, queue)
+    return _trace_loss(end, given, targets, recorder, queue)
 
 
 def _trace_backward(
-    tracker: StorageTracker, stage: Stage, next_inputs: StorageNumbers
+    tracker: StorageTracker,
+    stage: Stage,
+    next_inputs: StorageNumbers,
+    recorder: OperationRecorder | None,
 ) -> _PhaseRecorder | None:
     """Run the backward for input gradients, and record its memory; None where it fails on the meta device."""
     backward = _PhaseRecorder(tracker)
     try:
-        stage.backward_input(0, 0)
+        with recording(recorder, "backward"):
+            stage.backward_input(0, 0)
     except Exception:
         return None
     gradients = stage.gradients.pop(0)
@@ -133,7 +153,11 @@ def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
 
 
 def _trace_loss(
-    end: LossStage, given: Value, targets: Value, queue: WeightGradientQueue | None = None
+    end: LossStage,
+    given: Value,
+    targets: Value,
+    recorder: OperationRecorder | None,
+    queue: WeightGradientQueue | None = None,
 ) -> Trace:
     tracker = StorageTracker()
     with tracker.tracking():
@@ -141,12 +165,14 @@ def _trace_loss(
         inputs = _numbers(tracker, tensors_of(output))
         end.begin([targets], torch.ones((), dtype=torch.float64))
         forward = _PhaseRecorder(tracker)
-        end.compute(0, output)
+        with recording(recorder, "forward"):
+            end.compute(0, output)
         forward.end(())
         del output
         forward.saved = tracker.live()
         backward = _PhaseRecorder(tracker)
-        gradients = end.seed(0)
+        with recording(recorder, "backward"):
+            gradients = end.seed(0)
         backward.end(gradients)
         del gradients
         if queue is not None:

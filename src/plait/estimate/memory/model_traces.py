@@ -23,11 +23,12 @@ from plait.estimate.memory.context_share import (
     result_bytes,
 )
 from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
+from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta, with_loss
+from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.models.rotary import result_caches
 from plait.plan.axes import AXES, layout_degrees
-from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.method_choice import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -62,26 +63,32 @@ class ModelTraces:
     """Bytes of the given tensors of which `inputs` and `targets` are copies, or which are neither."""
     attention: frozenset[MethodChoice]
     """The methods that attention layers choose under context parallelism."""
+    works: Sequence[LayerWork]
+    """Operations and collectives of each layer, of the last with the loss; empty without a recorder."""
 
 
-def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
+def trace_model(
+    blueprint: Blueprint,
+    microbatch: Value,
+    targets: Value | None,
+    loss: Loss,
+    recorder: OperationRecorder | None = None,
+) -> ModelTraces:
     """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
     Layers of equal structure that read equal inputs are traced once. The rank has the largest shards; which
     rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
-    Without `targets` there is a class for each row of the output.
+    Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    tensor_parallel = blueprint.tensor_parallel(
-        Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
-    )
+    tensor_parallel = blueprint.tensor_parallel(group_on_meta("tp", blueprint.plan.tp, 0, recorder))
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
     share = context_share(
-        blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
+        blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets, recorder
     )
-    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share)
+    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder)
     value = traced[-1].output
     traces = [one.trace for one in traced]
     copies = end.writes_output and traces[-1].output_is_read
@@ -90,9 +97,12 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
     classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
     if isinstance(end, ChunkedLossStage):
-        of_loss = trace_chunked_loss(end, queue, value, classes)
+        of_loss = trace_chunked_loss(end, queue, value, classes, recorder)
     else:
-        of_loss = trace_loss(end.loss, value, classes)
+        of_loss = trace_loss(end.loss, value, classes, recorder)
+    works = [one.work for one in traced if one.work is not None]
+    if recorder is not None:
+        works[-1] = with_loss(works[-1], recorder.take(fuses=False))
     return ModelTraces(
         traces,
         [one.run.info for one in traced],
@@ -105,6 +115,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         [result_bytes(one.sequence) for one in traced],
         share.uncut_beside(classes),
         frozenset(chain.from_iterable(method_choices(one.sequence) for one in traced)),
+        works,
     )
 
 
@@ -119,6 +130,8 @@ class _LayerTrace:
     """The bytes of each of its `ResultCache`s, in the order of `result_caches`."""
     sequence: LocalSequence | None
     """The sequence for which it ran, with what it computed to share."""
+    work: LayerWork | None
+    """None where operations are not recorded."""
 
 
 def _trace_layers(
@@ -127,6 +140,7 @@ def _trace_layers(
     layers: Sequence[NamedLayer],
     queue: WeightGradientQueue,
     share: ContextShare,
+    recorder: OperationRecorder | None,
 ) -> list[_LayerTrace]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
     structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
@@ -145,10 +159,11 @@ def _trace_layers(
             by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
             if recompute == "selective" and not by_graphs:
                 trace_layer(stage, value)  # what to keep is known from the first backward
-            trace, output = trace_layer(stage, value)
+            trace, output = trace_layer(stage, value, recorder)
+            work = None if recorder is None else recorder.take(recompute)
             # Graphs compute what eager layers cache.
             cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]
-            known[key] = _LayerTrace(run, trace, output, cached, sequence)
+            known[key] = _LayerTrace(run, trace, output, cached, sequence, work)
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output
     return traced

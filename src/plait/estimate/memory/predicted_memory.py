@@ -27,6 +27,7 @@ from plait.estimate.memory.memory_report import (
     RankMemory,
 )
 from plait.estimate.memory.model_traces import ModelTraces, trace_model
+from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.arguments import require_instance, require_whole
 from plait.plan.plan import Plan
@@ -91,6 +92,8 @@ class MemoryEstimator:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
+    records: bool = False
+    """Whether traces have the operations of layers, too."""
     order_of: Callable[..., tuple[Schedule, StageCut]] = field(
         default_factory=lambda: cache(schedule_and_cut)
     )
@@ -106,14 +109,14 @@ class MemoryEstimator:
         """Return the predicted memory of a plan."""
         whole = replace(plan, strategy="none", offload="none", reduce="last")
         unsharded = max(rank.peak for rank in self.ranks(whole))
-        traces = self._traces(build_blueprint(self.model, plan, self.rules, self.order_of))
+        traces = self.known_traces(build_blueprint(self.model, plan, self.rules, self.order_of))
         attention = () if traces is None else tuple(sorted(traces.attention, key=str))
         return Memory(plan, self.ranks(plan), unsharded, traces is not None, attention)
 
     def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
         """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction."""
         blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
-        traces = self._traces(blueprint)
+        traces = self.known_traces(blueprint)
         return tuple(
             simulate_step(blueprint, rank, program, traces, self.where, self.moments, observer)
             for rank, program in enumerate(lower(blueprint.schedule, blueprint.lowering_spec))
@@ -144,11 +147,13 @@ class MemoryEstimator:
         rows = plan.microbatches if self.rows is None else self.rows
         return torch.empty(rows, context, dtype=torch.int64, device="meta")
 
-    def _traces(self, blueprint: Blueprint) -> ModelTraces | None:
+    def known_traces(self, blueprint: Blueprint) -> ModelTraces | None:
+        """Return what each layer computes and allocates, or None where the shape of a batch is unknown."""
         plan, batch = blueprint.plan, self._batch(blueprint.plan)
         if batch is None:
             return None
         microbatch = split(batch, plan.microbatches, "inputs")[0]
+        fuses = self.where.type != "cpu" if self.records else None
         gradients = tuple(kind.gradient for kind in blueprint.kinds.values())
         late = blueprint.lowering_spec.adds_late
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
@@ -161,12 +166,14 @@ class MemoryEstimator:
             blueprint.recompute,
             plan.loss_rows,
             bool(plan.compile),
+            fuses,
         )
         if key not in self.traces:
             targets = None
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
-            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss)
+            recorder = None if fuses is None else OperationRecorder(fuses=fuses)
+            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss, recorder)
         return self.traces[key]
 
 

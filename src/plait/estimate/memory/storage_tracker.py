@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from plait.tensor.attention.fused_kernels import cpu_attention
+from plait.tensor.attention.fused_kernels import CPU, cpu_attention
 from plait.tensor.layer_values import tensors_of
 
 
@@ -142,23 +142,35 @@ def fuses(
 
 
 def fused(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     """Return attention's output `[batch, heads, length, size]`; save what a fused backward needs."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
-    mixed: Tensor = _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    mixed: Tensor = _Fused.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
     return mixed
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        output, normalisers = cpu_attention(query, key, value)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        ctx.causal = causal
+        output, normalisers = cpu_attention(query, key, value, causal=causal)
         ctx.save_for_backward(query, key, value, mask, output, normalisers)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, _, output, normalisers = ctx.saved_tensors
+        # Called for those who count operations; its results have the strides that only CPUs give them.
+        CPU.backward(gradient, query, key, value, output, normalisers, None, ctx.causal, 1.0)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

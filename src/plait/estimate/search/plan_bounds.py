@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from plait.estimate.search.memory_bounds import KINDS, LINEAR, WHOLE, MemoryBounds
+from plait.estimate.memory.memory_bounds import LINEAR, WHOLE
+from plait.estimate.memory.plan_memories import PlanMemories
+from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
+from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, gradient_transfers, optimizer_seconds
-from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.model_sizes import LayerKind
 from plait.plan.parameter_units import timing_of
 from plait.plan.plan import Plan
 
@@ -45,24 +48,24 @@ class ModelTime:
 class Bounds:
     """Lower bounds for plans of one model and batch on given hardware."""
 
-    model: Decoder
+    model: PredictedModel
     hardware: Hardware
     batch: int
     _layers: dict[tuple[object, ...], dict[LayerVariant, PassTimes]] = field(default_factory=dict)
     _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
+    _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def shape(self, plan: Plan) -> MicrobatchShape:
-        """Return what the sizes of a plan's layers depend on."""
+    def sizes(self, plan: Plan) -> MicrobatchSizes:
+        """Return sizes and work of a plan's micro-batch."""
         rows = self.batch / plan.dp / plan.microbatches
-        return MicrobatchShape(self.model, plan, rows, on_cpu=not self.hardware.overlaps)
+        return self.model.sizes(plan, rows, on_cpu=not self.hardware.overlaps)
 
     def timer(self, plan: Plan) -> LayerTimer:
         """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
-        shape = self.shape(plan)
-        key = self._key(plan)
+        sizes, key = self.sizes(plan), self._key(plan)
         known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:4], {})
-        return LayerTimer(shape, self.hardware, shape.precision, known, whole)
+        return LayerTimer(sizes, self.hardware, sizes.precision, known, whole)
 
     def _key(self, plan: Plan) -> tuple[object, ...]:
         """Return a cache key of the times of a plan's layers, without their recomputation."""
@@ -85,8 +88,8 @@ class Bounds:
         timer, sums, part, weights_part = self.timer(plan), [0.0, 0.0, 0.0], 1.0, 0.0
         layers: dict[LayerKind, tuple[float, float]] = {}
         assert not isinstance(plan.recompute, tuple)
-        for kind in KINDS:
-            passes, times = timer.times(kind, plan.recompute, at_once=at_once), self._number(kind)
+        for kind, times in self._counts.items():
+            passes = timer.times(kind, plan.recompute, at_once=at_once)
             for number, one in enumerate((passes.forward, passes.inputs, passes.weights)):
                 sums[number] += times * one.total
             whole = passes.total.total
@@ -95,8 +98,10 @@ class Bounds:
             layers[kind] = passes.forward.total, passes.backward
         return ModelTime(sums[0], sums[1], sums[2], part, weights_part, layers)
 
-    def _number(self, kind: LayerKind) -> int:
-        return self.model.layers if kind in ("attention", "mlp") else 1
+    @cached_property
+    def _counts(self) -> Counter[LayerKind]:
+        """How many layers of each kind there are."""
+        return Counter(self.model.kinds)
 
     def step_seconds(
         self, plan: Plan, policy: str | None = None, chunks: int = 1, *, state: bool = True
@@ -124,7 +129,7 @@ class Bounds:
         backward, sums, after = time.inputs + time.weights, 0.0, 0.0
         if state:
             sums = self._exposed_sums(timer, (backward + rounding) / ranks)
-            after = sum(optimizer_seconds(timer, max(self._mean(plan), self._largest(plan))))
+            after = sum(optimizer_seconds(timer, max(self._mean_and_largest(plan))))
         busy = plan.microbatches * (time.total - rounding) / ranks + sums
         path = time.forward + (backward if waits else time.inputs) - rounding
         path += 2 * chunks * (ranks - 1) * hop
@@ -155,28 +160,31 @@ class Bounds:
 
     def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
         """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""
-        seconds = gradient_transfers(timer, self._mean(timer.shape.plan))
+        seconds = gradient_transfers(timer, self._mean_and_largest(timer.shape.plan)[0])
         return max(seconds - window, 0.0) if timer.hides_gradient_sums else seconds
 
     def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
         """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
 
-        `gathered`: see `MemoryBounds.least`.
+        `gathered`: see `PlanMemories.least`.
         """
-        least = self._memory.least(self.shape(plan), policy, gathered=gathered)
+        least = self.memories.least(self.sizes(plan), policy, gathered=gathered)
         return (least + self.hardware.reserved) * ROUNDING
 
     @cached_property
-    def _memory(self) -> MemoryBounds:
-        return MemoryBounds(self.model)
+    def memories(self) -> PlanMemories:
+        """What computes the memory of plans."""
+        return self.model.memories()
 
-    def _mean(self, plan: Plan) -> float:
-        """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""
-        return self._memory.parameters(plan.tp).whole / plan.pp
-
-    def _largest(self, plan: Plan) -> float:
-        """Return the parameters of the largest layer, which some rank has."""
-        return self._memory.parameters(plan.tp).largest
+    def _mean_and_largest(self, plan: Plan) -> tuple[float, float]:
+        """Return the parameters that train on a rank of `tp`: the mean over the ranks of `pp`, and those of
+        the largest layer, which some rank has."""
+        if plan.tp not in self._parameters:
+            sizes = self.sizes(plan)
+            largest = max(sizes.trained_parameters((kind,)) for kind in self._counts)
+            self._parameters[plan.tp] = sizes.trained_parameters(self.model.kinds), largest
+        whole, largest = self._parameters[plan.tp]
+        return whole / plan.pp, largest
 
 
 def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: float = 0.0) -> float:

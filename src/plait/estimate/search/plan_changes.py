@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
+from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.search.plan_space import PlanChoices, divisors_of
-from plait.estimate.time.prediction import Prediction, predict
 from plait.plan.plan import Plan
 
 LOSS_ROWS = 1024
@@ -44,7 +44,7 @@ def best_changes(found: Prediction, most: int = 3) -> tuple[PlanChange, ...]:
     changes = []
     for field, plan in _candidates(found):
         try:
-            after = predict(found.decoder, plan, found.hardware, rows=found.rows)
+            after = predict(found.model, plan, found.hardware, rows=found.rows)
         except PlaitError:
             continue  # such a plan cannot run
         changes.append(PlanChange(field, getattr(plan, field), found, after))
@@ -68,10 +68,11 @@ def _by_help(one: PlanChange) -> tuple[bool, float]:
 def _candidates(found: Prediction) -> Iterator[tuple[str, Plan]]:
     """Yield plans that differ from the predicted one in a field, with the field's name."""
     plan, choices = found.plan, PlanChoices()
+    strategies = ("none", "optimizer", "gradients", "full")[plan.offload != "none" :]  # of sharded state
     values: dict[str, tuple[object, ...]] = {
         "recompute": choices.recompute,
         "sequence_parallel": choices.sequence_parallel if plan.tp > 1 else (),
-        "strategy": ("none", "optimizer", "gradients", "full") if plan.dp * plan.cp > 1 else (),
+        "strategy": strategies if plan.dp * plan.cp > 1 else (),
         "reduce": ("last", "each") if plan.strategy in ("gradients", "full") else (),
         "replicate": divisors_of(plan.dp) if plan.strategy != "none" else (),
         "microbatches": divisors_of(found.rows),

@@ -10,17 +10,17 @@ from functools import partial
 from heapq import heappop, heappush
 from math import floor
 from pathlib import Path
+from typing import Unpack
 
 from plait.errors import PlanError
+from plait.estimate.prediction.prediction import Prediction, RunDetails, predicted_model
 from plait.estimate.search.plan_bounds import ROUNDING, Bounds
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
 from plait.estimate.search.plan_steps import PlanSteps
 from plait.estimate.time.hardware import Hardware, load_hardware
-from plait.estimate.time.prediction import Prediction
 from plait.estimate.time.step_times import NANOSECOND, step_seconds
 from plait.plan.arguments import require_instance, require_whole
 from plait.plan.axes import PLAN_AXES
-from plait.plan.model_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan, Recompute, SequenceParallel
 
 ALL = PlanChoices()
@@ -61,34 +61,36 @@ def plans(
     batch: int,
     base: Plan | None = None,
     most: int = 10,
+    **about: Unpack[RunDetails],
 ) -> tuple[Prediction, ...]:
     """Return the predictions of the `most` fastest plans of `ranks` ranks that fit the memory, best first.
 
     `batch`: sequences of a step over all ranks. `base`: a plan with what is not searched, such as the
-    precisions, `loss_rows` and `overlap`; degrees, micro-batches, strategy, schedule, recomputation and
-    sequence parallelism are chosen. `model` and `hardware` are those of `plait.predict`. Each result has its
-    `plan`, its `rows` for a data-parallel rank, and the figures that `plait.predict` gives for them. No plan
-    that is not returned is faster; of equal times, plans that need less memory come first. Empty where none
-    fits.
+    precisions, `loss_rows`, `overlap` and `offload`; degrees, micro-batches, strategy, schedule,
+    recomputation and sequence parallelism are chosen. `model`, `hardware` and the other arguments are those
+    of `plait.predict`. Each result has its `plan`, its `rows` for a data-parallel rank, and the figures that
+    `plait.predict` gives for them. No plan that is not returned is faster; of equal times, plans that need
+    less memory come first. Empty where none fits.
 
-    Nothing runs, and there is no communication. Raises PlanError where the ranks cannot be divided, and
+    There is no communication. Raises PlanError where the ranks cannot be divided, and
     ModelError or ConfigError as `plait.predict` does.
     """
     for name, number in (("ranks", ranks), ("batch", batch), ("most", most)):
         require_whole(name, number, PlanError, least=1)
     if base is not None:
         require_instance("base", base, Plan, "give a plait.Plan", PlanError)
-        if base.offload != "none" or base.memory_limit is not None:
-            name = "memory_limit" if base.offload == "none" else "offload"
+        if base.memory_limit is not None:
             raise PlanError(
-                f"base has {name} = {getattr(base, name)!r}, which a search of plans does not know: leave it "
-                "out."
+                f"base has memory_limit = {base.memory_limit!r}, which a search of plans does not know: "
+                "leave it out."
             )
-    return search(decoder_of(model), load_hardware(hardware), ranks, batch, base=base, most=most).best
+    base = base or Plan()
+    known = predicted_model(model, base, about)
+    return search(known, load_hardware(hardware), ranks, batch, base=base, most=most).best
 
 
 def search(
-    model: Decoder,
+    model: object,
     hardware: Hardware,
     ranks: int,
     batch: int,
@@ -105,15 +107,19 @@ def search(
     its time is above the times of all that are returned, or a lower bound of its memory above the device's:
     the result is that of predicting every plan. Raises PlanError where the ranks cannot be divided.
     """
-    found, impossible = divisions(model, ranks, batch)
+    base = base or Plan()
+    if base.offload != "none":  # of sharded state
+        choices = replace(choices, states=tuple(one for one in choices.states if one[0] != "none"))
+    known = predicted_model(model, base, {})
+    found, impossible = divisions(known, ranks, batch, base)
     if not found:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in impossible.most_common())
         raise PlanError(
             f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
             "ranks, the batch or the sizes."
         )
-    bounds = Bounds(model, hardware, batch)
-    queue = _PlanQueue(bounds, PlanSteps(bounds), base or Plan(), choices)
+    bounds = Bounds(known, hardware, batch)
+    queue = _PlanQueue(bounds, PlanSteps(bounds), base, choices)
     with _collection_paused():
         for division in found:
             queue.add(division)
@@ -150,7 +156,8 @@ def _collection_paused() -> Iterator[None]:
 
 
 _Key = tuple[int, int, int, int, int]
-"""Nanoseconds; 1 for a plan whose time is known, after all bounds that are equal; `plan_rank`; a number."""
+"""Nanoseconds; after all equal bounds 1 for a plan whose time is known, 2 for one whose memory is known too;
+the rest of `plan_rank`; a number."""
 
 
 @dataclass
@@ -196,7 +203,7 @@ class _PlanQueue:
         for recompute, sequence in division.layer_options(self.choices):
             plan = self._plan(division, recompute, sequence)
             least = min(
-                self.bounds.memory(replace(plan, strategy=strategy, reduce=reduce), gathered=False)
+                self.bounds.memory(self._stored(plan, strategy=strategy, reduce=reduce), gathered=False)
                 for strategy, reduce in strategies
             )
             if least > self.bounds.hardware.memory:
@@ -207,7 +214,7 @@ class _PlanQueue:
     def _split_states(self, division: RankDivision, plan: Plan) -> None:
         schedules = division.schedules(len(self.bounds.model.kinds), self.choices)
         for strategy, reduce, copies in division.states(self.choices):
-            one = replace(plan, strategy=strategy, reduce=reduce, replicate=copies)
+            one = self._stored(plan, strategy=strategy, reduce=reduce, replicate=copies)
             if self.bounds.memory(one) > self.bounds.hardware.memory:
                 self.too_large += len(schedules)
             else:
@@ -224,7 +231,8 @@ class _PlanQueue:
     def _cut(self, plan: Plan, policy: str, chunks: int) -> None:
         """Put a plan that fits back with the bound that its cut into stages gives."""
         plan, hardware = replace(plan, schedule=policy, chunks=chunks), self.bounds.hardware
-        if self.steps.memory(plan) + hardware.reserved > hardware.memory:
+        known = self.steps.memory_at_once(plan)
+        if known is not None and known + hardware.reserved > hardware.memory:
             self.too_large += 1
             return
         least = self.steps.step(plan).least
@@ -233,21 +241,41 @@ class _PlanQueue:
     def _predict(self, plan: Plan) -> None:
         """Put a plan back with its step time."""
         seconds = step_seconds(self.bounds.timer(plan), self.steps.step(plan).latest)
-        nanoseconds, memory, axes = plan_rank(seconds, self.steps.memory(plan), plan)
+        known = self.steps.memory_at_once(plan)
+        if known is None:
+            self._push(seconds, partial(self._weigh, plan, seconds), known=1)
+        else:
+            self._add_known(plan, seconds, known)
+
+    def _weigh(self, plan: Plan, seconds: float) -> None:
+        """Put a plan whose time is known back with its memory, if it fits."""
+        memory, hardware = self.steps.memory(plan), self.bounds.hardware
+        if memory + hardware.reserved > hardware.memory:
+            self.too_large += 1
+        else:
+            self._add_known(plan, seconds, memory)
+
+    def _add_known(self, plan: Plan, seconds: float, memory: float) -> None:
+        nanoseconds, nbytes, axes = plan_rank(seconds, memory, plan)
         self.fits += 1
-        heappush(self.entries, ((nanoseconds, 1, memory, axes, self._number()), plan))
+        heappush(self.entries, ((nanoseconds, 2, nbytes, axes, self._number()), plan))
 
     def _plan(self, division: RankDivision, recompute: Recompute, sequence: SequenceParallel) -> Plan:
-        return division.plan(
-            self.base, recompute=recompute, sequence_parallel=sequence, strategy="none", replicate=1
-        )
+        """Return a plan of a division whose state is not sharded yet."""
+        layers = {"recompute": recompute, "sequence_parallel": sequence}
+        return division.plan(self.base, **layers, strategy="none", replicate=1, offload="none")
+
+    def _stored(self, plan: Plan, **state: object) -> Plan:
+        """Return a plan with options of state, offloaded as configured."""
+        return replace(plan, offload=self.base.offload, **state)  # type: ignore[arg-type]
 
     def _least(self, plan: Plan) -> float:
         """Return a bound for all strategies of state: as if nothing were summed, gathered or updated."""
         return self.bounds.step_seconds(plan, state=False)
 
-    def _push(self, bound: float, split: Callable[[], None]) -> None:
-        heappush(self.entries, ((floor(bound / NANOSECOND), 0, 0, 0, self._number()), split))
+    def _push(self, bound: float, split: Callable[[], None], *, known: int = 0) -> None:
+        least = round(bound / NANOSECOND) if known else floor(bound / NANOSECOND)
+        heappush(self.entries, ((least, known, 0, 0, self._number()), split))
 
     def _number(self) -> int:
         self._added += 1
@@ -287,10 +315,10 @@ def search_frontier(first: PlanSearchResult, batch: int, *, base: Plan | None = 
     it, so that `best` needs only the plans that were found; between two of them there can be others.
     """
     fastest, found = first.best[0], {one.plan: one for one in first.best}
-    hardware, decoder, ranks = fastest.hardware, fastest.decoder, fastest.plan.world
+    hardware, model, ranks = fastest.hardware, fastest.model, fastest.plan.world
     for _ in range(SEARCHES):
         less = replace(hardware, memory=hardware.reserved + STEP * fastest.peak_memory)
-        result = search(decoder, less, ranks, batch, base=base, most=OTHERS)
+        result = search(model, less, ranks, batch, base=base, most=OTHERS)
         if not result.best:
             break
         fastest = result.best[0]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
+from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.plan.axes import PLAN_AXES
-from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan, Recompute, Reduce, SequenceParallel, Strategy
 from plait.schedules.named_schedules import POLICIES, BlockPolicy
 
@@ -109,17 +109,20 @@ def divisors_of(number: int) -> tuple[int, ...]:
     return (*small, *(number // one for one in reversed(small) if one * one != number))
 
 
-def divisions(model: Decoder, ranks: int, batch: int) -> tuple[list[RankDivision], Counter[str]]:
+def divisions(
+    model: PredictedModel, ranks: int, batch: int, base: Plan
+) -> tuple[list[RankDivision], Counter[str]]:
     """Return the divisions of `ranks` ranks that `model` and `batch` sequences a step allow.
 
-    And how many others there are, by the reason why they are impossible; micro-batches are not counted there.
+    `base` has what the plans have in common. And how many others there are, by the reason why they are
+    impossible; micro-batches are not counted there.
     """
     possible, impossible = [], Counter[str]()
     for tp in divisors_of(ranks):
         for cp in divisors_of(ranks // tp):
             for pp in divisors_of(ranks // tp // cp):
                 dp = ranks // tp // cp // pp
-                reason = _reason(model, RankDivision(pp, dp, cp, tp, 1), batch)
+                reason = _reason(model, RankDivision(pp, dp, cp, tp, 1), batch, base)
                 if reason is not None:
                     impossible[reason] += 1
                     continue
@@ -127,13 +130,10 @@ def divisions(model: Decoder, ranks: int, batch: int) -> tuple[list[RankDivision
     return possible, impossible
 
 
-def _reason(model: Decoder, division: RankDivision, batch: int) -> str | None:
+def _reason(model: PredictedModel, division: RankDivision, batch: int, base: Plan) -> str | None:
     """Return why a division is impossible, or None."""
-    cp, undivided = division.cp, model.undivided_by(division.tp)
-    if undivided is not None:
-        return f"tp does not divide the {'width inside the MLP' if undivided == 'inner' else 'heads'}"
-    if cp > 1 and model.context % (2 * cp):
-        return "2 · cp does not divide the context"
+    if (reason := model.undivided(replace(base, tp=division.tp, cp=division.cp))) is not None:
+        return reason
     if division.pp > len(model.kinds):
         return "pp is more than the layers"
     if batch % division.dp:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from plait.estimate.search.memory_bounds import KINDS
+from plait.estimate.memory.plan_memories import CutPipeline
+from plait.estimate.prediction.prediction import Prediction, prediction_of
 from plait.estimate.search.plan_bounds import Bounds, least_ends
-from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.estimate.time.memory_by_size import ActivationMemories, RankActivations
-from plait.estimate.time.prediction import Prediction, costs_for_cut, prediction_of
-from plait.estimate.time.state_memory import ParameterCounts
 from plait.estimate.time.step_times import (
     StepEndSizes,
     StepTimes,
@@ -20,22 +17,8 @@ from plait.estimate.time.step_times import (
     stage_kinds,
     stage_modes,
 )
-from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Plan
-from plait.schedules.held_microbatches import HeldCounts, HeldMicrobatches
-from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import schedule_and_cut
-
-
-@dataclass(frozen=True)
-class CutPipeline:
-    """A schedule, with the cut of the model into its stages."""
-
-    schedule: Schedule
-    cut: tuple[int, ...]
-    stages: tuple[tuple[LayerKind, ...], ...]
-    ranks: tuple[HeldCounts, ...]
-    """Those that may have most memory."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +45,6 @@ class PlanSteps:
     bounds: Bounds
     _pipelines: dict[tuple[object, ...], CutPipeline] = field(default_factory=dict)
     _steps: dict[tuple[object, ...], ScheduledActions] = field(default_factory=dict)
-    _kept: dict[tuple[object, ...], tuple[RankActivations, ...]] = field(default_factory=dict)
 
     def pipeline(self, plan: Plan) -> CutPipeline:
         """Return the schedule and the cut of a plan, those that `predict` finds."""
@@ -70,14 +52,13 @@ class PlanSteps:
         if key not in self._pipelines:
             schedule, cut = schedule_and_cut(
                 plan.schedule,
-                costs_for_cut(self.bounds.model, plan),
+                self.bounds.model.costs_for_cut(plan),
                 ranks=plan.pp,
                 microbatches=plan.microbatches,
                 chunks=plan.chunks,
                 limit=plan.memory_limit,
             )
-            stages = stage_kinds(self.bounds.model.kinds, cut)
-            self._pipelines[key] = CutPipeline(schedule, cut, stages, _largest_ranks(schedule, stages))
+            self._pipelines[key] = CutPipeline(schedule, cut)
         return self._pipelines[key]
 
     def step(self, plan: Plan) -> ScheduledActions:
@@ -87,44 +68,27 @@ class PlanSteps:
         schedule = pipeline.schedule
         ends = {hides_sums(timer.shape, schedule, stage) for stage in (0, schedule.stages - 1)}
         layers = tuple(
-            timer.times(kind, plan.recompute, at_once=at_once) for at_once in sorted(ends) for kind in KINDS
+            timer.times(kind, plan.recompute, at_once=at_once)
+            for at_once in sorted(ends)
+            for kind in dict.fromkeys(self.bounds.model.kinds)
         )
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, plan.tp, layers, timer.message_seconds)
         if key not in self._steps:
+            stages = stage_kinds(self.bounds.model.kinds, pipeline.cut)
             modes = stage_modes(plan, pipeline.cut)
-            self._steps[key] = ScheduledActions(StepTimes(timer, schedule, pipeline.stages, modes))
+            self._steps[key] = ScheduledActions(StepTimes(timer, schedule, stages, modes))
         return self._steps[key]
 
     def prediction(self, plan: Plan) -> Prediction:
         """Return what `predict` returns for a plan."""
-        pipeline, bounds = self.pipeline(plan), self.bounds
-        return prediction_of(bounds.timer(plan).shape, bounds.hardware, pipeline.schedule, pipeline.cut)
+        bounds, rows = self.bounds, self.bounds.batch // plan.dp
+        return prediction_of(bounds.model, plan, bounds.hardware, rows, self.pipeline(plan), bounds.memories)
+
+    def memory_at_once(self, plan: Plan) -> float | None:
+        """Return the most bytes that a rank allocates, or None where it takes long to know."""
+        return self.bounds.memories.at_once(self.bounds.sizes(plan), self.pipeline(plan))
 
     def memory(self, plan: Plan) -> float:
         """Return the most bytes that a rank allocates, as `predict` does."""
-        shape = self.bounds.timer(plan).shape
-        return max(rank.with_state(shape, 0.0).allocated for rank in self._activations(plan, shape))
-
-    def _activations(self, plan: Plan, shape: MicrobatchShape) -> tuple[RankActivations, ...]:
-        """Return what the ranks keep; those of equal sizes count as one."""
-        pipeline, layers = self.pipeline(plan), (plan.tp, plan.cp, shape.rows, plan.sequence_parallel)
-        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, *layers, plan.recompute)
-        if key not in self._kept:
-            modes = stage_modes(plan, pipeline.cut)
-            most: dict[tuple[ParameterCounts, bool], RankActivations] = {}
-            known = ActivationMemories(shape, pipeline.schedule, pipeline.stages, modes)
-            for rank in map(known.activations, pipeline.ranks):
-                alike = rank.sizes, rank.splits
-                most[alike] = rank.joined(most[alike]) if alike in most else rank
-            self._kept[key] = tuple(most.values())
-        return self._kept[key]
-
-
-def _largest_ranks(schedule: Schedule, stages: Sequence[tuple[LayerKind, ...]]) -> tuple[HeldCounts, ...]:
-    """Return the ranks that may have most memory: of those with equal stages the ones that hold most."""
-    messages = [schedule.exchanges_before(stage) for stage in range(schedule.stages)] + [False]
-    alike = [
-        tuple((stages[stage], messages[stage], messages[stage + 1]) for stage in schedule.stages_of(rank))
-        for rank in range(schedule.ranks)
-    ]
-    return tuple(HeldMicrobatches(schedule).largest(alike))
+        ranks = self.bounds.memories.ranks(self.bounds.sizes(plan), self.pipeline(plan), 0.0)
+        return max(rank.allocated for rank in ranks)

@@ -3,100 +3,54 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, Recomputation
 from plait.estimate.time.operation_times import (
     AxisTransfer,
-    DeviceOperation,
     Elementwise,
     FusedAttention,
     Product,
 )
 from plait.plan.attention_heads import sending_less, vectors_sent
 from plait.plan.model_sizes import Decoder, LayerKind
-from plait.plan.parameter_units import BufferKind, UnitTiming, kind_of, shards_of, timing_of
-from plait.plan.plan import Plan, Precision
+from plait.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Recomputation:
-    """The part of a layer's forward that its backward runs again."""
-
-    operations: tuple[DeviceOperation, ...] = ()
-    transfers: tuple[AxisTransfer, ...] = ()
-    """Over `tp`."""
-    exchanges: tuple[AxisTransfer, ...] = ()
-    """Over `cp`."""
-
-
-@dataclass(frozen=True)
-class LayerWork:
-    """Operations and collectives of one layer for one micro-batch; transfers are those that it waits for."""
-
-    forward: tuple[DeviceOperation, ...] = ()
-    backward: tuple[DeviceOperation, ...] = ()
-    """Of the input gradient."""
-    weights: tuple[Product, ...] = ()
-    """The products of the weight gradient."""
-    selective: Recomputation = Recomputation()
-    full: Recomputation = Recomputation()
-    forward_transfers: tuple[AxisTransfer, ...] = ()
-    backward_gathers: tuple[AxisTransfer, ...] = ()
-    """Of the output's gradient, which all products of the backward need."""
-    backward_transfers: tuple[AxisTransfer, ...] = ()
-    """Sums of the input's gradient and gathers of the input, during which products can run."""
-    forward_exchanges: tuple[AxisTransfer, ...] = ()
-    """Of keys and values between the ranks of `cp`, or of heads: a ring, or all-to-alls."""
-    backward_exchanges: tuple[AxisTransfer, ...] = ()
-
-
-@dataclass(frozen=True)
-class MicrobatchShape:
-    """A decoder, a plan and the rows of a micro-batch: all that a layer's sizes depend on."""
+class MicrobatchShape(MicrobatchSizes):
+    """A micro-batch of a decoder: all that the sizes of its layers depend on."""
 
     decoder: Decoder
     plan: Plan
     rows: float
-    """Sequences of a micro-batch on a data-parallel rank."""
     on_cpu: bool = False
     """Whether RMS norms, rotations and gated activations are several operations each; such norms keep copies
     in fp32."""
 
-    @cached_property
-    def kind(self) -> BufferKind:
-        """How parameters are stored, gathered and reduced."""
-        return kind_of(self.plan)
+    def work(self, kind: LayerKind) -> LayerWork:
+        """Return the operations and collectives of a layer of `kind`, on the largest rank of `tp`."""
+        return layer_work(kind, self)
 
-    @cached_property
-    def timing(self) -> UnitTiming:
-        """When parameters are gathered and reduced."""
-        return timing_of(self.plan)
+    def parameters(self, kind: LayerKind) -> float:
+        """Return the parameters of a layer of `kind` on a rank of `tp`."""
+        return self.decoder.parameters(kind, self.plan.tp)
+
+    def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
+        """Return the parameters of several layers on a rank of `tp`: all train."""
+        return self.decoder.parameters_of(kinds, self.plan.tp)
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes of a message between stages: the activation between two layers."""
+        return self.outside
 
     @cached_property
     def tokens(self) -> float:
         """Tokens of a micro-batch that a rank of `cp` holds."""
         return self.rows * self.decoder.context / self.plan.cp
-
-    @cached_property
-    def state_ranks(self) -> int:
-        """The number of ranks between which the optimizer's state is cut."""
-        return shards_of(self.kind, self.plan)
-
-    @property
-    def precision(self) -> Precision:
-        """The precision of products: the plan's, by default fp32."""
-        return self.plan.precision or "fp32"
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element of an activation."""
-        return self.kind.compute.itemsize
-
-    @property
-    def gradient_item(self) -> int:
-        """Bytes of an element in which gradients are accumulated."""
-        return self.kind.gradient.itemsize
 
     @property
     def activation(self) -> float:

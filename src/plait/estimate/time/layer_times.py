@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import add
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import LayerWork, MicrobatchShape, Recomputation, layer_work
+from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, Recomputation
 from plait.estimate.time.operation_times import (
     AxisTransfer,
     DeviceOperation,
@@ -110,6 +110,9 @@ class WholeLayerTimes:
     started_backward: float
 
 
+HOST_LINK = 25e9
+"""Bytes a second between a device and its host, of PCIe 4.0; assumed: no hardware file has it."""
+
 LayerVariant = tuple[LayerKind, Recompute, bool]
 """A kind of layer, its recomputation, and whether its weight gradients run during the sums over `tp`."""
 
@@ -118,7 +121,7 @@ LayerVariant = tuple[LayerKind, Recompute, bool]
 class LayerTimer:
     """Times layers of a plan on given hardware; equal layers are timed once."""
 
-    shape: MicrobatchShape
+    shape: MicrobatchSizes
     hardware: Hardware
     precision: str
     """Precision of the products."""
@@ -142,7 +145,7 @@ class LayerTimer:
         """The seconds of a message between neighbouring stages."""
         if self.shape.plan.pp == 1:
             return 0.0
-        return self.network.seconds(AxisTransfer("message", "pp", self.shape.outside))
+        return self.network.seconds(AxisTransfer("message", "pp", self.shape.message_bytes))
 
     @property
     def hides_gradient_sums(self) -> bool:
@@ -151,7 +154,7 @@ class LayerTimer:
 
     def work(self, kind: LayerKind) -> LayerWork:
         """Return the operations and collectives of a layer of `kind`."""
-        return layer_work(kind, self.shape)
+        return self.shape.work(kind)
 
     def times(self, kind: LayerKind, recompute: Recompute, *, at_once: bool = True) -> PassTimes:
         """Return the times of a layer of `kind`.
@@ -253,7 +256,7 @@ class LayerTimer:
         timing = self.shape.timing
         if not timing.allocates or self.shape.state_ranks == 1:
             return 0.0
-        count, seconds = self.shape.decoder.parameters(kind, self.shape.plan.tp), 0.0
+        count, seconds = self.shape.parameters(kind), 0.0
         if timing.gathers == "each use":
             seconds += self.gather_seconds(count, backward=backward)
         if backward and timing.scatters == "each":
@@ -263,7 +266,9 @@ class LayerTimer:
 
     def gather_seconds(self, count: float, *, backward: bool) -> float:
         """Return the seconds of gathering `count` sharded parameters for a forward or a backward."""
-        return self.network.seconds(AxisTransfer("all-gather", "shard", count * self.shape.item))
+        nbytes, away = count * self.shape.item, self.shape.kind.offloads_parameters and self.hardware.overlaps
+        copied = nbytes / self.shape.state_ranks / HOST_LINK if away else 0.0
+        return copied + self.network.seconds(AxisTransfer("all-gather", "shard", nbytes))
 
     def _with_host(self, parts: Parts, started: float) -> Parts:
         """Return `parts` with the time that the device waits for the host to start the operations."""

@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
+from plait.estimate.time.layer_times import HOST_LINK, LayerTimer, Parts, PassTimes
+from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.estimate.time.operation_times import AxisTransfer
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.plan.model_sizes import LayerKind
@@ -21,6 +21,9 @@ from plait.schedules.costs import Costs
 from plait.schedules.event_simulation import Timing, simulate_shared
 from plait.schedules.schedule import Schedule
 from plait.schedules.timed_schedule import Cell
+
+HOST_BANDWIDTH = 50e9
+"""Bytes a second that a rank's optimizer reads and writes on the host; assumed: no hardware file has it."""
 
 
 class StepEndSizes(NamedTuple):
@@ -79,11 +82,16 @@ def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple
     gathers of parameters that follow, one for each of `layers` layers. Neither falls as `count` grows."""
     shape, kind, hardware = timer.shape, timer.shape.kind, timer.hardware
     master = kind.master.itemsize
-    # Gradients are read for the norm and for the step; master and two moments read and written.
-    nbytes = 2 * shape.gradient_item + 2 * (master + 2 * master) + (shape.item if kind.has_master else 0)
+    # Gradients are read for the norm and for the step; master and moments read and written.
+    nbytes = (
+        2 * shape.gradient_item + 2 * (1 + shape.moments) * master + (shape.item if kind.has_master else 0)
+    )
     part = hardware.efficiency
     bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
     seconds = count / shape.state_ranks * nbytes / bandwidth
+    if kind.offloads_gradients and hardware.overlaps:  # gradients go to the host, parameters come back
+        moved = kind.reduce.itemsize + shape.item
+        seconds = count / shape.state_ranks * (nbytes / HOST_BANDWIDTH + moved / HOST_LINK)
     if not kind.sharded or shape.timing.gathers != "once":
         return seconds, 0.0
     gather = AxisTransfer("all-gather", "shard", count * shape.item)
@@ -178,14 +186,13 @@ class StepTimes:
     @cached_property
     def work(self) -> tuple[StepEndSizes, ...]:
         """For each rank the sizes on which its time after the last action depends."""
-        decoder, tp = self.timer.shape.decoder, self.timer.shape.plan.tp
         sizes: dict[tuple[tuple[LayerKind, ...], ...], float] = {}
         found = []
         for rank in range(self.schedule.ranks):
             own = self.schedule.stages_of(rank)
             kinds = tuple(tuple(self.stages[stage]) for stage in own)
             if kinds not in sizes:
-                sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp)
+                sizes[kinds] = self.timer.shape.trained_parameters([*chain(*kinds)])
             window = sum(self.passes[stage].backward for stage in own)
             found.append(StepEndSizes(sizes[kinds], sum(map(len, kinds)), window))
         return tuple(found)
@@ -238,7 +245,7 @@ class StepTimes:
         return shared.busy(rank) / alike.busy(rank)
 
 
-def hides_sums(shape: MicrobatchShape, schedule: Schedule, stage: int) -> bool:
+def hides_sums(shape: MicrobatchSizes, schedule: Schedule, stage: int) -> bool:
     """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
     sends = schedule.exchanges_before(stage)
     return not schedule.splits and shape.plan.weights_at_once(sends=sends)

@@ -220,6 +220,7 @@ def _all_to_all(
     `most`: heads times positions, more than which no rank sends.
     """
     if sent.flat.is_meta:
+        sequence.group.skip("all_to_all", sent.flat)
         return
     pending = all_to_all_uneven(
         sent.flat,

@@ -145,6 +145,7 @@ def collective_of(node: Node) -> PairedCollective | None:
 
 def _sum(group: Group, overlap: Overlap | None, gradient: Tensor) -> Tensor:
     if gradient.is_meta:
+        group.skip("all_reduce", gradient)
         return gradient
     # Not in place: other nodes may share the gradient's memory.
     pending = all_reduce(gradient, group, out=torch.empty_like(gradient), checked=False)
@@ -155,6 +156,7 @@ def _sum(group: Group, overlap: Overlap | None, gradient: Tensor) -> Tensor:
 
 def _sum_in_place(group: Group, tensor: Tensor) -> Tensor:
     if tensor.is_meta:  # written to all the same, so that recomputation keeps what it keeps in a run
+        group.skip("all_reduce", tensor)
         return tensor.zero_()
     return all_reduce(tensor, group, checked=False).wait()
 

@@ -91,13 +91,17 @@ def start_reduce_scatter(summand: Tensor, group: Group, dim: int) -> PendingTens
 
 def _start_all_gather(mine: Tensor, group: Group, out: Tensor) -> PendingTensor:
     """Start an all-gather along dim 0."""
-    return (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
+    if not mine.is_meta:
+        return all_gather(mine, group, out=out, checked=False).wait
+    group.skip("all_gather", mine)
+    return lambda: out
 
 
 def _start_reduce_scatter(mine: Tensor, group: Group) -> PendingTensor:
     """Start a reduce-scatter along dim 0."""
     if not mine.is_meta:
         return reduce_scatter(mine, group, checked=False).wait
+    group.skip("reduce_scatter", mine)
     part = mine.new_empty(mine.shape[0] // group.size, *mine.shape[1:])
     return lambda: part
 

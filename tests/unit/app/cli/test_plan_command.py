@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import plait
 from plait.app.cli.main import main
 from plait.app.cli.plan_output import calibration_text, change_lines
 from plait.app.config.config_parser import config_from_arguments
 from plait.app.config.planned_config import SEARCHED, configured_decoder
-from plait.app.train.trainer import build_model
+from plait.app.train.trainer import build_model, trained_part
 from plait.estimate.time.hardware import Link, load_hardware
 from plait.pictures.quantities import count_text
 from plait.plan.axes import PLAN_AXES
@@ -139,8 +141,6 @@ def test_plait_plan_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) 
         ("--hardware a100-80 --ranks 2 --parallel.dp=2", "--parallel.dp does not go with --ranks"),
         ("--hardware a100-80 --mtbf 0", "--mtbf is 0: give hours above 0"),
         ("--calibrate x.toml --mtbf 3", "--calibrate goes with --ranks only"),
-        ("--hardware a100-80 --model.lora.rank 4", "predictions know no adapters"),
-        ("--hardware a100-80 --parallel.offload full --parallel.strategy full", "offload is full"),
         ("--hardware a100-80 --ranks 2 --parallel.memory_limit 3", "memory_limit does not go with"),
         ("--hardware a100-40 --ranks 1 --model.hidden 65536 --model.layers 90", "none of "),
         ("--hardware a100-80 --modle.layers 3", "modle.layers"),
@@ -150,6 +150,34 @@ def test_plait_plan_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) 
         assert message in printed.err
         assert printed.err.count("\n") == 1
         assert not printed.out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--model.lora.rank", "4", "--parallel.dp", "2"),
+        ("--parallel.dp", "2", "--parallel.strategy", "full", "--parallel.offload", "full"),
+        ("--train.freeze", "head.*", "--train.optimizer", "SGD"),
+    ],
+    ids=["lora", "offload", "frozen"],
+)
+def test_a_plan_is_judged_by_what_the_configuration_trains(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--model.layers", "1", "--model.hidden", "32", "--model.heads", "2", "--train.batch", "8")
+    found = _json(capsys, "--hardware", "h100-sxm", *sizes, *options)
+    config = config_from_arguments([*sizes, *options])
+    model = trained_part(config, 256)
+    rows = torch.empty(8 // config.parallel.dp, config.model.context, dtype=torch.int64, device="meta")
+    moments = config.train.optimizer.moments
+    exact = plait.memory(model, config.plan(), rows, moments=moments, device="cuda")
+    assert found["peak_memory"] == exact.most
+    assert found["step_seconds"] > 0
+
+
+def test_a_search_offloads_as_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, *SMALL, "--ranks", "2", "--parallel.offload", "full", "--most", "1")
+    assert [one["plan"]["strategy"] for one in found["best"]] != ["none"]
 
 
 def test_failures_give_an_interval_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,8 @@ import torch
 from plait.app.config.config_sections import ModelConfig
 from plait.app.loop.meter import Meter, StepMetrics, StepTensors, flops_per_token
 from plait.app.train.trainer import build_model
+from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.prediction import predict
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.ranks import Mesh

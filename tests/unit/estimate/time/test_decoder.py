@@ -90,15 +90,15 @@ def test_sizes_give_parameters_operations_and_costs_of_layers(name: str, tied: b
     assert decoder_of(found) is found
 
 
-def test_another_model_is_refused_and_one_whose_blocks_differ() -> None:
+def test_sizes_do_not_describe_another_model_one_whose_blocks_differ_and_one_that_trains_in_part() -> None:
     model = plait.models.llama(**SIZES)
     other = plait.models.llama(**{**SIZES, "layers": 1}, inner=128)
     blocks = [*model.get_submodule("blocks"), *other.get_submodule("blocks")]  # type: ignore[misc]
     model.blocks = nn.Sequential(*blocks)
-    with pytest.raises(ModelError, match="2 different sizes"):
-        decoder_of(model)
-    with pytest.raises(ModelError, match="the sizes of dict are not known"):
-        decoder_of({})
+    frozen = plait.models.gpt2(**SIZES)
+    frozen.blocks[1].mlp.up.bias.requires_grad_(False)
+    adapted = plait.lora(plait.models.gpt2(**SIZES), rank=2)
+    assert [decoder_of(one) for one in (model, {}, frozen, adapted)] == [None] * 4
 
 
 def test_ranks_share_whole_heads_and_equal_parts_of_the_width_of_an_mlp() -> None:
@@ -107,12 +107,3 @@ def test_ranks_share_whole_heads_and_equal_parts_of_the_width_of_an_mlp() -> Non
     assert {tp: sizes.undivided_by(tp) for tp in shared} == shared
     assert replace(sizes, kv_heads=2, inner=90).undivided_by(4) == "inner"
     assert replace(sizes, kv_heads=2).undivided_by(4) is None
-
-
-def test_models_of_which_a_part_is_frozen_or_adapted_are_refused() -> None:
-    frozen = plait.models.gpt2(**SIZES)
-    frozen.blocks[1].mlp.up.bias.requires_grad_(False)
-    adapted = plait.lora(plait.models.gpt2(**SIZES), rank=2)
-    for model, name in [(frozen, r"blocks\.1\.mlp\.up\.bias"), (adapted, r"embedding\.token\.weight")]:
-        with pytest.raises(ModelError, match=f"{name} does not train: predictions know models"):
-            decoder_of(model)

@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from plait.estimate.search.memory_bounds import KINDS
-from plait.estimate.time.layer_operations import (
-    LayerWork,
-    MicrobatchShape,
-    Recomputation,
-    context_method,
-    layer_work,
-)
+from plait.estimate.memory.memory_bounds import KINDS
+from plait.estimate.time.layer_operations import MicrobatchShape, context_method, layer_work
+from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, Collective, Elementwise, FusedAttention, Product
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan

@@ -8,11 +8,12 @@ from random import Random
 
 import pytest
 
+from plait.estimate.prediction.predicted_model import DecoderModel
+from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.search.plan_bounds import Bounds, pipeline_seconds
 from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.search.plan_steps import PlanSteps
 from plait.estimate.time.hardware import Hardware, load_hardware
-from plait.estimate.time.prediction import Prediction, predict
 from plait.estimate.time.step_times import step_seconds
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
@@ -45,7 +46,7 @@ def _random_problem(random: Random) -> tuple[Decoder, Hardware, Plan, int]:
         tied=random.random() < 0.3,
     )
     batch = random.choice((4, 6, 16))
-    division = random.choice(divisions(model, random.choice((1, 2, 4, 8)), batch)[0])
+    division = random.choice(divisions(DecoderModel(model), random.choice((1, 2, 4, 8)), batch, Plan())[0])
     loss_rows, overlap = random.choice((None, 128)), random.choice((None, None, True, False))
     base = Plan(precision="bf16", master_precision="fp32", loss_rows=loss_rows, overlap=overlap)
     plan = random.choice([*division.options(base, CHOICES)])
@@ -57,7 +58,7 @@ def _random_problem(random: Random) -> tuple[Decoder, Hardware, Plan, int]:
 def _bounded(problem: tuple[Decoder, Hardware, Plan, int]) -> tuple[Bounds, Plan, Prediction]:
     model, hardware, plan, batch = problem
     found = predict(model, plan, hardware, rows=batch // plan.dp)
-    return Bounds(model, hardware, batch), plan, found
+    return Bounds(DecoderModel(model), hardware, batch), plan, found
 
 
 def _check(seed: int) -> None:
@@ -95,7 +96,7 @@ def test_after_the_only_micro_batch_no_activations_are_bound() -> None:
         pp=2, dp=8, strategy="full", precision="bf16", master_precision="fp32", layers_per_stage=(13, 13)
     )
     found = predict(model, plan, H100, rows=1)
-    assert Bounds(model, H100, 8).memory(plan, "1f1b") <= found.peak_memory + H100.reserved
+    assert Bounds(DecoderModel(model), H100, 8).memory(plan, "1f1b") <= found.peak_memory + H100.reserved
 
 
 def test_no_lower_bound_of_a_plan_is_above_its_prediction() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from plait.estimate.prediction.prediction import predict
 from plait.estimate.search.plan_changes import PlanChange, _by_help, _candidates, _helps, best_changes
 from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.prediction import predict
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 

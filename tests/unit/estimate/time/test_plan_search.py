@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from plait.errors import PlanError
+from plait.estimate.prediction.predicted_model import DecoderModel
+from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.search.plan_search import OTHERS, SEARCHES, plan_rank, plans, search, search_frontier
 from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.time.hardware import Hardware, load_hardware
-from plait.estimate.time.prediction import Prediction, predict
 from plait.models import llama
 from plait.plan.model_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan
@@ -33,7 +34,7 @@ def _every_plan(
 ) -> list[Prediction]:
     plans = [
         replace(plan, schedule=policy, chunks=chunks)
-        for division in divisions(model, ranks, batch)[0]
+        for division in divisions(DecoderModel(model), ranks, batch, Plan())[0]
         for plan in division.options(MIXED, choices)
         for policy, chunks in division.schedules(len(model.kinds), choices)
     ]
@@ -79,7 +80,7 @@ def _compare_at_random(seed: int, ranks: int, schedules: int) -> None:
     )
     batch = random.choice((2, 3, 4, 6, 8))
     hardware = random.choice((H100, SLOW))
-    if divisions(model, ranks, batch)[0]:
+    if divisions(DecoderModel(model), ranks, batch, Plan())[0]:
         _compare(model, hardware, ranks, batch, choices, most=random.randint(1, 12))
 
 
@@ -158,7 +159,7 @@ def test_no_plan_is_both_faster_and_smaller_than_one_of_the_frontier() -> None:
 
 
 def test_divisions_that_are_impossible_are_counted_by_reason() -> None:
-    _, impossible = divisions(GPT2, 8, 4)
+    _, impossible = divisions(DecoderModel(GPT2), 8, 4, Plan())
     assert impossible["tp does not divide the heads"] == 4  # tp 4 with 3 divisions of 2 ranks, and tp 8
     message = r"7919 ranks cannot be divided for this model and a batch of 4: .+ \(\d+\), .+: change"
     with pytest.raises(PlanError, match=message):
@@ -183,7 +184,6 @@ def test_plans_are_the_best_of_the_search_as_predict_judges_them() -> None:
         ({"batch": 1.5}, "batch is 1.5"),
         ({"most": 0}, "most is 0"),
         ({"base": "fast"}, "base is"),
-        ({"base": Plan(dp=2, strategy="full", offload="full")}, "offload = 'full', which a search"),
         ({"base": Plan(memory_limit=3)}, "memory_limit = 3, which a search"),
         ({"ranks": 7, "batch": 3}, "7 ranks cannot be divided"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from plait.estimate.prediction.predicted_model import DecoderModel
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions, divisors_of
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
@@ -18,7 +19,7 @@ def test_divisors_of_a_number_are_listed_in_ascending_order() -> None:
 
 
 def test_divisions_are_all_that_model_and_batch_allow() -> None:
-    possible, impossible = divisions(MODEL, 4, 2)
+    possible, impossible = divisions(DecoderModel(MODEL), 4, 2, Plan())
     assert impossible == {HEADS: 1, BATCH: 1}
     assert {(one.pp, one.dp, one.cp, one.tp, one.microbatches) for one in possible} == {
         *((4, 1, 1, 1, 1), (4, 1, 1, 1, 2), (2, 2, 1, 1, 1)),
@@ -42,7 +43,7 @@ def test_each_reason_makes_a_division_impossible() -> None:
         ),
         (replace(MODEL, kv_heads=1, inner=96, context=12, layers=9), 6, 6, {}),
     ]:
-        assert divisions(model, ranks, batch)[1] == expected
+        assert divisions(DecoderModel(model), ranks, batch, Plan())[1] == expected
 
 
 def test_options_are_those_of_the_axes_that_a_division_has() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from one_second_kernels import DECODER, HARDWARE
 
+from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.time.hardware import Hardware, Link
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
-from plait.estimate.time.prediction import Prediction, predict
 from plait.estimate.time.step_times import stage_kinds, stage_modes
 from plait.plan.plan import Plan
 

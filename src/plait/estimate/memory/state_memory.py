@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.plan.model_sizes import LayerKind
 from plait.schedules.action import Kind
 
@@ -22,21 +22,20 @@ class ParameterCounts(NamedTuple):
     """The most of two layers that follow each other."""
 
 
-def rank_sizes(shape: MicrobatchShape, stages: Sequence[Sequence[LayerKind]]) -> ParameterCounts:
+def rank_sizes(shape: MicrobatchSizes, stages: Sequence[Sequence[LayerKind]]) -> ParameterCounts:
     """Return the parameters of a rank of `pp`; `stages`: the kinds of the layers of each of its stages."""
-    decoder, tp = shape.decoder, shape.plan.tp
-    whole = decoder.parameters_of([*chain(*stages)], tp)
-    twice = sum(decoder.parameters_of(kinds, tp) for kinds in stages) - whole
-    each = {kind: decoder.parameters(kind, tp) for kind in {*chain(*stages)}}
+    whole = shape.trained_parameters([*chain(*stages)])
+    twice = sum(map(shape.trained_parameters, stages)) - whole
+    each = {kind: shape.parameters(kind) for kind in {*chain(*stages)}}
     pairs = (each[one] + each[other] for kinds in stages for one, other in pairwise(kinds))
     return ParameterCounts(whole, twice, max([*each.values(), *pairs]))
 
 
-def state_bytes(shape: MicrobatchShape, sizes: ParameterCounts) -> tuple[float, float, float, float]:
+def state_bytes(shape: MicrobatchSizes, sizes: ParameterCounts) -> tuple[float, float, float, float]:
     """Return bytes of a rank: parameters, kept gradients, optimizer state, gathered parameters."""
     kind, count, ranks = shape.kind, sizes.whole, shape.state_ranks
     compute, master = kind.compute.itemsize, kind.master.itemsize
-    optimizer = count / ranks * 2 * master
+    optimizer = count / ranks * shape.moments * master
     gradients = (count + sizes.twice if kind.keeps_gradients else count / ranks) * shape.gradient_item
     if kind.keeps_parameters:
         masters = count / ranks * master if kind.has_master else 0
@@ -66,7 +65,7 @@ class WholeGradients:
         return max(self.always, self.of_layers(kind))
 
 
-def whole_gradients(shape: MicrobatchShape, sizes: ParameterCounts, *, splits: bool) -> WholeGradients:
+def whole_gradients(shape: MicrobatchSizes, sizes: ParameterCounts, *, splits: bool) -> WholeGradients:
     """Return the whole gradients of a rank: none where they are not sharded, as all are kept whole.
 
     `splits`: whether its backwards are split. Then those of one micro-batch are all whole at once, too.

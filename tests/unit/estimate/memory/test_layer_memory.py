@@ -11,9 +11,9 @@ import pytest
 import plait
 from parity.pairs import in_quick
 from plait.engine.blueprint import build_blueprint
+from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.layer_traces import Trace
 from plait.estimate.memory.predicted_memory import MemoryEstimator
-from plait.estimate.time.layer_memory import LayerMemory, layer_memory
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.plan.model_sizes import Decoder, LayerKind, decoder_of
 from plait.plan.plan import Plan
@@ -55,7 +55,7 @@ def test_layers_keep_and_allocate_what_their_trace_does(name: str, division: str
 
 def _traces(model: Any, plan: Plan) -> Any:
     estimator = MemoryEstimator(model, rows=4)
-    traces = estimator._traces(build_blueprint(model, plan, None, estimator.order_of))
+    traces = estimator.known_traces(build_blueprint(model, plan, None, estimator.order_of))
     assert traces is not None
     return traces.layers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
 from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.estimate.time.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind

@@ -7,36 +7,16 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple, TypeAlias
 
-from plait.estimate.time.layer_memory import LayerMemory, layer_memory
+from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
+from plait.estimate.memory.plan_memories import PredictedMemory
+from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
 from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.estimate.time.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
+from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Recompute
 from plait.schedules.action import Kind
-from plait.schedules.held_microbatches import HeldCounts, HeldMicrobatches
+from plait.schedules.held_microbatches import HeldCounts
 from plait.schedules.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class PredictedMemory:
-    """Bytes that a rank of `pp` allocates at the peak of a step, by use."""
-
-    parameters: float
-    gradients: float
-    """Kept ones, and whole ones beside shards of them, where those are allocated at the peak."""
-    optimizer: float
-    activations: float
-    """What unfinished micro-batches keep for their backward, and messages, when the action starts in which
-    memory peaks."""
-    temporary: float
-    """What that action allocates beside it, and gathered parameters."""
-    reserved: float
-    """Memory of the driver, of communicators and of fragmentation, which no tensor allocates."""
-
-    @property
-    def allocated(self) -> float:
-        """The sum of all but `reserved`."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
 class ActivationPeak(NamedTuple):
@@ -65,7 +45,7 @@ class RankActivations:
         """Whether the schedule runs weight gradients apart from input gradients, as zero-bubble ones do."""
         return any(kind is Kind.W for kind, _ in self.peaks)
 
-    def with_state(self, shape: MicrobatchShape, reserved: float) -> PredictedMemory:
+    def with_state(self, shape: MicrobatchSizes, reserved: float) -> PredictedMemory:
         """Return the rank's memory with parameters, gradients and optimizer state as the plan shards them."""
         parameters, gradients, optimizer, gathered = state_bytes(shape, self.sizes)
         added = whole_gradients(shape, self.sizes, splits=self.splits)
@@ -81,20 +61,6 @@ class RankActivations:
         for key, peak in other.peaks.items():
             peaks[key] = max(peak, peaks.get(key, peak), key=sum)
         return RankActivations(self.sizes, peaks)
-
-
-def predicted_memory(
-    shape: MicrobatchShape,
-    schedule: Schedule,
-    stages: Sequence[Sequence[LayerKind]],
-    recompute: Sequence[Sequence[Recompute]],
-    reserved: float,
-) -> tuple[PredictedMemory, ...]:
-    """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage."""
-    known = ActivationMemories(shape, schedule, stages, recompute)
-    return tuple(
-        known.activations(rank).with_state(shape, reserved) for rank in HeldMicrobatches(schedule).ranks
-    )
 
 
 @dataclass(frozen=True)

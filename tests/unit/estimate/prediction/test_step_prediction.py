@@ -5,8 +5,9 @@ import pytest
 
 import plait
 from plait.errors import PlanError
+from plait.estimate.prediction.predicted_model import DecoderModel
+from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.prediction import costs_for_cut, predict
 from plait.pictures.quantities import memory_text
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
@@ -197,7 +198,7 @@ def test_the_cut_is_that_of_the_costs_of_layers() -> None:
     wide = replace(SMALL, layers=2, vocab=128_000)
     for rows in (None, 64):
         plan = Plan(pp=2, microbatches=2, loss_rows=rows)
-        costs = costs_for_cut(wide, plan)
+        costs = DecoderModel(wide).costs_for_cut(plan)
         head = 1 + 1024 * 128_000
         third = (head / 3,) * 3 if rows is None else (1 / 3, head - 2 / 3, 1 / 3)
         assert (costs.F[-1], costs.I[-1], costs.W[-1]) == pytest.approx(third)

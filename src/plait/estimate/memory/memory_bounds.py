@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from plait.estimate.time.layer_memory import layer_memory
+from plait.estimate.memory.layer_memory import layer_memory
+from plait.estimate.memory.state_memory import ParameterCounts, state_bytes, whole_gradients
 from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.estimate.time.state_memory import ParameterCounts, state_bytes, whole_gradients
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.schedules.action import Kind
 

@@ -8,10 +8,8 @@ import pytest
 
 import plait
 from parity.pairs import in_quick
-from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.layer_memory import LayerMemory, layer_memory
-from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.estimate.time.memory_by_size import (
+from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
+from plait.estimate.memory.memory_by_size import (
     ActivationMemories,
     ActivationPeak,
     PredictedMemory,
@@ -20,8 +18,10 @@ from plait.estimate.time.memory_by_size import (
     activation_peaks,
     stage_memory,
 )
-from plait.estimate.time.prediction import predict
-from plait.estimate.time.state_memory import ParameterCounts, rank_sizes
+from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes
+from plait.estimate.prediction.prediction import predict
+from plait.estimate.time.hardware import load_hardware
+from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.plan.model_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind

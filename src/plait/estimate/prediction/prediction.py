@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 from plait.errors import PlanError
+from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
+from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
 from plait.estimate.time.hardware import Hardware, load_hardware
-from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
-from plait.estimate.time.memory_by_size import PredictedMemory, predicted_memory
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
 from plait.pictures.quantities import memory_text, seconds_text
 from plait.pictures.timelines.timeline import Timeline
 from plait.plan.arguments import require_instance
-from plait.plan.model_sizes import Decoder, decoder_of
+from plait.plan.model_sizes import decoder_of
 from plait.plan.plan import Plan
-from plait.schedules.schedule import Schedule
-from plait.schedules.search.layer_costs import LayerCosts
 from plait.schedules.search.stage_cuts import schedule_and_cut
 
 
@@ -28,7 +27,7 @@ class Prediction:
     """The predicted time and memory of a plan's step. `print` shows them."""
 
     plan: Plan
-    decoder: Decoder
+    model: PredictedModel
     hardware: Hardware
     rows: int
     """Sequences of a data-parallel rank in a step."""
@@ -55,7 +54,7 @@ class Prediction:
     @property
     def tokens(self) -> int:
         """The tokens of a step, over all ranks."""
-        return self.rows * self.plan.dp * self.decoder.context
+        return self.rows * self.plan.dp * self.model.context
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,7 +67,7 @@ class Prediction:
 
         Recomputation is not counted.
         """
-        needed = self.decoder.operations_per_token * self.tokens_per_second / self.plan.world
+        needed = self.model.operations_per_token * self.tokens_per_second / self.plan.world
         return needed / self.hardware.peak_of(self.times.timer.shape.precision)
 
     @property
@@ -77,9 +76,9 @@ class Prediction:
         modes = (
             self.plan.recompute
             if isinstance(self.plan.recompute, tuple)
-            else (self.plan.recompute,) * len(self.decoder.kinds)
+            else (self.plan.recompute,) * len(self.model.kinds)
         )
-        costs = self.decoder.layer_costs
+        costs = self.model.layer_costs
         again = sum(cost for cost, mode in zip(costs, modes, strict=True) if mode == "full")
         return self.mfu * (1 + again / sum(costs) / 3)
 
@@ -119,68 +118,86 @@ class Prediction:
 
 
 def predict(
-    model: object, plan: Plan, hardware: Hardware | str | Path, *, rows: int | None = None
+    model: object,
+    plan: Plan,
+    hardware: Hardware | str | Path,
+    *,
+    rows: int | None = None,
+    **about: Unpack[RunDetails],
 ) -> Prediction:
     """Return the predicted time and memory of a training step of `plan` on `hardware`.
 
-    `model`: one that `plait.models.gpt2` or `llama` has made, on the meta device too, or its sizes as a
+    `model`: one that `parallelize` takes, on the meta device too, or the sizes of a gpt2 or llama as a
     `plait.plan.model_sizes.Decoder`. `rows`: sequences of a data-parallel rank in a step, each as long as
     the model's context; None: one a micro-batch. `hardware`: the name of a bundled file, a TOML file, or a
-    `Hardware`.
+    `Hardware`. The other arguments are those of `plait.memory`: `inputs` and `targets` of any number of rows,
+    `loss`, `rules` and `moments`; a model without a `context` needs `inputs`.
 
-    Nothing runs, and there is no communication. Raises PlanError, ModelError, ScheduleError or ConfigError
-    for what cannot run, and for a figure that the hardware lacks.
+    What plait's own gpt2 and llama need is known from their sizes; layers of other models run once, on the
+    meta device. There is no communication. Raises PlanError, ModelError, ScheduleError or ConfigError for
+    what cannot run, and for a figure that the hardware lacks.
     """
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
-    machine, decoder = load_hardware(hardware), decoder_of(model)
+    machine, known = load_hardware(hardware), predicted_model(model, plan, about)
     rows = plan.microbatches if rows is None else rows
-    check_plan(decoder, plan, rows)
+    _check_rows(plan, rows)
+    known.check(plan)
     schedule, cut = schedule_and_cut(
         plan.schedule,
-        costs_for_cut(decoder, plan),
+        known.costs_for_cut(plan),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    shape = MicrobatchShape(decoder, plan, rows / plan.microbatches, on_cpu=not machine.overlaps)
-    return prediction_of(shape, machine, schedule, cut)
+    return prediction_of(known, plan, machine, rows, CutPipeline(schedule, cut), known.memories())
 
 
 def prediction_of(
-    shape: MicrobatchShape, hardware: Hardware, schedule: Schedule, cut: tuple[int, ...]
+    model: PredictedModel,
+    plan: Plan,
+    hardware: Hardware,
+    rows: int,
+    pipeline: CutPipeline,
+    memories: PlanMemories,
 ) -> Prediction:
     """Return the predicted time and memory of a step whose schedule and layers per stage are given."""
-    plan, decoder = shape.plan, shape.decoder
-    stages, modes = stage_kinds(decoder.kinds, cut), stage_modes(plan, cut)
-    timer = LayerTimer(shape, hardware, shape.precision)
-    memory = predicted_memory(shape, schedule, stages, modes, hardware.reserved)
-    times = StepTimes(timer, schedule, stages, modes)
-    rows = round(shape.rows * plan.microbatches)
-    return Prediction(plan, decoder, hardware, rows, cut, times, memory)
+    sizes = model.sizes(plan, rows / plan.microbatches, on_cpu=not hardware.overlaps)
+    stages, modes = stage_kinds(model.kinds, pipeline.cut), stage_modes(plan, pipeline.cut)
+    memory = memories.ranks(sizes, pipeline, hardware.reserved)
+    times = StepTimes(LayerTimer(sizes, hardware, sizes.precision), pipeline.schedule, stages, modes)
+    return Prediction(plan, model, hardware, rows, pipeline.cut, times, memory)
 
 
-def costs_for_cut(model: Decoder, plan: Plan) -> LayerCosts:
-    """Return the costs by which `parallelize` cuts a model into stages, where none are given."""
-    costs = LayerCosts.evenly(model.layer_costs)
-    if plan.loss_rows is not None:
-        costs = costs.in_input_gradient(-1, model.hidden * model.vocab)
-    return costs.with_messages(plan.pp)
+class RunDetails(TypedDict, total=False):
+    """What predictions know of a run besides model, plan and rows; the arguments of `plait.memory`."""
+
+    inputs: Any
+    targets: Any
+    loss: Any
+    rules: Any
+    moments: int
 
 
-def check_plan(model: Decoder, plan: Plan, rows: int) -> None:
-    """Raise PlanError where the model or the rows cannot be divided as the plan says."""
+def predicted_model(model: object, plan: Plan, about: RunDetails) -> PredictedModel:
+    """Return what predictions ask of `model`: from its sizes where those say all, else from its layers.
+
+    `plan`: whose offloading is predicted. Raises ModelError where rows are unknown.
+    """
+    if isinstance(model, PredictedModel):
+        return model
+    decoder = decoder_of(model)
+    if decoder is not None and plan.offload == "none" and about in ({}, {"moments": 2}):
+        return DecoderModel(decoder)
+    from plait.estimate.prediction.traced_model import traced_model  # loads torch
+
+    return traced_model(model, **about)
+
+
+def _check_rows(plan: Plan, rows: int) -> None:
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < plan.microbatches:
         raise PlanError(
             f"rows is {rows!r}, and plan.microbatches is {plan.microbatches}: give at least one row for each "
             "micro-batch."
-        )
-    if plan.tp > model.heads:
-        raise PlanError(f"plan.tp = {plan.tp} is more than model.heads = {model.heads}: lower plan.tp.")
-    layers = len(model.kinds)
-    if isinstance(plan.recompute, tuple) and len(plan.recompute) != layers:
-        raise PlanError(
-            f"plan.recompute has {len(plan.recompute)} values, but the model has {layers} layers: "
-            "give one value per layer, or one for all."
         )

@@ -1,0 +1,208 @@
+"""`OperationRecorder`: the operations and collectives of a layer, recorded while it runs on the meta device.
+
+A trace of a layer runs its forward, the backward of its input and that of its weights once each; the recorder
+sees every ATen operation of them, and every collective over the groups that report to it. Timed, they are
+the layer's work for one micro-batch, whatever the layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, get_args
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.estimate.memory.aten_operations import Access, accesses_of, operations_of
+from plait.estimate.memory.kernel_fusion import Phase, Range, RecordedOperation, fused
+from plait.estimate.time.layer_work import LayerWork, Recomputation
+from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product
+from plait.plan.plan import Recompute
+from plait.ranks.group import Group, Traffic
+from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
+
+
+class OperationRecorder(TorchDispatchMode):
+    """Records what layers compute, and send over groups of `group_on_meta`, one layer after another."""
+
+    def __init__(self, *, fuses: bool = False) -> None:
+        """`fuses`: whether element-wise operations between products are one kernel: see `kernel_fusion`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fuses = fuses
+        self._phase: Phase | None = None
+        self._storages: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
+        self._count = 0
+        """The number of storages seen so far."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._operations: dict[Phase, list[RecordedOperation]] = {phase: [] for phase in get_args(Phase)}
+        self._transfers: dict[Phase, list[AxisTransfer]] = {phase: [] for phase in get_args(Phase)}
+        self._assumes_backward = False
+        self._gathered: set[int] = set()
+        """The storages of which the backward has gathered the other ranks' parts."""
+
+    @contextmanager
+    def recording(self, phase: Phase) -> Iterator[None]:
+        """Record all operations within the context as those of a phase."""
+        self._phase = phase
+        try:
+            with self:
+                yield
+        finally:
+            self._phase = None
+
+    def take(self, recompute: Recompute = "none", *, fuses: bool | None = None) -> LayerWork:
+        """Return the work of the layer that has run, and forget it; `recompute`: the mode in which it ran.
+
+        `fuses`: instead of the recorder's.
+        """
+        if self.fuses if fuses is None else fuses:
+            operations = fused(self._operations)
+        else:
+            operations = {
+                phase: tuple(one.operation for one in found if one.operation is not None)
+                for phase, found in self._operations.items()
+            }
+        over_tp, over_cp = self._over("tp"), self._over("cp")
+        if self._assumes_backward:
+            operations |= assumed_backward(operations["forward"])
+        again = Recomputation(operations["recomputation"], over_tp["recomputation"], over_cp["recomputation"])
+        gathers = tuple(one for one in over_tp["backward"] if one.collective == "all-gather")
+        sums = tuple(one for one in over_tp["backward"] if one.collective != "all-gather")
+        self._forget()
+        return LayerWork(
+            forward=operations["forward"],
+            backward=operations["backward"],
+            weights=operations["weights"],
+            selective=again if recompute == "selective" else Recomputation(),
+            full=again if recompute == "full" else Recomputation(),
+            forward_transfers=over_tp["forward"],
+            backward_gathers=gathers,
+            backward_transfers=over_tp["weights"] + sums,
+            forward_exchanges=over_cp["forward"],
+            backward_exchanges=over_cp["backward"],
+        )
+
+    def assume_backward(self) -> None:
+        """Derive the backward from the forward, since it does not run on the meta device."""
+        self._assumes_backward = True
+
+    def collective(self, group: Group, kind: str, tensor: Tensor) -> None:
+        """Record a collective of `tensor`, this rank's input, over a group; `kind`: such as "all_reduce"."""
+        if self._phase is None or not tensor.nbytes:
+            return
+        phase, memory = self._current(), self._number(tensor)
+        reads = self._ranges([Access(tensor, tensor.nbytes)])
+        self._operations[phase].append(RecordedOperation(None, reads, {}))
+        if kind == "all_gather" and phase == "backward":
+            self._gathered.add(memory)
+        elif kind == "all_gather" and phase == "weights" and memory in self._gathered:
+            return  # of the output's gradient, which is still whole where weights follow the input at once
+        nbytes: float = tensor.nbytes
+        if kind in ("all_gather", "all_to_all"):
+            nbytes *= group.size
+        elif kind == "ring":
+            nbytes /= group.size - 1
+        axis: Any = group.name
+        name: Any = kind.replace("_", "-")
+        self._transfers[phase].append(AxisTransfer(name, axis, nbytes))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Run `func`, and record what it computes."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # a `StorageTracker` has seen the call from outside
+            result = func(*args, **kwargs)
+            self._record(func.overloadpacket.__name__, args, kwargs, result)
+        return result
+
+    def _record(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record what an ATen operation computes; arguments as of `operations_of`."""
+        recorded, accesses = self._operations[self._current()], accesses_of(name, args, kwargs, result)
+        last = recorded[-1].operation if recorded else None
+        if name == "add_" and isinstance(last, Product) and _is_result(last, args[0], args[1]):
+            # A GPU multiplies into the gradient.
+            recorded[-1] = recorded[-1]._replace(operation=replace(last, result_bytes=2 * args[0].itemsize))
+        elif accesses.writes:
+            reads = self._ranges(accesses.reads)
+            writes = {self._number(tensor): nbytes for tensor, nbytes in accesses.writes}
+            operations = operations_of(name, args, kwargs, result, accesses)
+            recorded.extend(RecordedOperation(one, reads, writes) for one in operations)
+
+    def _ranges(self, accesses: Iterable[Access]) -> dict[Range, int]:
+        """Return accesses by where in memory they are."""
+        return {
+            (self._number(tensor), int(tensor.storage_offset()), tensor.numel()): nbytes
+            for tensor, nbytes in accesses
+        }
+
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, which no later storage gets."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._storages:
+            self._count += 1
+            self._storages[key] = ref(storage, lambda _: self._storages.pop(key)), self._count
+        return self._storages[key][1]
+
+    def _current(self) -> Phase:
+        """Return the phase in progress, or within a backward the recomputation."""
+        run = RECOMPUTED_RUN.get()
+        assert self._phase is not None
+        return "recomputation" if run is not None and run.is_second else self._phase
+
+    def _over(self, axis: str) -> dict[Phase, tuple[AxisTransfer, ...]]:
+        """Return the transfers over an axis, by phase."""
+        return {
+            phase: tuple(one for one in found if one.axis == axis) for phase, found in self._transfers.items()
+        }
+
+
+def group_on_meta(axis: str, size: int, index: int, recorder: OperationRecorder | None) -> Group:
+    """Return a group for layers on the meta device, of ranks that do not exist, recorded by `recorder`."""
+    on_skip = None if recorder is None else recorder.collective
+    return Group(axis, tuple(range(size)), index, None, Traffic(), 0.0, on_skip=on_skip)
+
+
+def recording(recorder: OperationRecorder | None, phase: Phase) -> AbstractContextManager[None]:
+    """Return the context in which a recorder, if there is one, records a phase."""
+    return nullcontext() if recorder is None else recorder.recording(phase)
+
+
+def with_loss(layer: LayerWork, loss: LayerWork) -> LayerWork:
+    """Return the work of the last layer together with that of the loss."""
+    return replace(
+        layer,
+        forward=layer.forward + loss.forward,
+        backward=loss.backward + layer.backward,
+        forward_transfers=layer.forward_transfers + loss.forward_transfers,
+        backward_transfers=loss.backward_transfers + layer.backward_transfers,
+    )
+
+
+def assumed_backward(forward: Iterable[DeviceOperation]) -> dict[Phase, tuple[DeviceOperation, ...]]:
+    """Return the backward that a forward's operations have.
+
+    Of a product, one with each of its factors transposed; one with a weight is the weight's gradient.
+    """
+    backward: list[DeviceOperation] = []
+    weights: list[DeviceOperation] = []
+    for operation in reversed(tuple(forward)):
+        if isinstance(operation, Product):
+            m, n, k = operation.m, operation.n, operation.k
+            backward.append(replace(operation, n=k, k=n))
+            (weights if operation.batch == 1 else backward).append(replace(operation, m=n, n=k, k=m))
+        elif isinstance(operation, FusedAttention):
+            backward.append(replace(operation, backward=True))
+        else:
+            backward.append(operation)
+    return {"backward": tuple(backward), "weights": tuple(weights)}
+
+
+def _is_result(product: Product, total: Tensor, added: Any) -> bool:
+    """Return whether `added` to `total` is the result of `product`, the last operation."""
+    return isinstance(added, Tensor) and added.shape == total.shape == (product.m, product.n)

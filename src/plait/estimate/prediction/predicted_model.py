@@ -1,0 +1,134 @@
+"""`PredictedModel`: what predictions ask of a model; `DecoderModel` answers from its sizes alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.errors import PlanError
+from plait.estimate.memory.decoder_memories import DecoderMemories
+from plait.estimate.memory.memory_bounds import MemoryBounds
+from plait.estimate.memory.plan_memories import PlanMemories
+from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.layer_work import MicrobatchSizes
+from plait.pictures.quantities import count_text
+from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.plan import Plan
+from plait.schedules.search.layer_costs import LayerCosts
+
+
+class PredictedModel(ABC):
+    """A model whose steps are predicted: its layers, their work and parameters, and its memory."""
+
+    @property
+    @abstractmethod
+    def kinds(self) -> Sequence[LayerKind]:
+        """The kind of each layer, first layer first; layers of one kind do the same work."""
+
+    @property
+    @abstractmethod
+    def layer_costs(self) -> Sequence[float]:
+        """The multiplications a token of each layer, by which `parallelize` cuts the model into stages."""
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """Tokens of a sequence; 1 where rows are no sequences of tokens."""
+
+    @property
+    @abstractmethod
+    def operations_per_token(self) -> float:
+        """Floating-point operations of forward and backward a token, without recomputation."""
+
+    @abstractmethod
+    def about(self) -> str:
+        """Return the model's sizes in words."""
+
+    @abstractmethod
+    def costs_for_cut(self, plan: Plan) -> LayerCosts:
+        """Return the costs by which `parallelize` cuts the model into stages, where none are given."""
+
+    @abstractmethod
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError or ModelError where the model cannot be divided as the plan says."""
+
+    @abstractmethod
+    def undivided(self, plan: Plan) -> str | None:
+        """Return in words why the model cannot be divided over the plan's `tp` and `cp` ranks, or None."""
+
+    @abstractmethod
+    def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchSizes:
+        """Return sizes and work of a micro-batch of `rows` sequences. `on_cpu`: layers run on CPUs."""
+
+    @abstractmethod
+    def memories(self) -> PlanMemories:
+        """Return what computes the memory of plans."""
+
+
+@dataclass(frozen=True)
+class DecoderModel(PredictedModel):
+    """A decoder-only transformer as plait's gpt2 and llama are, all of whose parameters train with AdamW."""
+
+    decoder: Decoder
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return self.decoder.kinds
+
+    @property
+    def layer_costs(self) -> tuple[float, ...]:
+        """The multiplications a token of each layer."""
+        return self.decoder.layer_costs
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence."""
+        return self.decoder.context
+
+    @property
+    def operations_per_token(self) -> float:
+        """Floating-point operations of forward and backward a token; see `Decoder`."""
+        return self.decoder.operations_per_token
+
+    def about(self) -> str:
+        """Return the model's sizes in words."""
+        sizes = self.decoder
+        return (
+            f"{count_text(sizes.total_parameters)} parameters ({sizes.layers} layers, hidden "
+            f"{sizes.hidden:,}, context {sizes.context:,})"
+        )
+
+    def costs_for_cut(self, plan: Plan) -> LayerCosts:
+        """Return the costs by which `parallelize` cuts the model into stages, where none are given."""
+        costs = LayerCosts.evenly(self.layer_costs)
+        if plan.loss_rows is not None:
+            costs = costs.in_input_gradient(-1, self.decoder.hidden * self.decoder.vocab)
+        return costs.with_messages(plan.pp)
+
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError where there are too few heads, or too many values of `recompute`."""
+        heads, layers = self.decoder.heads, len(self.kinds)
+        if plan.tp > heads:
+            raise PlanError(f"plan.tp = {plan.tp} is more than model.heads = {heads}: lower plan.tp.")
+        if isinstance(plan.recompute, tuple) and len(plan.recompute) != layers:
+            raise PlanError(
+                f"plan.recompute has {len(plan.recompute)} values, but the model has {layers} layers: "
+                "give one value per layer, or one for all."
+            )
+
+    def undivided(self, plan: Plan) -> str | None:
+        """Return in words why the sizes cannot be divided over the plan's `tp` and `cp` ranks, or None."""
+        cp, undivided = plan.cp, self.decoder.undivided_by(plan.tp)
+        if undivided is not None:
+            return f"tp does not divide the {'width inside the MLP' if undivided == 'inner' else 'heads'}"
+        return "2 · cp does not divide the context" if cp > 1 and self.context % (2 * cp) else None
+
+    def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchShape:
+        """Return sizes and work of a micro-batch of `rows` sequences."""
+        return MicrobatchShape(self.decoder, plan, rows, on_cpu)
+
+    def memories(self) -> DecoderMemories:
+        """Return what computes the memory of plans."""
+        return DecoderMemories(self.decoder, MemoryBounds(self.decoder))

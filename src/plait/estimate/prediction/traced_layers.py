@@ -1,0 +1,208 @@
+"""`TracedLayers`: the layers of any model, run on the meta device: operations, memory and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.engine.local_batch import DOCUMENT_IDS
+from plait.estimate.memory.model_traces import FIRST, ModelTraces
+from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Plan
+from plait.plan.rules import Rules
+from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.losses import Loss
+
+FEW_ROWS = (2, 3)
+"""Rows of a micro-batch for which layers run; what more rows need follows from them, linearly. With one row
+layers run apart: some copy what is contiguous then."""
+
+
+@dataclass(frozen=True, eq=False)
+class TracedLayers:
+    """The layers of a model that `parallelize` takes; those of equal structure run once for each division.
+
+    What is known is kept, so that plans with equal layers share it.
+    """
+
+    module: nn.Module
+    inputs: Value
+    """A batch of any number of rows, on any device; only shapes and dtypes are read."""
+    targets: Value | None
+    loss: Loss
+    rules: Rules | None
+    moments: int
+    """How many tensors of a parameter's size the optimizer keeps for it."""
+    _traces: dict[Any, ModelTraces] = field(default_factory=dict)
+    _blueprints: dict[Plan, Blueprint] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """For each layer the first one that runs alike."""
+        traces = self.traces(Plan(), 1, on_cpu=True).layers
+        first = {id(trace): number for number, trace in reversed([*enumerate(traces[:-1])])}
+        last = len(traces) - 1  # with the loss
+        return (*(f"layer {first[id(trace)]}" for trace in traces[:-1]), f"layer {last}")
+
+    def blueprint(self, plan: Plan) -> Blueprint:
+        """Return the blueprint of all on which the layers of `plan` depend: without pipeline and replicas."""
+        alone = replace(
+            plan,
+            pp=1,
+            dp=1,
+            replicate=1,
+            microbatches=1,
+            schedule="1f1b",
+            chunks=None,
+            layers_per_stage=None,
+            memory_limit=None,
+            strategy="none",
+            reduce="last",
+            offload="none",
+        )
+        if alone not in self._blueprints:
+            self._blueprints[alone] = build_blueprint(self.module, alone, self.rules)
+        return self._blueprints[alone]
+
+    def traces(self, plan: Plan, rows: int, *, on_cpu: bool) -> ModelTraces:
+        """Return what each layer computes, allocates and saves for a micro-batch of `rows` rows."""
+        found = self.estimator(rows, on_cpu=on_cpu).known_traces(self.blueprint(plan))
+        assert found is not None
+        return found
+
+    def estimator(self, rows: int, *, on_cpu: bool) -> MemoryEstimator:
+        """Return an estimator of memory for `rows` rows a data-parallel rank; all share their traces."""
+        return MemoryEstimator(
+            self.module,
+            of_rows(self.inputs, rows),
+            None if self.targets is None else of_rows(self.targets, rows),
+            self.loss,
+            self.rules,
+            None,
+            self.moments,
+            torch.device("cpu" if on_cpu else "cuda"),
+            self._traces,
+            records=True,
+        )
+
+    def parameters(self, plan: Plan, kind: LayerKind) -> Mapping[str, int]:
+        """Return by name the elements of the parameters of a layer of `kind` on the first rank of `tp`."""
+        blueprint = self.blueprint(plan)
+        names = {id(one): name for name, one in blueprint.sequence.parameters.items()}
+        layer = blueprint.sequence.layers[self.kinds.index(kind)]
+        own = (names[id(one)] for one in layer.module.parameters())
+        return {name: torch.Size(blueprint.whole_layouts[name].local_shape(FIRST)).numel() for name in own}
+
+
+@dataclass(frozen=True, eq=False)
+class TracedSizes(MicrobatchSizes):
+    """A micro-batch of a traced model under a plan."""
+
+    layers: TracedLayers
+    plan: Plan
+    rows: float
+    on_cpu: bool
+    moments: int
+
+    def work(self, kind: LayerKind) -> LayerWork:
+        """Return the operations and collectives of a layer of `kind`, on the first rank of `tp`."""
+        if self.rows <= FEW_ROWS[0]:
+            return self._work(kind, ceil(self.rows))
+        few, more = (self._work(kind, rows) for rows in FEW_ROWS)
+        try:
+            return cast(LayerWork, _extrapolated(few, more, self.rows - FEW_ROWS[0]))
+        except ValueError:  # it does something else with more rows
+            return self._work(kind, ceil(self.rows))
+
+    def _work(self, kind: LayerKind, rows: int) -> LayerWork:
+        """Return the work for a number of rows, with what each of the plan's recomputations repeats."""
+        number, given = self.layers.kinds.index(kind), self.plan.recompute
+        modes = given if isinstance(given, tuple) else (given,)
+        works = {
+            mode: self._traces(replace(self.plan, recompute=mode), rows).works[number]
+            for mode in ("none", *modes)
+        }
+        again = {mode: getattr(work, mode) for mode, work in works.items() if mode != "none"}
+        return replace(works["none"], **again)
+
+    def parameters(self, kind: LayerKind) -> float:
+        """Return the parameters of a layer of `kind` on the first rank of `tp`."""
+        return sum(self.layers.parameters(self.plan, kind).values())
+
+    def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
+        """Return the parameters of several layers on a rank of `tp` that train; shared ones count once."""
+        return self._parameters(kinds, trained=True)
+
+    def frozen_parameters(self, kinds: Sequence[LayerKind]) -> float:
+        """Return the parameters of several layers that do not train, likewise."""
+        return self._parameters(kinds, trained=False)
+
+    def _parameters(self, kinds: Sequence[LayerKind], *, trained: bool) -> float:
+        blueprint = self.layers.blueprint(self.plan)
+        total, shared = 0, set[str]()
+        for kind in kinds:
+            for name, count in self.layers.parameters(self.plan, kind).items():
+                if blueprint.kinds[name].trains == trained and name not in shared:
+                    total += count
+                if len(blueprint.units[blueprint.sequence.unit_of(name)].users) > 1:
+                    shared.add(name)
+        return total
+
+    @cached_property
+    def message_bytes(self) -> float:
+        """Bytes of a message between stages: the most between two layers."""
+        return self.linear(_largest_output)
+
+    def _traces(self, plan: Plan, rows: int) -> ModelTraces:
+        return self.layers.traces(plan, rows, on_cpu=self.on_cpu)
+
+    def linear(self, number: Callable[[ModelTraces], float]) -> float:
+        """Return what a number of the traces is for the rows, from those of few rows."""
+        if self.rows <= FEW_ROWS[0]:
+            return number(self._traces(self.plan, ceil(self.rows)))
+        few, more = (number(self._traces(self.plan, rows)) for rows in FEW_ROWS)
+        return few + (self.rows - FEW_ROWS[0]) * (more - few)
+
+
+def _largest_output(traces: ModelTraces) -> float:
+    """Return the most bytes that a layer hands to the next one."""
+    return max((sum(one.nbytes for one in info.tensors) for info in traces.infos[:-1]), default=0)
+
+
+def of_rows(batch: Value, rows: int) -> Value:
+    """Return empty tensors on the meta device like a batch's, with `rows` rows.
+
+    Ids of packed documents keep their values, where they have any: rows of the batch, again and again.
+    """
+    made = map_tensors(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"), batch)
+    ids = batch.get(DOCUMENT_IDS) if isinstance(batch, dict) else None
+    if isinstance(ids, Tensor) and not ids.is_meta:
+        made[DOCUMENT_IDS] = ids[torch.arange(rows) % len(ids)]
+    return made
+
+
+def _extrapolated(few: Any, more: Any, rows: float) -> Any:
+    """Return what `few` is with `rows` rows more, if `more` has one more: numbers grow linearly.
+
+    Raises ValueError where the two have other parts.
+    """
+    if type(few) is not type(more):
+        raise ValueError
+    if is_dataclass(few):
+        names = [field.name for field in fields(few)]
+        parts = {name: _extrapolated(getattr(few, name), getattr(more, name), rows) for name in names}
+        return replace(cast(Any, few), **parts)
+    if isinstance(few, tuple):
+        return tuple(_extrapolated(one, two, rows) for one, two in zip(few, more, strict=True))
+    if isinstance(few, int | float) and not isinstance(few, bool):
+        return few + rows * (more - few)
+    return few

@@ -1,0 +1,134 @@
+"""`TracedModel`: what predictions ask of any model, from runs of its layers on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from plait.engine.blueprint import assumed_costs, build_blueprint
+from plait.errors import ModelError, PlaitError, PlanError
+from plait.estimate.prediction.predicted_model import PredictedModel
+from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
+from plait.estimate.prediction.traced_memories import TracedMemories
+from plait.estimate.time.layer_work import LayerWork
+from plait.estimate.time.operation_times import FusedAttention, Product
+from plait.models.gpt2 import gpt2_of
+from plait.models.llama import llama_of
+from plait.pictures.quantities import count_text
+from plait.plan.arguments import require_whole
+from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.plan import Plan
+from plait.plan.rules import Rules
+from plait.schedules.search.layer_costs import LayerCosts
+from plait.tensor.layer_values import Value, tensors_of
+from plait.tensor.losses import cross_entropy
+from plait.tensor.torch_losses import GivenLoss, as_loss
+
+
+@dataclass(frozen=True, eq=False)
+class TracedModel(PredictedModel):
+    """Any model that `parallelize` takes."""
+
+    layers: TracedLayers
+
+    @property
+    def kinds(self) -> Sequence[LayerKind]:
+        """The kind of each layer."""
+        return self.layers.kinds
+
+    @cached_property
+    def layer_costs(self) -> tuple[float, ...]:
+        """The multiplications a token of each layer."""
+        return assumed_costs(self.layers.blueprint(Plan()).sequence, None).total
+
+    @cached_property
+    def context(self) -> int:
+        """Tokens of a sequence: the size of the second dim of whole numbers; 1 without."""
+        first = next(tensors_of(self.layers.inputs))
+        return 1 if first.is_floating_point() or first.dim() < 2 else first.shape[1]
+
+    @cached_property
+    def operations_per_token(self) -> float:
+        """Floating-point operations of forward and backward a token: those of products and attention."""
+        sizes = self.sizes(Plan(), 1, on_cpu=True)
+        each = {kind: _operations(sizes.work(kind)) for kind in {*self.kinds}}
+        return sum(each[kind] for kind in self.kinds) / self.context
+
+    def about(self) -> str:
+        """Return the model's sizes in words."""
+        count = sum(one.numel() for one in self.layers.module.parameters())
+        return f"{count_text(count)} parameters ({len(self.kinds)} layers, context {self.context:,})"
+
+    def costs_for_cut(self, plan: Plan) -> LayerCosts:
+        """Return the costs by which `parallelize` cuts the model into stages, where none are given."""
+        blueprint = self.layers.blueprint(plan)
+        return assumed_costs(blueprint.sequence, blueprint.output_linear).with_messages(plan.pp)
+
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError or ModelError where the model cannot be divided as the plan says."""
+        build_blueprint(self.layers.module, plan, self.layers.rules)
+
+    def undivided(self, plan: Plan) -> str | None:
+        """Return in words why the model cannot be divided over the plan's `tp` and `cp` ranks, or None."""
+        try:
+            blueprint = self.layers.blueprint(plan)
+            if plan.cp > 1:  # whether layers can exchange positions is known when they run
+                self.layers.traces(plan, 1, on_cpu=True)
+        except PlaitError:
+            return f"the model allows no tp = {plan.tp} with cp = {plan.cp}"
+        return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
+
+    def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> TracedSizes:
+        """Return sizes and work of a micro-batch of `rows` rows."""
+        return TracedSizes(self.layers, plan, rows, on_cpu, self.layers.moments)
+
+    def memories(self) -> TracedMemories:
+        """Return what computes the memory of plans."""
+        return TracedMemories(self.layers)
+
+
+def traced_model(
+    model: object,
+    inputs: Value = None,
+    targets: Value | None = None,
+    loss: GivenLoss = cross_entropy,
+    rules: Rules | None = None,
+    moments: int = 2,
+) -> TracedModel:
+    """Return the `TracedModel` of a module, or of plait's own model of the sizes in a `Decoder`.
+
+    Raises ModelError for anything else, and for a model without a `context` where `inputs` are not given.
+    """
+    if isinstance(model, Decoder):
+        model = gpt2_of(model) if model.family == "gpt2" else llama_of(model)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the model is a {type(model).__name__}: give an nn.Module, or the sizes of a gpt2 or llama as "
+            "plait.plan.model_sizes.Decoder(...)."
+        )
+    require_whole("moments", moments, PlanError, least=0)
+    if inputs is None:
+        context = getattr(model, "context", None)
+        if context is None:
+            raise ModelError(
+                f"the rows of {type(model).__name__} are not known: give inputs, of any number of rows, on "
+                "the meta device too."
+            )
+        inputs = torch.empty(1, context, dtype=torch.int64, device="meta")
+    return TracedModel(TracedLayers(model, inputs, targets, as_loss(loss), rules, moments))
+
+
+def _operations(work: LayerWork) -> float:
+    """Return the floating-point operations of a layer's products and attention, with masked positions."""
+    found = 0.0
+    for one in (*work.forward, *work.backward, *work.weights):
+        if isinstance(one, Product):
+            found += 2 * one.batch * one.m * one.n * one.k
+        elif isinstance(one, FusedAttention):
+            pairs = one.rows * one.heads * one.queries * one.keys
+            found += (8 if one.backward else 4) * pairs * one.width
+    return found

@@ -1,0 +1,102 @@
+"""What predictions read of a layer for one micro-batch: operations, collectives and parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation
+from plait.plan.model_sizes import LayerKind
+from plait.plan.parameter_units import BufferKind, UnitTiming, kind_of, shards_of, timing_of
+from plait.plan.plan import Plan, Precision
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The part of a layer's forward that its backward runs again."""
+
+    operations: tuple[DeviceOperation, ...] = ()
+    transfers: tuple[AxisTransfer, ...] = ()
+    """Over `tp`."""
+    exchanges: tuple[AxisTransfer, ...] = ()
+    """Over `cp`."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Operations and collectives of one layer for one micro-batch; transfers are those that it waits for."""
+
+    forward: tuple[DeviceOperation, ...] = ()
+    backward: tuple[DeviceOperation, ...] = ()
+    """Of the input gradient."""
+    weights: tuple[DeviceOperation, ...] = ()
+    """Of the weight gradient."""
+    selective: Recomputation = Recomputation()
+    full: Recomputation = Recomputation()
+    forward_transfers: tuple[AxisTransfer, ...] = ()
+    backward_gathers: tuple[AxisTransfer, ...] = ()
+    """Of the output's gradient, which all products of the backward need."""
+    backward_transfers: tuple[AxisTransfer, ...] = ()
+    """Sums of the input's gradient and gathers of the input, during which products can run."""
+    forward_exchanges: tuple[AxisTransfer, ...] = ()
+    """Of keys and values between the ranks of `cp`, or of heads: a ring, or all-to-alls."""
+    backward_exchanges: tuple[AxisTransfer, ...] = ()
+
+
+class MicrobatchSizes(ABC):
+    """A micro-batch of a model under a plan: sizes and work of its layers, and how parameters are stored."""
+
+    plan: Plan
+    rows: float
+    """Sequences of a micro-batch on a data-parallel rank."""
+    moments: int = 2
+    """Tensors of a parameter's size that the optimizer keeps for it."""
+
+    @abstractmethod
+    def work(self, kind: LayerKind) -> LayerWork:
+        """Return the operations and collectives of a layer of `kind`, on the largest rank of `tp`."""
+
+    @abstractmethod
+    def parameters(self, kind: LayerKind) -> float:
+        """Return the parameters of a layer of `kind` on a rank of `tp`."""
+
+    @abstractmethod
+    def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
+        """Return the parameters of several layers on a rank of `tp` that train; shared ones count once."""
+
+    @property
+    @abstractmethod
+    def message_bytes(self) -> float:
+        """Bytes of a message between stages."""
+
+    @cached_property
+    def kind(self) -> BufferKind:
+        """How parameters are stored, gathered and reduced."""
+        return kind_of(self.plan)
+
+    @cached_property
+    def timing(self) -> UnitTiming:
+        """When parameters are gathered and reduced."""
+        return timing_of(self.plan)
+
+    @cached_property
+    def state_ranks(self) -> int:
+        """The number of ranks between which the optimizer's state is cut."""
+        return shards_of(self.kind, self.plan)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of products: the plan's, by default fp32."""
+        return self.plan.precision or "fp32"
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of an activation."""
+        return self.kind.compute.itemsize
+
+    @property
+    def gradient_item(self) -> int:
+        """Bytes of an element in which gradients are accumulated."""
+        return self.kind.gradient.itemsize

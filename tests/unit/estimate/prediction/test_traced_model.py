@@ -1,0 +1,180 @@
+"""Predictions of any model: memory as `plait.memory` has it, times beside those from sizes, and searches."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.errors import ModelError
+from plait.estimate.prediction.prediction import Prediction, predict
+from plait.estimate.prediction.traced_model import traced_model
+from plait.estimate.search.plan_search import plan_rank, search
+from plait.estimate.search.plan_space import PlanChoices, divisions
+from plait.estimate.time.hardware import load_hardware
+from plait.models.lora import lora
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
+
+GALLERY = Path(__file__).parents[4] / "examples" / "gallery"
+LLAMA = Decoder.of_family("llama", layers=2, hidden=1024, heads=8, kv_heads=4, vocab=8000, context=512)
+GPT2 = Decoder.of_family("gpt2", layers=2, hidden=1024, heads=8, vocab=8000, context=512)
+MIXED = {"precision": "bf16", "master_precision": "fp32"}
+
+
+def llama(**more: Any) -> nn.Module:
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 64, "context": 16}
+    return plait.models.llama(**{**sizes, **more})
+
+
+def adapted() -> nn.Module:
+    model = llama()
+    lora(model, rank=4)  # type: ignore[arg-type]
+    return model
+
+
+def half_frozen() -> nn.Module:
+    model = plait.models.gpt2(layers=2, hidden=32, heads=4, vocab=64, context=16)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def perceptron() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(16, 3))
+
+
+ROWS_OF_16 = {"inputs": torch.empty(1, 16), "targets": torch.empty(1, 3), "loss": nn.MSELoss()}
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "about"),
+    [
+        (adapted, Plan(pp=2, dp=2, strategy="full", microbatches=4, **MIXED), {}),
+        (adapted, Plan(tp=2, sequence_parallel="keep", microbatches=2, recompute="selective"), {}),
+        (half_frozen, Plan(pp=2, schedule="zb-h1", microbatches=4), {"moments": 1}),
+        (llama, Plan(dp=2, strategy="full", offload="full", microbatches=2, **MIXED), {}),
+        (perceptron, Plan(pp=2, dp=2, strategy="gradients", microbatches=3), ROWS_OF_16),
+    ],
+    ids=["lora-sharded", "lora-tp", "frozen", "offload", "sequential"],
+)
+def test_memory_is_that_of_plait_memory(
+    make: Callable[[], nn.Module], plan: Plan, about: dict[str, Any]
+) -> None:
+    found = predict(make(), plan, "h100-sxm", rows=3 * plan.microbatches, **about)
+    given = {
+        name: torch.empty(3 * plan.microbatches, *value.shape[1:])
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in about.items()
+    }
+    rows = None if "inputs" in given else 3 * plan.microbatches
+    exact = plait.memory(make(), plan, rows=rows, device="cuda", **given)
+    assert found.peak_memory == exact.most
+    assert [rank.allocated for rank in found.memory] == [rank.most for rank in exact.ranks]
+    assert found.layers_per_stage is not None
+    assert found.step_seconds > 0
+    assert 0 < found.mfu < 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_many_micro_batches_follow_from_fewer(schedule: str) -> None:
+    plan = Plan(pp=2, schedule=schedule, microbatches=64, layers_per_stage=None)
+    found = predict(adapted(), plan, "h100-sxm")
+    assert found.peak_memory == pytest.approx(plait.memory(adapted(), plan, device="cuda").most, rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [path.stem for path in sorted(GALLERY.glob("*.py"))])
+def test_models_of_the_gallery_are_predicted(name: str) -> None:
+    module = runpy.run_path(str(GALLERY / f"{name}.py"))
+    plan, model = module["PLAN"], module["build_model"]()
+    if name == "vision_transformer":
+        inputs, targets = module["make_images"](16, seed=0)[:]
+    elif name == "preferences":
+        inputs, targets = module["preference_batch"](module["make_pairs"](0, 16), module["LENGTH"])
+    elif name == "packed_fine_tuning":
+        inputs, targets = module["pack"](module["make_documents"](0, count=40))
+    else:
+        inputs, targets = module["make_batch"](0)
+    losses = {"diffusion_transformer": nn.MSELoss(), "own_split_backward": nn.MSELoss()}
+    loss = module.get("LOSS") or losses.get(name) or module.get("FocalLoss", lambda: plait.cross_entropy)()
+    rows = len(targets) if isinstance(targets, torch.Tensor) else len(next(iter(targets.values())))
+    about = {"loss": loss, "rules": module.get("RULES"), "inputs": inputs, "targets": targets}
+    exact = plait.memory(model, plan, device="cuda", **about)
+    found = predict(model, plan, "h100-sxm", rows=rows, **about)
+    assert found.peak_memory == pytest.approx(exact.most, rel=0.01)
+    assert found.step_seconds > 0
+
+
+@pytest.mark.parametrize("sizes", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(microbatches=2),
+        Plan(pp=2, microbatches=4, recompute="full", **MIXED),
+        Plan(tp=2, sequence_parallel="keep"),
+    ],
+    ids=["one", "pp", "tp"],
+)
+def test_times_are_those_from_sizes(sizes: Decoder, plan: Plan) -> None:
+    """On a CPU, where the sizes know that norms and rotations are several operations each.
+
+    Of element-wise operations the sizes have those of which the hardware files' constants were fitted.
+    """
+    traced, sized = (predict(model, plan, "cpu-two-cores") for model in (traced_model(sizes), sizes))
+    for part in ("matrix products", "attention", "optimizer"):
+        assert traced.breakdown[part] == pytest.approx(sized.breakdown[part], rel=0.03)
+    assert traced.step_seconds == pytest.approx(sized.step_seconds, rel=0.2)
+    assert traced.model.operations_per_token == pytest.approx(sized.model.operations_per_token, rel=0.02)
+    assert traced.layers_per_stage == sized.layers_per_stage
+
+
+def test_a_search_returns_what_predicting_every_plan_does() -> None:
+    model = traced_model(perceptron(), torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss())
+    h100 = load_hardware("h100-sxm")
+    choices = PlanChoices(
+        schedules=(("1f1b", 1), ("zb-h1", 1)),
+        states=(("none", "last"), ("full", "last")),
+        recompute=("none",),
+    )
+    every = [
+        predict(model, replace(plan, schedule=policy, chunks=chunks), h100, rows=4 // plan.dp)
+        for division in divisions(model, 2, 4, Plan())[0]
+        for plan in division.options(Plan(), choices)
+        for policy, chunks in division.schedules(5, choices)
+    ]
+    peaks = sorted(one.peak_memory for one in every)
+    for room in (peaks[-1], peaks[len(peaks) // 2]):
+        machine = replace(h100, memory=room + h100.reserved)
+        fitting = [one for one in every if one.peak_memory <= room]
+        found = search(model, machine, 2, 4, choices=choices, most=3)
+        assert [*map(_rank, found.best)] == sorted(map(_rank, fitting))[:3]
+        assert found.plans == len(every)
+
+
+def _rank(one: Prediction) -> tuple[int, int, int]:
+    return plan_rank(one.step_seconds, one.peak_memory, one.plan)
+
+
+def test_plans_of_an_adapted_model_fit() -> None:
+    base = Plan(**MIXED)
+    best, *others = plait.plans(adapted(), "h100-sxm", ranks=2, batch=4, base=base, most=2)
+    assert best.fits
+    assert best.plan.world == 2
+    assert best.step_seconds <= others[0].step_seconds
+
+
+def test_a_model_without_known_rows_is_refused() -> None:
+    with pytest.raises(ModelError, match="the rows of Sequential are not known: give inputs"):
+        predict(perceptron(), Plan(), "h100-sxm")
+    with pytest.raises(ModelError, match="the model is a int: give an nn"):
+        predict(3, Plan(), "h100-sxm")
