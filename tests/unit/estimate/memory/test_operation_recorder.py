@@ -148,6 +148,13 @@ def test_a_head_multiplies_as_its_formula_says_and_sends_for_the_loss_too(loss_r
     assert totals(found.backward_transfers) == totals(formula.backward_transfers) | backward
 
 
+def test_the_loss_runs_its_operations_one_by_one_also_where_layers_fuse_theirs() -> None:
+    """Nobody compiles it: a softmax, and the choice of the targets' logarithms."""
+    single, fused = (Layers("gpt2", SMALL, on_cpu=on_cpu).found["head"] for on_cpu in (True, False))
+    assert fused.forward[-2:] == single.forward[-2:]
+    assert fused.backward[:2] == single.backward[:2]
+
+
 def test_an_embedding_sums_whole_embeddings_before_it_takes_its_part() -> None:
     """The formula has a reduce-scatter, as other frameworks."""
     layers = Layers("gpt2", SMALL, tp=2, sequence_parallel="keep")
@@ -188,7 +195,8 @@ def described(trace: Trace) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "plan", [{"recompute": "full"}, {"tp": 2, "sequence_parallel": "regather", "recompute": "selective"}]
+    "plan",
+    [{"recompute": "full", **BF16}, {"tp": 2, "sequence_parallel": "regather", "recompute": "selective"}],
 )
 def test_recording_operations_changes_no_trace_of_memory(plan: dict[str, Any]) -> None:
     model = plait.models.llama(**SMALL, **GROUPED)
