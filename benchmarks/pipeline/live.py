@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
-                self._see(tensor.untyped_storage(), shared=func is torch.ops.aten.from_file.default)
+                self._see(tensor.untyped_storage())
         self.most = max(self.most, self._bytes)
         return result
 
@@ -45,8 +45,8 @@ class LiveBytes(TorchDispatchMode):
         """The bytes that are alive now."""
         return self._bytes
 
-    def _see(self, storage: torch.UntypedStorage, *, shared: bool) -> None:
-        key, size = id(storage), 0 if shared else storage.nbytes()
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), 0 if storage.is_shared() else storage.nbytes()
         if key in self._ignored or key in self._storages:
             return
 
