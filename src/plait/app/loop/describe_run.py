@@ -20,7 +20,6 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import Memory
 from plait.package import version_of
-from plait.pictures.report.events import now
 from plait.pictures.report.run_description import (
     FORMAT,
     PlannedLayer,
@@ -29,6 +28,7 @@ from plait.pictures.report.run_description import (
     RunDescription,
     TensorShard,
 )
+from plait.pictures.report.run_record import now
 from plait.plan.layout.layout import Flat, Layout
 from plait.plan.plan import Plan
 from plait.ranks.device import accelerator_versions, is_accelerator, name_of

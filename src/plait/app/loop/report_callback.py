@@ -15,7 +15,6 @@ from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.errors import DataError, PlaitError
-from plait.pictures.report.events import write_event
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import write_report
 from plait.pictures.report.recorded_step import (
@@ -26,7 +25,7 @@ from plait.pictures.report.recorded_step import (
     write_step,
 )
 from plait.pictures.report.run_description import RunDescription, read_description, write_description
-from plait.pictures.report.run_record import METRICS_FILE
+from plait.pictures.report.run_record import METRICS_FILE, write_event
 from plait.plan.arguments import require_flag, require_instance, require_path, require_whole
 from plait.ranks.device import is_accelerator
 from plait.ranks.group import Counts, Wait

@@ -1,4 +1,4 @@
-"""The data of a run: tokenizer, batches of one corpus or of several, read ahead, and its validations."""
+"""The data of a run: tokenizer, batches of one corpus or of several, read ahead, validations, the prompt."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from plait.app.data.batches import (
     description,
     row_total,
 )
+from plait.app.data.chats import ChatEncoder
 from plait.app.data.corpus import read_documents
 from plait.app.data.mixture import MixedBatches
 from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.app.train.run_sources import OpenSource, is_tokenized, open_source, prepared_folder
-from plait.app.train.sample import encode_prompt
 from plait.errors import ConfigError, DataError
 from plait.plan.model_sizes import MOST_SIZE
 
@@ -253,6 +253,28 @@ def check_data(config: Config) -> None:
                 f"train.sample = {config.train.sample!r} holds token {largest}, outside the "
                 f"vocabulary of {vocab}: choose another prompt, or leave model.vocab to the tokenizer."
             )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to continue, and tokens that end a continuation."""
+
+    tokens: list[int]
+    stop: tuple[int, ...] = ()
+    is_question: bool = False
+    """Whether they are a user's message in the chat template, of which the text is not shown."""
+
+
+def encode_prompt(config: Config, tokenizer: Tokenizer, *, is_question: bool) -> Prompt:
+    """Return `train.sample` in tokens; a question is a user's message in the tokenizer's chat template.
+
+    Raises `ConfigError` where the tokenizer has no chat template.
+    """
+    text = config.train.sample
+    if not is_question or not text:
+        return Prompt(tokenizer.prompt(text))
+    encoder = ChatEncoder(config.tokenizer)
+    return Prompt(encoder.question(text).tolist(), encoder.end_of_answer, True)
 
 
 def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:

@@ -13,9 +13,7 @@ from plait.app.loop.callbacks import EarlyStop, Log, Progress, ProgressReporter,
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder import LOCK, locked_folder
-from plait.app.loop.tracking_services import FIELD, loggers_of
 from plait.app.loop.validation import Validation
-from plait.app.train.measured_schedules import balanced
 from plait.app.train.predicted_run import (
     peak_line,
     predict_memory,
@@ -24,14 +22,21 @@ from plait.app.train.predicted_run import (
     step_lines,
 )
 from plait.app.train.reference_steps import Comparison, LossAndNorm, compare_steps
-from plait.app.train.run_callbacks import WRITTEN, FirstStepsCheck, Recordings, RunFolder, Samples
+from plait.app.train.run_callbacks import (
+    FIELD,
+    WRITTEN,
+    FirstStepsCheck,
+    Recordings,
+    RunFolder,
+    Samples,
+    loggers_of,
+)
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
-from plait.app.train.trainer import Trainer, trained_part
+from plait.app.train.trainer import Trainer, balanced, trained_part
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.time.prediction import Prediction
 from plait.pictures.report.page import REPORT_FILE
-from plait.plan.plan import Plan
 from plait.ranks.failure.process_watch import GracefulStop
 from plait.ranks.mesh import Mesh
 
@@ -109,7 +114,9 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         config = with_steps_of_epochs(config, data)
         progress = ProgressReporter(config.train.steps, shown=mesh.rank == 0, bar=run.progress)
         plan = balanced(config, plan, mesh, data)
-        memory = _predicted_memory(config, plan, mesh, data)
+        memory = None
+        if mesh.rank == 0 or run.memory_limit is not None:  # which all ranks have to keep
+            memory = predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)
         predicted = predicted_step(config, plan, mesh.device)
         trainer = Trainer(config, plan, mesh, data)
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
@@ -132,7 +139,12 @@ def _trained(
     """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
     settings, run = config.train, config.run
     first, checkpoints = FirstStepsCheck(run.compare), run_checkpoints(config)
-    validations, samples = _validations(config, data), Samples(config)
+    loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
+    log, samples = Log(*loggers, folder=run.dir, field=FIELD), Samples(config)
+    validations = [
+        Validation(one.batches, every=settings.validate_every, count=one.count, name=one.name)
+        for one in data.validations
+    ]
     trainer.run(
         [
             RunFolder(config),
@@ -143,7 +155,7 @@ def _trained(
             *validations,
             *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
             report,
-            _log(config),
+            log,
             checkpoints,
             samples,
         ]
@@ -262,23 +274,3 @@ def _print_end(
             ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
         )
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
-
-
-def _log(config: Config) -> Log:
-    """Return the callback that writes the metrics as `run` configures."""
-    run = config.run
-    loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
-    return Log(*loggers, folder=run.dir, field=FIELD)
-
-
-def _validations(config: Config, data: Data) -> list[Validation]:
-    """Return the callbacks that validate as `train` configures."""
-    every = config.train.validate_every
-    return [Validation(one.batches, every=every, count=one.count, name=one.name) for one in data.validations]
-
-
-def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
-    """Return the predicted memory if this rank prints it or `run.memory_limit` is set, else None."""
-    if mesh.rank != 0 and config.run.memory_limit is None:
-        return None
-    return predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)

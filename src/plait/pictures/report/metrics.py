@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from plait.errors import DataError
-from plait.files import json_value, read_text, validated
-from plait.pictures.report.events import lines_of
+from plait.files import json_value, read_bytes, read_text, validated
 
 MOST = 1e300
 """Numbers are smaller than this: sums and squares of larger ones are infinite."""
@@ -185,6 +184,14 @@ def read_rank_series(folder: Path) -> RankSeries | None:
     rows = [row for row in rows if len(row.blocked_seconds) == len(row.peak_memory_bytes) == world > 0]
     columns = ((row.step, row.blocked_seconds, row.peak_memory_bytes) for row in rows)
     return RankSeries(*zip(*columns, strict=True)) if rows else None
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """Return the lines of a file of a run; none where it is missing, or no file that can be read."""
+    try:
+        return read_bytes(path).split(b"\n")
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)

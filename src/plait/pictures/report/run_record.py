@@ -1,22 +1,58 @@
-"""`RunRecord`: the content of all files that a run wrote to its folder, as frozen values."""
+"""`RunRecord`: the content of all files that a run wrote to its folder; events, written as they happen."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plait.errors import ConfigError
-from plait.pictures.report.events import ENDS, RunEvent, read_events
-from plait.pictures.report.metrics import Metrics, RankSeries, read_metrics, read_rank_series
+from plait.files import adapter_of, open_to_write, validated
+from plait.pictures.report.metrics import Metrics, RankSeries, lines_of, read_metrics, read_rank_series
 from plait.pictures.report.recorded_step import RecordedStep, read_step
 from plait.pictures.report.run_description import RunDescription, read_description, read_file
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
+EventKind = Literal["start", "warning", "note", "sample", "finished", "stopped", "failed"]
+ENDS: tuple[EventKind, ...] = ("finished", "stopped", "failed")
 _STILL = 120.0
 """Seconds since the last metrics after which a run without an end counts as one that died."""
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Something that happened in a run, after `step` finished steps."""
+
+    kind: EventKind
+    step: int
+    text: str
+    time: str
+    """Date and time with its zone, as ISO 8601."""
+
+
+def now() -> str:
+    """Return the date and time, to seconds, as ISO 8601 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_event(folder: Path, kind: EventKind, step: int, text: str) -> None:
+    """Append an event to the file in `folder`; where that fails the run goes on, and the event is lost."""
+    line = adapter_of(RunEvent).dump_json(RunEvent(kind, step, text, now())) + b"\n"
+    with suppress(OSError), open_to_write(folder / EVENTS_FILE, append=True) as file:
+        file.write(line)
+
+
+def read_events(folder: Path) -> tuple[RunEvent, ...]:
+    """Return the events in `folder`, in order; damaged lines are skipped."""
+    events: list[RunEvent] = []
+    for line in lines_of(folder / EVENTS_FILE):
+        with suppress(ValueError):
+            events.append(validated(RunEvent, line))
+    return tuple(events)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from plait.app.loop.loggers import Csv, JsonLines
 from plait.app.loop.run_folder import EARLIER, locked_folder, set_aside
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
-from plait.pictures.report.events import write_event
+from plait.pictures.report.run_record import write_event
 from plait.ranks.file_lock import try_lock
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import GridMesh
