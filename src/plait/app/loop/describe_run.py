@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from threading import current_thread, main_thread
 
 import torch
 
-from plait.app.loop.run_folder import new_run_id
 from plait.engine.blueprint import Blueprint
 from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import Memory
@@ -154,7 +154,7 @@ def describe(
         memory=() if memory is None else tuple(_predicted(memory)),
         rows=rows,
         predicted_seconds=seconds,
-        id=new_run_id(),
+        id=secrets.token_hex(4),
         notes=notes,
     )
 

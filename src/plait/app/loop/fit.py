@@ -72,12 +72,6 @@ def warmup_stable_decay(
     return _warmup(peak, steps, warmup, floor, lambda fraction: min(1.0, (1 - fraction) / (1 - stable)))
 
 
-def constant(rate: float) -> LearningRate:
-    """Return a schedule with the same rate for all steps."""
-    number = float(rate)
-    return lambda step: number
-
-
 def _warmup(
     peak: float, steps: int, warmup: int, floor: float, decay: Callable[[float], float]
 ) -> LearningRate:
@@ -177,8 +171,9 @@ def fit(
     validations = _validations(validation, validate_every, validate_batches, metrics)
     mesh = Mesh(plan) if mesh is None else mesh
     engine = parallelize(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
-    made = _made(optimizer, _groups(engine, parameter_groups, weight_decay))
-    rate = learning_rate if callable(learning_rate) or learning_rate is None else constant(learning_rate)
+    made = _made(optimizer, engine, parameter_groups, weight_decay)
+    given = learning_rate
+    rate = given if given is None or callable(given) else warmup_constant(float(given))
     run = TrainingLoop(engine, made, batches, steps=steps, learning_rate=rate, clip=clip)
     run.notes = notes
     if line := uneven_epochs(run.batches, steps):
@@ -230,11 +225,7 @@ def _validations(
 
 
 def _require_arguments(
-    learning_rate: object,
-    weight_decay: object,
-    clip: object,
-    optimizer: object,
-    callbacks: object,
+    learning_rate: object, weight_decay: object, clip: object, optimizer: object, callbacks: object
 ) -> None:
     """Raise `ConfigError` for another type than asked for, or a number out of range."""
     if learning_rate is not None and not callable(learning_rate):
@@ -243,7 +234,11 @@ def _require_arguments(
         require_number("weight_decay", weight_decay)
     require_number("clip", clip, positive=True, infinite="no clipping")
     require_instance("callbacks", callbacks, Sequence, "give a list of callbacks")
-    _require_function(optimizer)
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is an object of {type(optimizer).__name__}: give its class, or a function of "
+            "parameter groups, such as functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))."
+        )
     _refuse_twice("weight_decay", weight_decay, "weight_decay", optimizer)
     _refuse_twice("learning_rate", learning_rate, "lr", optimizer)
 
@@ -269,14 +264,11 @@ def _require_used(
         )
 
 
-def _groups(engine: Engine, make: MakeGroups | None, weight_decay: float | None) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer."""
-    return engine.parameter_groups(weight_decay) if make is None else make(engine)
-
-
-def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return the optimizer of parameter groups. Raises `ConfigError` where `make` returns something else."""
-    made = make(groups)
+def _made(
+    make: MakeOptimizer, engine: Engine, make_groups: MakeGroups | None, weight_decay: float | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer that `make` makes. Raises `ConfigError` where it returns something else."""
+    made = make(engine.parameter_groups(weight_decay) if make_groups is None else make_groups(engine))
     require_instance("what optimizer returns", made, torch.optim.Optimizer, "return one of torch.optim")
     return made
 
@@ -287,13 +279,4 @@ def _refuse_twice(name: str, value: object, option: str, optimizer: object) -> N
     if value is not None and not callable(value) and set_there not in (None, value):
         raise ConfigError(
             f"{name} is {value}, and the optimizer is given {option} = {set_there}: leave one of them out."
-        )
-
-
-def _require_function(optimizer: object) -> None:
-    """Raise `ConfigError` for an optimizer that was made of parameters already."""
-    if not callable(optimizer):
-        raise ConfigError(
-            f"optimizer is an object of {type(optimizer).__name__}: give its class, or a function of "
-            "parameter groups, such as functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))."
         )

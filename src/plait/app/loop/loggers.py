@@ -67,12 +67,11 @@ class LoggerGroup:
             raise unwritable(self._folder, error, self._field) from None
 
     def write(self, row: Mapping[str, Any]) -> str:
-        """Write a step's row to all loggers, non-finite numbers as None; return a warning on failure, or "".
+        """Write a step's row to all loggers, non-finite numbers as None.
 
-        A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
-        writing starts to fail, else "".
+        Returns a warning when writing starts to fail, else "": rows are kept, and written with a later one.
         """
-        finite = {name: None if _is_non_finite(value) else value for name, value in row.items()}
+        finite = finite_values(row)
         failure = ""
         for logger in self._loggers:
             try:
@@ -94,8 +93,12 @@ class LoggerGroup:
                 raise unwritable(self._folder, failure, self._field) from None
 
 
-def _is_non_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def finite_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row for JSON, with None in place of numbers that are not finite."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:

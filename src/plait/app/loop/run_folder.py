@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -104,10 +103,8 @@ def _has_ended(owner: str) -> bool:
         return False
     try:
         os.kill(int(named[1]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -135,8 +132,3 @@ def set_aside(folder: Path, names: Sequence[str] = REPORT_FILES) -> Path | None:
 def set_aside_line(kept: Path) -> str:
     """Return a sentence on the files that `set_aside` has moved."""
     return f"The files of the run before are in {kept}."
-
-
-def new_run_id() -> str:
-    """Return a random identity for a run, of eight digits and letters."""
-    return secrets.token_hex(4)

@@ -14,6 +14,7 @@ from plait.app.config.config import LIMITS, Config
 from plait.app.config.config_parser import config_from_arguments, given_values
 from plait.app.data.batches import NO_TARGET
 from plait.app.data.tokenizer import open_tokenizer
+from plait.app.loop.loggers import finite_values
 from plait.app.loop.validation import ValidationRows, validation_means
 from plait.app.train.run_checkpoints import FOLDER, vocabulary
 from plait.app.train.run_data import ValidationSet, load_data, opened_validations
@@ -50,10 +51,7 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON values; one that is not finite is null."""
-        numbers = asdict(self).items()
-        return {
-            key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in numbers
-        }
+        return finite_values(asdict(self))
 
 
 def checkpoint_of(path: Path) -> Path:
