@@ -17,7 +17,7 @@ from plait.app.data.tokenizer import open_tokenizer
 from plait.app.loop.loggers import finite_values
 from plait.app.loop.validation import ValidationRows, validation_means
 from plait.app.train.run_checkpoints import FOLDER, vocabulary
-from plait.app.train.run_data import ValidationSet, load_data, opened_validations
+from plait.app.train.run_data import load_data, opened_validations
 from plait.app.train.run_sources import is_tokenized, prepared_folder
 from plait.app.train.trainer import build_model
 from plait.checkpoint.folders import resolve
@@ -82,17 +82,12 @@ def evaluation_config(checkpoint: Path, arguments: Sequence[str], sources: Seque
             f"{checkpoint} has no configuration of `plait train`: evaluate its model in Python, by "
             "plait.fit(…, validation=…) or engine.evaluate."
         )
-    saved["train"] = _without_training(saved["train"])
+    kept = ("seed", "batch", "microbatches", "precision", "validate_batches")
+    saved["train"] = {name: one for name, one in saved["train"].items() if name in kept}
     saved["train"] |= _divided(saved["train"], given)
     saved["run"] = {"dir": str(_folder_of_run(checkpoint))}
     config = config_from_arguments(arguments, saved, str(checkpoint))
     return _with_data(config, manifest, sources, given)
-
-
-def _without_training(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the section `train` that an evaluation needs."""
-    kept = ("seed", "batch", "microbatches", "precision", "validate_batches")
-    return {name: train[name] for name in kept if name in train}
 
 
 def _divided(train: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,11 +115,9 @@ def _with_data(config: Config, manifest: Manifest, sources: Sequence[str], limit
 
     Of `sources` all sequences are taken, unless `limits`, fields that are given, say otherwise.
     """
-    model = config.model
+    model, data, train = config.model, config.data, config.train
     if model.folder is None:
         model = model.model_copy(update={"vocab": vocabulary(model, manifest)})
-    data = config.data
-    train = config.train
     if sources:
         given = {source: source for source in sources}
         if "train.validate_batches" not in limits:
@@ -150,7 +143,10 @@ def evaluate(config: Config, checkpoint: Path) -> tuple[Evaluation, ...]:
     """
     device = None if config.run.device == "auto" else config.run.device
     mesh = Mesh(config.plan(), device=device, timeout=config.run.timeout, guarded=config.run.guard)
-    sets = _sets(config)
+    if config.data.validation_sources:  # then the training data are not read
+        sets = opened_validations(config, open_tokenizer(config.tokenizer))
+    else:
+        sets = load_data(config).validations
     vocab = config.model.vocab or 1
     engine = parallelize(build_model(config.model, vocab), config.plan(), mesh, loss=cross_entropy)
     load_checkpoint(engine, None, checkpoint, "given")
@@ -162,13 +158,6 @@ def evaluate(config: Config, checkpoint: Path) -> tuple[Evaluation, ...]:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         found.append(Evaluation(one.name or unnamed, loss, perplexity, accuracy, rows.count, one.summary))
     return tuple(found)
-
-
-def _sets(config: Config) -> tuple[ValidationSet, ...]:
-    """Return the data to evaluate on; the training data are read only where a part of them is."""
-    if config.data.validation_sources:
-        return opened_validations(config, open_tokenizer(config.tokenizer))
-    return load_data(config).validations
 
 
 def _hits(logits: Tensor, targets: Tensor) -> Tensor:

@@ -122,13 +122,10 @@ def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
         return
     computing, other = (fmean(one[name] for one in uses) for name in ("computing", "other"))
     waiting = fmean(sum(one[name] for name in one if name not in ("computing", "other")) for one in uses)
-    parts = predicted.breakdown
-    guessed = [sum(parts[name] for name in names) for names in (_COMPUTING, _WAITING)]
-    measured = [computing, waiting]
-    texts = [
-        f"{seconds_text(one)} ({seconds_text(guess)})" for one, guess in zip(measured, guessed, strict=True)
-    ]
+    guessed = [sum(predicted.breakdown[name] for name in names) for names in (_COMPUTING, _WAITING)]
     yield (
-        f"The recorded step, means of all ranks, in brackets as predicted: computing {texts[0]}, blocked in "
-        f"communication or the bubble {texts[1]}, otherwise {seconds_text(other)}."
+        "The recorded step, means of all ranks, in brackets as predicted: "
+        f"computing {seconds_text(computing)} ({seconds_text(guessed[0])}), "
+        f"blocked in communication or the bubble {seconds_text(waiting)} ({seconds_text(guessed[1])}), "
+        f"otherwise {seconds_text(other)}."
     )

@@ -41,7 +41,7 @@ class ReadAhead:
         self.batches = batches
         """The batches that are read."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-read-ahead")
-        self._next: tuple[tuple[int, int, int], Future[InputsAndTargets]] | None = None
+        self._next: tuple[int, slice, Future[InputsAndTargets]] | None = None
 
     @property
     def size(self) -> int:
@@ -59,19 +59,16 @@ class ReadAhead:
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""
-        known, key = self._next, _key(step, rows)
-        made = known[1].result() if known is not None and known[0] == key else self.batches.batch(step, rows)
-        following = step + 1
-        self._next = _key(following, rows), self._reader.submit(self.batches.batch, following, rows)
+        if self._next is not None and self._next[:2] == (step, rows):
+            made = self._next[2].result()
+        else:
+            made = self.batches.batch(step, rows)
+        self._next = step + 1, rows, self._reader.submit(self.batches.batch, step + 1, rows)
         return made
 
     def close(self) -> None:
         """End the thread."""
         self._reader.shutdown(cancel_futures=True)
-
-
-def _key(step: int, rows: slice) -> tuple[int, int, int]:
-    return step, rows.start or 0, -1 if rows.stop is None else rows.stop
 
 
 @dataclass(frozen=True)
@@ -89,10 +86,8 @@ class ValidationSet:
 
 def opened_validations(config: Config, tokenizer: Tokenizer) -> tuple[ValidationSet, ...]:
     """Return the sources of `data.validation_source`, opened. Raises `DataError` or `ConfigError`."""
-    opened = {
-        name: open_source(config, source, tokenizer, 0.0)
-        for name, source in config.data.validation_sources.items()
-    }
+    named = config.data.validation_sources.items()
+    opened = {name: open_source(config, source, tokenizer, 0.0) for name, source in named}
     return tuple(
         _validation_set(config, name, [(one.training, one.holds_chats)]) for name, one in opened.items()
     )

@@ -147,7 +147,8 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
                 "for."
             )
         if index.chats:
-            return _split_chats(config, source, corpus, index, vocab, unreadable, fraction)
+            rows, held_out, summary = _split_chats(config, source, corpus, index, vocab, fraction)
+            return OpenSource(rows, held_out, vocab, unreadable, summary, holds_chats=True)
     elif holds_tokens(source):
         corpus = open_tokens(source, config.data.dtype)
         if isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab:
@@ -155,7 +156,8 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
             unreadable = f"the tokens of {source} are {name}: set data.tokenizer to it"
     else:
         corpus = corpus_of(tokenizer.encode(read_documents(source)))
-    return _split(config, source, corpus, name, vocab, unreadable, fraction)
+    windows, held_out, summary = _split(config, source, corpus, name, vocab, fraction)
+    return OpenSource(windows, held_out, vocab, unreadable, summary)
 
 
 def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -> str:
@@ -174,15 +176,9 @@ def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Token
 
 
 def _split(
-    config: Config,
-    source: str,
-    corpus: Corpus,
-    tokenizer: str,
-    vocab: int,
-    unreadable: str,
-    fraction: float,
-) -> OpenSource:
-    """Return windows of tokens; the last tokens are held out."""
+    config: Config, source: str, corpus: Corpus, tokenizer: str, vocab: int, fraction: float
+) -> tuple[Rows, Rows | None, str]:
+    """Return windows of tokens, those of the last tokens, which are held out, and a summary."""
     context, size = config.model.context, len(corpus)
     TokenWindows(corpus, context, vocab, source).check(_CHECKED_AT_ONCE)
     cut = size - int(size * fraction)
@@ -202,19 +198,13 @@ def _split(
     title = "Python's standard library" if source == "stdlib" else source
     share = f", {fraction:.1%} of them for validation" if fraction else ""
     summary = f"{title}, {size:,} tokens ({tokenizer}){share}"
-    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary)
+    return training, held_out if fraction else None, summary
 
 
 def _split_chats(
-    config: Config,
-    source: str,
-    corpus: Corpus,
-    index: CorpusIndex,
-    vocab: int,
-    unreadable: str,
-    fraction: float,
-) -> OpenSource:
-    """Return rows of whole conversations; the last ones are held out."""
+    config: Config, source: str, corpus: Corpus, index: CorpusIndex, vocab: int, fraction: float
+) -> tuple[Rows, Rows | None, str]:
+    """Return rows of whole conversations, those of the last ones, which are held out, and a summary."""
     context = config.model.context
     kept = index.documents - (max(1, int(index.documents * fraction)) if fraction else 0)
     if kept < 1:
@@ -244,4 +234,4 @@ def _split_chats(
         notes.append(f"{left_out:,} without an answer in their first {context} tokens are left out{named}")
     notes += index.notes()
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
-    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary, holds_chats=True)
+    return training, held_out if fraction else None, summary

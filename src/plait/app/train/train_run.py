@@ -188,15 +188,14 @@ def _introduce(
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
     lines += [] if memory is None else [prediction_line(memory)]
     if mesh.rank == 0:
-        title, changed = config.run.dir.resolve().name, [*_changed_fields(config)]
         about = describe(
             trainer.engine,
-            title,
+            config.run.dir.resolve().name,
             lines,
             rows=config.train.batch,
             memory=memory,
             seconds=None if predicted is None else predicted.step_seconds,
-            changed_fields=changed,
+            changed_fields=[*_changed_fields(config)],
             notes=config.run.notes,
         )
         report.describe(about)
@@ -266,11 +265,10 @@ def _print_end(
     has_report = config.run.report and result.reported
     report = f"; the report is {config.run.dir / REPORT_FILE}" if has_report else ""
     progress.print(f"Metrics are in {result.metrics}{report}.")
-    if result.saved and config.run.save_every is not None and not result.stopped:
+    has_checkpoint = result.saved and config.run.save_every is not None
+    if result.stopped:
+        how_to_resume = ": go on with --run.resume auto" if has_checkpoint else ""
+        progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
+    elif has_checkpoint:
         saved = config.run.dir / FOLDER
         progress.print(f"Checkpoints are in {saved}; `plait checkpoint export` writes them for transformers.")
-    if result.stopped:
-        how_to_resume = (
-            ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
-        )
-        progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
