@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.folders import previous_checkpoint, resolve
+from plait.checkpoint.folders import damaged, resolve
 from plait.checkpoint.manifest import (
     FILE,
     READ_WITH_ANOTHER,
@@ -41,7 +41,7 @@ def open_manifest(folder: Path) -> Manifest:
             raise
         reason = str(error).removeprefix(f"{folder / FILE} ")
         reason = reason.removesuffix(TAKE_ANOTHER).removesuffix(READ_WITH_ANOTHER)
-        raise _damaged(folder, f"{FILE} {reason}") from None
+        raise damaged(folder, f"{FILE} {reason}") from None
 
 
 def require_undamaged(folder: Path, portions: Iterable[Portion]) -> None:
@@ -49,13 +49,7 @@ def require_undamaged(folder: Path, portions: Iterable[Portion]) -> None:
     for portion in portions:
         damage = find_damage(folder, portion)
         if damage is not None:
-            raise _damaged(folder, f"{portion.file.name} {damage}")
-
-
-def _damaged(folder: Path, reason: str) -> CheckpointError:
-    previous = previous_checkpoint(folder)
-    remedy = f"load {previous}, the one before it" if previous else "take another checkpoint"
-    return CheckpointError(f"the checkpoint {folder} is damaged: {reason}: {remedy}.", damaged=True)
+            raise damaged(folder, f"{portion.file.name} {damage}")
 
 
 class BoxReader:

@@ -25,7 +25,6 @@ from plait.errors import CheckpointError, listed
 from plait.plan.layout.layout import Layout
 from plait.plan.plan import Plan
 
-_IN_A_LIST = ", several in a list"
 _OF_SCHEDULERS = frozenset({"initial_lr"})
 """Options that learning-rate schedulers add to groups."""
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -38,19 +37,20 @@ text, for JSON), each with the name of one of these parameters."""
 def require_compatible(manifest: Manifest, engine: Checkpointable, optimizers: OptimizerSet | None) -> None:
     """Raise CheckpointError unless model and optimizers match those that the checkpoint was saved from."""
     require_model(manifest, engine.shard_plan.shapes, engine.shard_plan.aliases)
-    if optimizers is not None and manifest.optimizer is None:
+    if optimizers is None:
+        return
+    if manifest.optimizer is None:
         raise CheckpointError(
             "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
         )
-    if optimizers is not None and manifest.optimizer is not None:
-        require_same_class(optimizers, manifest.optimizer)
-        shards = dict(engine.named_parameters())
-        shapes = {
-            name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
-            for name, keys in state_keys(manifest.tensors).items()
-        }
-        _require_same_parameters(optimizers, shards, manifest.optimizer, shapes)
-        _require_states_shardable(shards, engine.shard_plan.layouts, shapes)
+    require_same_class(optimizers, manifest.optimizer)
+    shards = dict(engine.named_parameters())
+    shapes = {
+        name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
+        for name, keys in state_keys(manifest.tensors).items()
+    }
+    _require_same_parameters(optimizers, shards, manifest.optimizer, shapes)
+    _require_states_shardable(shards, engine.shard_plan.layouts, shapes)
 
 
 def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:
@@ -118,10 +118,10 @@ def require_same_class(optimizers: OptimizerSet, saved: Mapping[str, Any]) -> No
                 "anew."
             )
     elif kind != saved["class"]:
+        several = ", several in a list" if "+" in kind + saved["class"] else ""
         raise CheckpointError(
             f"the checkpoint holds the state of {saved['class']}, and the optimizer is {kind}: give one of "
-            f"the same class{_IN_A_LIST if '+' in kind + saved['class'] else ''}, or in Python None for an "
-            "optimizer that starts anew."
+            f"the same class{several}, or in Python None for an optimizer that starts anew."
         )
 
 

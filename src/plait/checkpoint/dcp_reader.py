@@ -35,28 +35,19 @@ from plait.plan.layout.shards import is_tiling
 
 _METADATA = ".metadata"
 """The metadata file, which torch writes last."""
-_MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"
 _PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"})
 _KNOWN: Mapping[str, frozenset[str]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            _MEMORY_FORMAT,
-        }
-    ),
+    "torch.distributed.checkpoint.metadata": frozenset({
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    }),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
     "torch": frozenset({"Size"}),
     "builtins": frozenset({"getattr"}),  # of `_MEM_FORMAT_ENCODING`: enums of Python 3.11.0 to 3.11.3
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
-}
+}  # fmt: skip
 """The classes that torch's metadata names, by module."""
 _MOST_DIMS, _MOST_TRANSFORMS = 64, 16
 _MOST_INFLATED = 1000

@@ -232,9 +232,7 @@ def resolve(path: Path) -> Path:
     if within:
         return within[0][1]
     if path.is_dir() and _NAME.fullmatch(path.name):  # named when it was complete
-        before = previous_checkpoint(path)
-        remedy = f"load {before}, the one before it" if before else "take another checkpoint"
-        raise CheckpointError(f"the checkpoint {path} is damaged: it has no {FILE}: {remedy}.", damaged=True)
+        raise damaged(path, f"it has no {FILE}")
     what = "is no folder" if not path.is_dir() else "holds no complete checkpoint"
     of_run = [inner for _, inner in complete_checkpoints(path / "checkpoints")]
     remedy = "give the folder of a checkpoint, or one with step-… folders in it"
@@ -258,14 +256,15 @@ def _best_checkpoint(folder: Path) -> Path:
     return folder / checkpoint_name(step)
 
 
-def previous_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint next to `path` with fewer steps, or None."""
-    name = _NAME.search(path.name)
-    if name is None:
-        return None
-    with suppress(OSError):  # the caller has a more important error to report
-        return next((other for step, other in complete_checkpoints(path.parent) if step < int(name[1])), None)
-    return None
+def damaged(path: Path, reason: str) -> CheckpointError:
+    """Return the error for a damaged checkpoint, which names the newest complete one with fewer steps."""
+    previous: Path | None = None
+    if (name := _NAME.search(path.name)) is not None:
+        with suppress(OSError):  # the damage is more important
+            before = (other for step, other in complete_checkpoints(path.parent) if step < int(name[1]))
+            previous = next(before, None)
+    remedy = f"load {previous}, the one before it" if previous else "take another checkpoint"
+    return CheckpointError(f"the checkpoint {path} is damaged: {reason}: {remedy}.", damaged=True)
 
 
 def rename_later(folder: Path, start: int, disk: Disk) -> None:

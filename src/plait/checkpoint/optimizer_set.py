@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.errors import CheckpointError
+from plait.plan.arguments import require_instance
 
 GivenOptimizers = Optimizer | Sequence[Optimizer] | None
 """One optimizer, several of different parameters, or none."""
@@ -30,15 +31,8 @@ class OptimizerSet:
             return None
         members = tuple(given) if isinstance(given, Sequence) else (given,)
         for one in members:
-            if not isinstance(one, Optimizer):
-                what = (
-                    f"the class {one.__name__}"
-                    if isinstance(one, type)
-                    else f"an object of {type(one).__name__}"
-                )
-                raise CheckpointError(
-                    f"the optimizer is {what}: give one of torch.optim, a list of them, or None."
-                )
+            remedy = "give one of torch.optim, a list of them, or None"
+            require_instance("the optimizer", one, Optimizer, remedy, CheckpointError)
         if not members:
             raise CheckpointError("the list of optimizers is empty: give at least one, or None.")
         return OptimizerSet(members)
