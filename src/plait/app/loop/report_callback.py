@@ -15,13 +15,12 @@ from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.errors import DataError, PlaitError
+from plait.files import adapter_of
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import write_report
 from plait.pictures.report.recorded_step import (
     RecordedRank,
     RecordedStep,
-    rank_as_text,
-    rank_from_text,
     write_step,
 )
 from plait.pictures.report.run_description import RunDescription, read_description, write_description
@@ -70,10 +69,11 @@ def write_step_record(
             for axis, kinds in traffic.items()
         },
     )
-    texts = all_gather_text(rank_as_text(own), world, world.device_for_text(mesh.device))
+    adapter = adapter_of(RecordedRank)
+    texts = all_gather_text(adapter.dump_json(own).decode(), world, world.device_for_text(mesh.device))
     if mesh.rank:
         return
-    ranks = tuple(map(rank_from_text, texts))
+    ranks = tuple(map(adapter.validate_json, texts))
     record = RecordedStep(step, schedule.policy, schedule.microbatches, tuple(schedule.rank_of), ranks)
     try:
         write_step(record, folder)

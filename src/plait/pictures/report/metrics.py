@@ -27,8 +27,6 @@ class Metrics:
     columns: Mapping[str, tuple[Number, ...]]
     damaged: int = 0
     """Lines that could not be read, such as the last one of a run that was killed."""
-    thinned_from: int = 0
-    """Number of steps before some were left out; 0: all steps are there."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -78,7 +76,7 @@ class Metrics:
                 kept.update((min(rows, key=loss_of), max(rows, key=loss_of)))
         order = sorted(kept)
         columns = {key: tuple(values[row] for row in order) for key, values in self.columns.items()}
-        return Metrics(columns, self.damaged, thinned_from=count)
+        return Metrics(columns, self.damaged)
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -109,16 +107,16 @@ def _row(line: str) -> dict[str, Number] | None:
         return None
     if not isinstance(read, dict) or not is_number(read.get("step")) or not 0 <= read["step"] < MOST:
         return None
-    return {key: value if is_number(value) else None for key, value in read.items() if _fits(value)}
+    return {
+        key: value if is_number(value) else None
+        for key, value in read.items()
+        if value is None or isinstance(value, float) or is_number(value)
+    }
 
 
 def is_number(value: object) -> bool:
     """Return whether `value` is an int or a float that is finite, and below `MOST`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
-
-
-def _fits(value: object) -> bool:
-    return value is None or is_number(value) or isinstance(value, float)
 
 
 def buckets(count: int, most: int) -> Iterator[range]:

@@ -62,16 +62,6 @@ class RecordedStep:
     """All ranks of the world, in order."""
 
 
-def rank_as_text(rank: RecordedRank) -> str:
-    """Return a rank's recorded step as JSON text, to be sent to another rank."""
-    return adapter_of(RecordedRank).dump_json(rank).decode()
-
-
-def rank_from_text(text: str) -> RecordedRank:
-    """Return the recorded step from the JSON text of `rank_as_text`."""
-    return adapter_of(RecordedRank).validate_json(text)
-
-
 def write_step(step: RecordedStep, folder: Path) -> None:
     """Write `step.json` in `folder`. Raises `OSError`."""
     write_bytes(folder / STEP_FILE, adapter_of(RecordedStep).dump_json(step))

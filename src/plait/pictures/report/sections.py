@@ -65,9 +65,8 @@ def notes_section(runs: Sequence[RunRecord]) -> str:
 
 def samples_section(run: RunRecord, of: str, number: int) -> str:
     """Return the samples of a run as HTML, one of each step; `of`: the run's name after "of", or ""."""
-    by_step = {
-        event.step: event.text for event in run.events if event.kind == "sample"
-    }  # the latest of a step
+    # The latest of a step.
+    by_step = {event.step: event.text for event in run.events if event.kind == "sample"}
     steps = sorted(by_step)
     shown = steps
     if len(steps) > MOST_SAMPLES:
@@ -115,12 +114,8 @@ def _uses(timeline: StepTimeline) -> str:
             for name, colour in zip(names, colours, strict=True)
         ]
         rows.append([f"rank {rank}", bar(parts, whole), *(_share(seconds[name], whole) for name in names)])
-    heads = [
-        "",
-        "time by use",
-        *(name if name in ("computing", "other") else f"blocked, {name}" for name in names),
-    ]
-    return table(heads, rows, numbers=2)
+    heads = (name if name in ("computing", "other") else f"blocked, {name}" for name in names)
+    return table(["", "time by use", *heads], rows, numbers=2)
 
 
 def _share(seconds: float, whole: float) -> str:
