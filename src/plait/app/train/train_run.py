@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from plait.app.config.config import Config
-from plait.app.loop.callbacks import EarlyStop, Log, Progress, ProgressReporter, ReplicaChecks
+from plait.app.loop.callbacks import EarlyStop, Log, Progress, ReplicaChecks
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder import LOCK, locked_folder
@@ -112,7 +112,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     with lock, StopSignals(stop_on) as stop:
         data = load_data(config)
         config = with_steps_of_epochs(config, data)
-        progress = ProgressReporter(config.train.steps, shown=mesh.rank == 0, bar=run.progress)
+        progress = Progress(shown=mesh.rank == 0, bar=run.progress)
         plan = balanced(config, plan, mesh, data)
         memory = None
         if mesh.rank == 0 or run.memory_limit is not None:  # which all ranks have to keep
@@ -134,7 +134,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
 
 
 def _trained(
-    config: Config, trainer: Trainer, data: Data, report: Report, progress: ProgressReporter
+    config: Config, trainer: Trainer, data: Data, report: Report, progress: Progress
 ) -> tuple[TrainingResult, list[LossAndNorm]]:
     """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
     settings, run = config.train, config.run
@@ -150,7 +150,7 @@ def _trained(
             RunFolder(config),
             Recordings(config),
             ReplicaChecks(run.check_replicas),
-            Progress(progress),
+            progress,
             first,
             *validations,
             *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
@@ -253,7 +253,7 @@ def _print_end(
     predicted: Prediction | None,
     peak: float,
     mesh: Mesh,
-    progress: ProgressReporter,
+    progress: Progress,
 ) -> None:
     """Print after the last step: the sample, memory and time, the metrics' path, how to resume if stopped."""
     if result.sample is not None:

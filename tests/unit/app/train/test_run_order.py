@@ -12,7 +12,7 @@ import pytest
 
 import plait
 from plait.app.config.config import Config
-from plait.app.loop.callbacks import ProgressReporter
+from plait.app.loop.callbacks import Progress
 from plait.app.train import trainer
 from plait.app.train.run_callbacks import SCHEDULE_FILE, reorder
 from plait.app.train.train_run import train
@@ -41,7 +41,7 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
     """As a rank: the lines of a run that are shown, the orders of its steps, and whether one rank agrees."""
     lines: list[str] = []
     orders: list[Any] = []
-    show, step = ProgressReporter.print, Engine.forward_backward
+    show, step = Progress.print, Engine.forward_backward
 
     def forward_backward(self: Engine, *batch: Any) -> Any:
         if self.plan.pp == 2:
@@ -50,7 +50,7 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
 
     measured = Recording.costs if costs is None else lambda _: costs
     with (
-        patch.object(ProgressReporter, "print", lambda self, text: (show(self, text), lines.append(text))),
+        patch.object(Progress, "print", lambda self, text: (show(self, text), lines.append(text))),
         patch.object(Engine, "forward_backward", forward_backward),
         patch.object(Recording, "costs", measured),
     ):
