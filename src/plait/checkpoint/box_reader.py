@@ -30,10 +30,7 @@ from plait.plan.layout.shards import full_box, intersection, shard_boxes, slices
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged.
-
-    The error for a damaged manifest names the previous checkpoint, if there is one.
-    """
+    """Return the manifest in `folder`. CheckpointError, which names the checkpoint before it, if damaged."""
     try:
         return read_manifest(folder)
     except CheckpointError as error:

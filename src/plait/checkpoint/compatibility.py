@@ -174,10 +174,7 @@ def _require_states_shardable(
 
 
 def group_sources(optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any]) -> Sources:
-    """Return for each group of the optimizers the options, and the saved groups that had its parameters.
-
-    `names`: this rank's parameters, by id.
-    """
+    """Return each group's options, and the saved groups that had its parameters; `names`: of these, by id."""
     found = []
     for group in optimizers.param_groups:
         sources: dict[str, str] = {}

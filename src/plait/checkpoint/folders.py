@@ -52,10 +52,7 @@ def marker_path(folder: Path) -> Path:
 
 
 def mark_best(folder: Path, kept: Sequence[BestCheckpoint], disk: Disk) -> None:
-    """Write `kept`, lowest loss first, to `best.json` in `folder`; if `kept` is empty, remove the file.
-
-    Raises OSError.
-    """
+    """Write `kept`, lowest loss first, to `best.json`, or remove it where there are none. Raises OSError."""
     path = marker_path(folder)
     unfinished = path.with_name(f"{path.name}.part")
     if os.path.lexists(unfinished):  # left by a process that was killed
@@ -69,10 +66,7 @@ def mark_best(folder: Path, kept: Sequence[BestCheckpoint], disk: Disk) -> None:
 
 
 def best_checkpoints(folder: Path) -> list[BestCheckpoint]:
-    """Return the checkpoints of `folder` that are recorded as the best, the lowest loss first.
-
-    A damaged record counts as none. Raises OSError.
-    """
+    """Return the best checkpoints that `folder` records, the lowest loss first; none if damaged. OSError."""
     try:
         read = read_json(marker_path(folder))
         found = [_checked(one) for one in (read, *read.get("others", ()))]

@@ -118,10 +118,7 @@ class Manifest:
     """For each further name of a shared parameter, the name under which it is saved, without `model.`."""
 
     def boxes_by_tensor(self) -> dict[str, list[tuple[str, StoredBox]]]:
-        """Return each tensor's stored boxes (ranges of indices per dim), with the names of their files.
-
-        The list is empty for a tensor without elements.
-        """
+        """Return each tensor's stored boxes, with their files' names; none of a tensor without elements."""
         boxes: dict[str, list[tuple[str, StoredBox]]] = {name: [] for name in self.tensors}
         for file in self.files:
             for box in file.boxes:

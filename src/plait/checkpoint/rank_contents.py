@@ -94,10 +94,7 @@ def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, An
 
 
 def require_own_parameters(optimizers: OptimizerSet, names: Mapping[int, str]) -> None:
-    """Raise CheckpointError if `names`, of this rank's parameters by id, lacks a parameter of an optimizer.
-
-    Also where two optimizers have a parameter in common.
-    """
+    """Raise CheckpointError where optimizers share a parameter, or have one that `names`, by id, has not."""
     optimizers.require_apart(names)
     for number, group in enumerate(optimizers.param_groups):
         for parameter in group["params"]:

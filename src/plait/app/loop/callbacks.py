@@ -163,10 +163,7 @@ class EarlyStop(Callback):
     """Ends the run after `patience` validations in a row without a lower validation loss."""
 
     def __init__(self, patience: int, *, watch: str | None = None) -> None:
-        """Place it after the `Validation` whose losses it compares: the one named `watch`, or the first one.
-
-        Raises `ConfigError`.
-        """
+        """Place it after the `Validation` that it watches: the one named `watch`, or the first one."""
         require_whole("EarlyStop's patience", patience)
         if watch is not None:
             require_instance("EarlyStop's watch", watch, str, "give the name of a Validation")

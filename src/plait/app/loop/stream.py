@@ -192,10 +192,7 @@ class RankStream:
 
 
 def _packed(value: Value) -> Tensor:
-    """Return a value as bytes: the length of a head, the head as text, and the tensors.
-
-    In the head each tensor stands as its number. Raises `DataError` for objects that plain text cannot hold.
-    """
+    """Return a value as bytes: the length of a head, the head, which numbers the tensors, and the tensors."""
     tensors = list_of_tensors(value)
     numbers = iter(range(len(tensors)))
     numbered = map_tensors(lambda tensor: torch.tensor(next(numbers)), value)

@@ -196,10 +196,7 @@ class StreamReader:
 
 
 def _has_shuffle_buffer(source: Any) -> bool:
-    """Return whether a streamed data set of Hugging Face, or that of a loader, shuffles in a buffer.
-
-    Its `state_dict` has no content of the buffer: a run that went on from it would miss these samples.
-    """
+    """Return whether a data set shuffles in a buffer, whose content its `state_dict` does not have."""
     data = getattr(source, "dataset", source)
     step = getattr(data, "_ex_iterable", None)
     while step is not None:

@@ -55,10 +55,7 @@ class Evaluation:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint `path`, the newest in that folder, or in the `checkpoints` of that run.
-
-    Raises CheckpointError where there is none.
-    """
+    """Return the checkpoint `path`, or the newest in that folder or run; CheckpointError if there is none."""
     return resolve(path / FOLDER if (path / FOLDER).is_dir() else path)
 
 

@@ -32,10 +32,7 @@ from plait.plan.model_sizes import MOST_SIZE
 
 
 class ReadAhead:
-    """Wrapper of `batches` that reads the next step's batch in a thread while a step runs.
-
-    Not for threads that ask at the same time.
-    """
+    """Wrapper of `batches` that reads the next step's batch in a thread; for one thread that asks."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -100,10 +97,7 @@ def held_out_validation(config: Config, opened: list[OpenSource]) -> tuple[Valid
 
 
 def _validation_set(config: Config, name: str, held_out: list[tuple[Rows, bool]]) -> ValidationSet:
-    """Return batches of rows, each given with whether they are of conversations.
-
-    Raises `DataError` where no target of conversations counts.
-    """
+    """Return batches of rows, each with whether they are of chats. DataError if no target of chats counts."""
     rows = [one for one, _ in held_out]
     every = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
     batches = ValidationBatches(every, config.train.batch, config.train.validate_batches)

@@ -100,10 +100,7 @@ def trained_part(config: Config, vocab: int) -> nn.Sequential:
 
 
 def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
-    """Return the plan with stages cut by measured layer times if `parallel.balance` is "measured".
-
-    A plan with a cut of its own (`layers_per_stage`) stays as it is.
-    """
+    """Return the plan, cut by measured layer times where `parallel.balance` asks and it has no cut."""
     if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
         return plan
     rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)
@@ -187,10 +184,7 @@ class Trainer(TrainingLoop):
 
 
 def sample_text(engine: Engine, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Return `train.sample` and its continuation, or the answer to it; the same on every rank that calls it.
-
-    Communication: that of `Engine.generate`.
-    """
+    """Return `train.sample` and its continuation, or the answer to it; called by every rank."""
     settings = config.train
     start = torch.tensor([prompt.tokens], dtype=torch.int64, device=engine.mesh.device)
     tokens = engine.generate(

@@ -145,10 +145,7 @@ class RankSeries:
         return self.memory[-1]
 
     def busy(self, step_seconds: Sequence[float | None]) -> tuple[tuple[float, ...], ...] | None:
-        """Return for each step the seconds in which each rank was not blocked; None where not measured.
-
-        `step_seconds`: of the same steps.
-        """
+        """Return the seconds of each step in which each rank was not blocked; None where not measured."""
         if len(step_seconds) != len(self.steps) or not any(map(any, self.blocked)):
             return None
         return tuple(

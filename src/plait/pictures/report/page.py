@@ -36,10 +36,7 @@ _SCRIPTS = "uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js"
 
 
 def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
-    """Return the report of `runs` as an HTML document that needs no other file.
-
-    `policy`: the content security policy of the page.
-    """
+    """Return the page of `runs`, an HTML document that needs no other file; `policy`: its security policy."""
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
     body = filled(

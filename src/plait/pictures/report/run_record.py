@@ -124,10 +124,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Return the run whose folder, or file of metrics, is `path`.
-
-    Raises `ConfigError` where there is none, `DataError` where a file is damaged.
-    """
+    """Return the run in the folder or file `path`. ConfigError where there is none, DataError if damaged."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist: give the folder of a run (its run.dir).")
     metrics = path if path.is_file() else path / METRICS_FILE
