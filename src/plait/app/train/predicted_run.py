@@ -19,7 +19,7 @@ from plait.estimate.time.hardware import bundled_name
 from plait.estimate.time.prediction import Prediction, predict
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
-from plait.pictures.report.recorded_step import StepTimeline, read_step
+from plait.pictures.report.recorded_step import read_step
 from plait.pictures.report.run_record import METRICS_FILE
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator, name_of
@@ -117,7 +117,7 @@ def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
         f"{predicted.hardware.name} ({expected / middle - 1:+.0%})."
     )
     step = read_step(folder)
-    uses = [] if step is None else [dict(one) for _, one in StepTimeline(step).uses()]
+    uses = [] if step is None else [dict(one) for _, one in step.uses()]
     if not uses:
         return
     computing, other = (fmean(one[name] for one in uses) for name in ("computing", "other"))

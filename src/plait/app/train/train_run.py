@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from plait.app.config.config import Config
 from plait.app.loop.callbacks import EarlyStop, Log, Progress, ReplicaChecks
@@ -41,30 +41,25 @@ from plait.ranks.failure.process_watch import GracefulStop
 from plait.ranks.mesh import Mesh
 
 
-class StopSignals:
-    """Context manager that records whether a rank has received one of `signals`.
+@contextmanager
+def received_signal(signals: Collection[int]) -> Iterator[Callable[[], int]]:
+    """Context: yield a function that returns which of `signals` this rank has received, or 0.
 
     The first signal is recorded, so that the run stops between two steps; the second ends the process.
     """
+    received = 0
 
-    def __init__(self, signals: Collection[int]) -> None:
-        self._signals = frozenset(signals)
-        self._handlers = GracefulStop(self._signals, self._receive)
-        self.local = 0
-        """The signal that this rank has received; 0: none."""
+    def receive(number: int) -> None:
+        nonlocal received
+        received = number
 
-    def __enter__(self) -> Self:
-        self._handlers.__enter__()
+    with GracefulStop(signals, receive):
         # Local ranks start with these signals blocked, until there is a handler.
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        self._handlers.__exit__(*error)
-
-    def _receive(self, number: int) -> None:
-        self.local = number
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        try:
+            yield lambda: received
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
     world = mesh.group("world")
     lock = locked_folder(run.dir, LOCK, world, mesh.device, field=FIELD, written=WRITTEN)
-    with lock, StopSignals(stop_on) as stop:
+    with lock, received_signal(stop_on) as received:
         data = load_data(config)
         config = with_steps_of_epochs(config, data)
         progress = Progress(shown=mesh.rank == 0, bar=run.progress)
@@ -120,7 +115,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         predicted = predicted_step(config, plan, mesh.device)
         trainer = Trainer(config, plan, mesh, data)
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
-        trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
+        trainer.tell, trainer.requested_stop = report.tell_through(progress.print), received
         _introduce(config, trainer, data, memory, predicted, report)
         result, first = _trained(config, trainer, data, report, progress)
         peak = trainer.row["peak_memory_bytes"]
