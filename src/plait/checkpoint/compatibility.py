@@ -17,7 +17,6 @@ from plait.checkpoint.rank_contents import (
     Checkpointable,
     layout_of_state,
     parameter_key,
-    require_own_parameters,
     state_key,
     state_keys,
 )
@@ -133,7 +132,7 @@ def _require_same_parameters(
 ) -> None:
     """Raise CheckpointError unless the optimizer and the saved one have the same trainable parameters."""
     names = {id(shard): name for name, shard in shards.items()}
-    require_own_parameters(optimizers, names)
+    optimizers.require_own_parameters(names)
     for name, kind in optimizers.members_of(names).items():
         before = saved.get("class_of", {}).get(name, kind)
         if before != kind:

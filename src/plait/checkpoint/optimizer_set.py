@@ -72,8 +72,8 @@ class OptimizerSet:
             if number in self._owners
         }
 
-    def require_apart(self, names: Mapping[int, str]) -> None:
-        """Raise CheckpointError where two optimizers have a parameter in common."""
+    def require_own_parameters(self, names: Mapping[int, str]) -> None:
+        """Raise CheckpointError where optimizers share a parameter, or have one that `names` has not."""
         seen: set[int] = set()
         for one in self.members:
             own = {id(parameter) for parameter in _parameters_of(one)}
@@ -83,6 +83,14 @@ class OptimizerSet:
                     "parameter to one."
                 )
             seen |= own
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise CheckpointError(
+                        f"group {number} of the optimizer has a parameter {list(parameter.shape)} that is "
+                        "not the engine's: give an optimizer of engine.parameters(), and save others by "
+                        "yourself."
+                    )
 
     @cached_property
     def _owners(self) -> dict[int, Optimizer]:

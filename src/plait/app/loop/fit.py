@@ -166,14 +166,13 @@ def fit(
     """
     require_instance("plan", plan, Plan, "give a plait.Plan")
     steps, seed = whole("steps", steps), whole("seed", seed, least=0)
+    rate = _of_step(learning_rate)
     _require_arguments(learning_rate, weight_decay, clip, optimizer, callbacks)
     _require_used(parameter_groups, weight_decay, notes, callbacks)
     validations = _validations(validation, validate_every, validate_batches, metrics)
     mesh = Mesh(plan) if mesh is None else mesh
     engine = parallelize(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
     made = _made(optimizer, engine, parameter_groups, weight_decay)
-    given = learning_rate
-    rate = given if given is None or callable(given) else warmup_constant(float(given))
     run = TrainingLoop(engine, made, batches, steps=steps, learning_rate=rate, clip=clip)
     run.notes = notes
     if line := uneven_epochs(run.batches, steps):
@@ -224,12 +223,18 @@ def _validations(
     ]
 
 
+def _of_step(learning_rate: float | LearningRate | None) -> LearningRate | None:
+    """Return a learning rate as a function of the step. Raises `ConfigError` for another type."""
+    if learning_rate is None or callable(learning_rate):
+        return learning_rate
+    require_number("learning_rate", learning_rate)
+    return warmup_constant(float(learning_rate))
+
+
 def _require_arguments(
     learning_rate: object, weight_decay: object, clip: object, optimizer: object, callbacks: object
 ) -> None:
     """Raise `ConfigError` for another type than asked for, or a number out of range."""
-    if learning_rate is not None and not callable(learning_rate):
-        require_number("learning_rate", learning_rate)
     if weight_decay is not None:
         require_number("weight_decay", weight_decay)
     require_number("clip", clip, positive=True, infinite="no clipping")

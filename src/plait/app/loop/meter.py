@@ -85,6 +85,10 @@ class Meter:
         self._started = StreamEvent(self._mesh.device, timed=True)
         self._blocked = self._mesh.traffic.blocked_nanoseconds
 
+    def elapsed(self) -> float:
+        """Return the seconds since the meter was made, by this rank's clock."""
+        return time.monotonic() - self._began
+
     def measure(
         self,
         step: int,
@@ -104,8 +108,7 @@ class Meter:
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
-        elapsed = time.monotonic() - self._began
-        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds, elapsed]
+        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds, self.elapsed()]
         faulty = torch.cat([result.non_finite, ~result.norm.isfinite()[None]])
         numbers = torch.cat([sent(torch.tensor(own, dtype=torch.float64), device), faulty.double()])
         everyone = all_gather(numbers, mesh.group("world"), checked=False)

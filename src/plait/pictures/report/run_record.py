@@ -88,12 +88,6 @@ class RunRecord:
         return "rows" if rows and set(self.metrics.numbers("tokens")) == {rows} else "tokens"
 
     @property
-    def planned_steps(self) -> int | None:
-        """The steps that the configuration asks for, or None."""
-        steps = self.config_field("train.steps")
-        return steps if isinstance(steps, int) else None
-
-    @property
     def died(self) -> bool:
         """Whether the run began, has not ended, and writes no more."""
         return bool(self.events) and self.end is None and self.age >= _STILL
@@ -101,8 +95,8 @@ class RunRecord:
     @property
     def state(self) -> str:
         """Whether the run finished, was stopped, failed, runs or died, as a sentence without a full stop."""
-        step, planned = self.metrics.steps[-1], self.planned_steps
-        of = f"{step:,}" if planned is None else f"{step:,} of {planned:,}"
+        step, planned = self.metrics.steps[-1], self.config_field("train.steps")
+        of = f"{step:,} of {planned:,}" if isinstance(planned, int) else f"{step:,}"
         if self.end is not None:
             return f"{self.end.kind.capitalize()} after step {of}"
         if self.died:
@@ -136,17 +130,13 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(
         name=folder.resolve().name if metrics.name == METRICS_FILE else metrics.stem,
         metrics=read_metrics(metrics),
-        config=_read_config(folder / "config.json"),
+        config=read_file(dict[str, Any], folder / "config.json") or {},
         description=read_description(folder),
         events=read_events(folder),
         step=read_step(folder),
         ranks=read_rank_series(folder),
         age=time.time() - metrics.stat().st_mtime,
     )
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    return read_file(dict[str, Any], path) or {}
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
