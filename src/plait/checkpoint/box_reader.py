@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.folders import damaged, resolve
-from plait.checkpoint.manifest import (
-    FILE,
-    READ_WITH_ANOTHER,
-    TAKE_ANOTHER,
-    Manifest,
-    read_manifest,
-)
+from plait.checkpoint.manifest import FILE, READ_WITH_ANOTHER, TAKE_ANOTHER, Manifest, read_manifest
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, Portion, TensorFileReader, find_damage, portions
 from plait.errors import CheckpointError, listed

@@ -13,8 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
 from plait.app.loop.loggers import unwritable
 from plait.errors import ConfigError
 from plait.files import make_folder
@@ -24,7 +22,7 @@ from plait.pictures.report.recorded_step import STEP_FILE
 from plait.pictures.report.run_description import RUN_FILE
 from plait.pictures.report.run_record import EVENTS_FILE, METRICS_FILE
 from plait.ranks.file_lock import owner_of, try_lock, unlock
-from plait.ranks.group import Group
+from plait.ranks.mesh import GridMesh
 from plait.ranks.text_collectives import broadcast_result
 
 LOCK = "run.lock"
@@ -42,14 +40,13 @@ _PATIENCE = 10.0
 def locked_folder(
     folder: Path,
     lock: str,
-    group: Group,
-    device: torch.device,
+    mesh: GridMesh,
     *,
     field: str = "",
     must_be_writable: bool = True,
     written: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Context in which the first rank of `group` holds the file `lock` in `folder`; all ranks enter it.
+    """Context in which rank 0 of `mesh` holds the file `lock` in `folder`; all ranks enter it.
 
     Raises `ConfigError` on every rank where another run holds it, which is named, where a folder that
     `must_be_writable` is not, and where one of the files and folders `written` in it is a link: others may
@@ -65,7 +62,7 @@ def locked_folder(
         held.extend([] if file is None else [(folder / lock, file)])
         return ""
 
-    broadcast_result(take, ConfigError, group, device)
+    broadcast_result(take, ConfigError, mesh.group("world"), mesh.device)
     try:
         yield
     finally:

@@ -30,14 +30,7 @@ CONFIG_FILE, SCHEDULE_FILE = "config.json", "schedule.json"
 TABLE_FILE, TENSORBOARD_FOLDER = "metrics.csv", "tensorboard"
 TRACE_FILES = {"trace": "trace.json", "svg": "trace.svg", "html": "trace.html"}
 """For Perfetto or chrome://tracing; a picture; an interactive page."""
-FILES = (
-    *REPORT_FILES,
-    CONFIG_FILE,
-    TABLE_FILE,
-    TENSORBOARD_FOLDER,
-    SCHEDULE_FILE,
-    *TRACE_FILES.values(),
-)
+FILES = (*REPORT_FILES, CONFIG_FILE, TABLE_FILE, TENSORBOARD_FOLDER, SCHEDULE_FILE, *TRACE_FILES.values())
 """What a run leaves in `run.dir`, except checkpoints and prepared data."""
 WRITTEN = (*FILES, EARLIER, FOLDER)
 """All files and folders in `run.dir` that a run writes."""

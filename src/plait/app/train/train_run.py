@@ -102,8 +102,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     plan, run = config.plan(), config.run
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
-    world = mesh.group("world")
-    lock = locked_folder(run.dir, LOCK, world, mesh.device, field=FIELD, written=WRITTEN)
+    lock = locked_folder(run.dir, LOCK, mesh, field=FIELD, written=WRITTEN)
     with lock, received_signal(stop_on) as received:
         data = load_data(config)
         config = with_steps_of_epochs(config, data)
