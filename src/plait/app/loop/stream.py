@@ -204,7 +204,8 @@ def _packed(value: Value) -> Tensor:
             "numbers and text."
         ) from None
     start = torch.frombuffer(bytearray(len(head).to_bytes(_HEAD, "little") + head), dtype=torch.uint8)
-    return torch.cat([start, *(_bytes(one) for one in tensors)])
+    contiguous = (one.detach().cpu().contiguous().reshape(-1) for one in tensors)
+    return torch.cat([start, *(one.view(torch.uint8) for one in contiguous)])
 
 
 def _unpacked(message: Tensor) -> Value:
@@ -217,10 +218,6 @@ def _unpacked(message: Tensor) -> Value:
         tensors.append(message[at : at + size].clone().view(dtype).reshape(shape))
         at += size
     return map_tensors(lambda number: tensors[int(number)], numbered)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _require_source(source: object) -> None:

@@ -167,7 +167,11 @@ class TrainingLoop:
 
         Raises `NonFiniteError` on every rank where a loss or a gradient norm is not finite.
         """
-        self.callbacks = _callbacks(callbacks)
+        require_instance("callbacks", callbacks, Sequence, "give a list of callbacks")
+        for callback in callbacks:
+            remedy = "give objects of subclasses of plait.loop.Callback"
+            require_instance("a callback", callback, Callback, remedy)
+        self.callbacks = callbacks
         for callback in callbacks:
             callback.resume(self)
         with ExitStack() as stack:
@@ -346,15 +350,6 @@ def _require_rates_apart(
             f"parameter groups have {SCALE}, a factor of learning_rate, which is not given: give "
             "learning_rate, a number or a schedule."
         )
-
-
-def _callbacks(given: object) -> Sequence[Callback]:
-    """Return the callbacks `given`. Raises `ConfigError` where they are no sequence of them."""
-    require_instance("callbacks", given, Sequence, "give a list of callbacks")
-    assert isinstance(given, Sequence)
-    for one in given:
-        require_instance("a callback", one, Callback, "give objects of subclasses of plait.loop.Callback")
-    return given
 
 
 def _print(line: str) -> None:

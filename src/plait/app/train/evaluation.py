@@ -82,7 +82,8 @@ def evaluation_config(checkpoint: Path, arguments: Sequence[str], sources: Seque
     kept = ("seed", "batch", "microbatches", "precision", "validate_batches")
     saved["train"] = {name: one for name, one in saved["train"].items() if name in kept}
     saved["train"] |= _divided(saved["train"], given)
-    saved["run"] = {"dir": str(_folder_of_run(checkpoint))}
+    parent = checkpoint.resolve().parent
+    saved["run"] = {"dir": str(parent.parent if parent.name == FOLDER else parent)}  # for prepared data
     config = config_from_arguments(arguments, saved, str(checkpoint))
     return _with_data(config, manifest, sources, given)
 
@@ -99,12 +100,6 @@ def _divided(train: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     batch = -(-batch // dp) * dp
     fitting = (count for count in range(min(most, LIMITS["microbatches"]), 0, -1) if not batch % (dp * count))
     return {"batch": batch, "microbatches": next(fitting)}
-
-
-def _folder_of_run(checkpoint: Path) -> Path:
-    """Return the folder of the run that wrote a checkpoint, in which records are tokenized."""
-    parent = checkpoint.resolve().parent
-    return parent.parent if parent.name == FOLDER else parent
 
 
 def _with_data(config: Config, manifest: Manifest, sources: Sequence[str], limits: Collection[str]) -> Config:

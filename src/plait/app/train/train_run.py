@@ -214,9 +214,10 @@ def banner(
     whether the folder of a Hugging Face model holds weights to start from.
     """
     model, settings, plan = config.model, config.train, config.plan()
-    count = _count(parameters) + ("" if trained == parameters else f", of which {trained:,} are trained")
+    count = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
+    frozen = "" if trained == parameters else f", of which {trained:,} are trained"
     yield (
-        f"Model: {model.name}, {count} ({model.layers} blocks, hidden {model.hidden}, "
+        f"Model: {model.name}, {count} parameters{frozen} ({model.layers} blocks, hidden {model.hidden}, "
         f"context {model.context}, vocabulary {data.vocab:,})."
     )
     if model.folder is not None and has_weights:
@@ -233,11 +234,6 @@ def banner(
         if one.summary:
             yield f"Validation{f' {one.name}' * bool(one.name)}: {one.summary}."
     yield f"Run: {config.run.dir}"
-
-
-def _count(parameters: int) -> str:
-    """Return a number of parameters as text."""
-    return f"{parameters / 1e6:.1f} M parameters" if parameters >= 1e6 else f"{parameters:,} parameters"
 
 
 def _print_end(

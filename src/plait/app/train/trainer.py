@@ -52,20 +52,18 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
     A model in a folder has its own vocabulary. Raises `ModelError` for one that plait does not support.
     """
-    built, settings = _without_adapters(model, vocab), model.lora
+    if model.folder is not None:
+        built = model_in(model.folder, model.context)
+    else:
+        sizes = model.decoder(vocab)
+        built = gpt2_of(sizes) if sizes.family == "gpt2" else llama_of(sizes)
+    settings = model.lora
     if settings.adapter is not None:
         load_adapter(built, Path(settings.adapter).expanduser())
     elif settings.adapts:
         rank, alpha, dropout = settings.rank, settings.alpha, settings.dropout
         lora(built, rank=rank, alpha=alpha, targets=settings.targets, dropout=dropout)
     return built
-
-
-def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
-    if model.folder is not None:
-        return model_in(model.folder, model.context)
-    sizes = model.decoder(vocab)
-    return gpt2_of(sizes) if sizes.family == "gpt2" else llama_of(sizes)
 
 
 def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dict[str, Any] | None:

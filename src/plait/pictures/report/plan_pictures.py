@@ -154,14 +154,16 @@ def _layers_list(about: RunDescription, pp: int) -> str:
 
 def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
     """Return an SVG of a tensor's shards: colours mark ranks of `tp`, lines those of `shard` and `cp`."""
-    rows, columns = _as_matrix(tensor.shape)
+    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1  # a vector is one row
+    columns = prod(tensor.shape[1:] if len(tensor.shape) > 1 else tensor.shape)
     scale = _MATRIX / max(rows, columns, 1)
     wide, high = max(columns * scale, 18), max(rows * scale, 18)
     elements = []
     for tp, tensor_shard in enumerate(tensor.pieces):
         for offsets, sizes in tensor_shard.boxes:
             x, y, w, h = area = _box(offsets, sizes, wide, high, (rows, columns))
-            told = f"{tensor.name}: {_ranges(offsets, sizes)}, of tp {tp}"
+            ranges = (f"{first:,} to {first + size:,}" for first, size in zip(offsets, sizes, strict=True))
+            told = f"{tensor.name}: {' × '.join(ranges)}, of tp {tp}"
             whole = all(size == full for size, full in zip(sizes, tensor.shape, strict=True))
             name = "every rank of tp" if whole and len(tensor.pieces) > 1 else told
             owner, hue = ("all", _FIRST_HUE) if whole else (str(tp), _FIRST_HUE + tp)
@@ -192,11 +194,6 @@ def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
     alike = f"; {tensor.alike - 1} more like it" if tensor.alike > 1 else ""
     on = f"pp {', '.join(map(str, tensor.pp))}" if about.mesh["pp"] > 1 else ""
     return f"{shape}, {divided}{'; on ' if on else ''}{on}{alike}"
-
-
-def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns as which a tensor is drawn; a vector is one row."""
-    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
 
 def _box(
@@ -231,10 +228,6 @@ def _intervals(
         yield rect(left, top, wide, high, told, **look, **data)
         if coloured and wide > 6.2 * len(owner) and high > 13:
             yield text_at(left + wide / 2, top + high / 2 + 4, owner, class_="on")
-
-
-def _ranges(offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    return " × ".join(f"{first:,} to {first + size:,}" for first, size in zip(offsets, sizes, strict=True))
 
 
 def _part(area: Area, start: float, stop: float, *, row: bool) -> Area:
