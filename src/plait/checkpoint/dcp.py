@@ -1,6 +1,6 @@
 """Export to and import from torch.distributed.checkpoint (DCP), in one process without ranks.
 
-    export_dcp    dcp_planner     which boxes torch writes
+    export_dcp    ExportPlanner   says which boxes torch writes
     import_dcp    dcp_reader      reads what torch wrote, entry by entry, without running code in it
                   dcp_keys        finds model and optimizer among the keys
 

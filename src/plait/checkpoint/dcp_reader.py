@@ -151,11 +151,7 @@ class _Reader(FileSystemReader):
     """Torch's `FileSystemReader`, except that reading the metadata runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read and validate `.metadata` without running code; the chunks of each tensor must cover it.
-
-        `planner_data` is a dictionary, which may be empty. CheckpointError where the metadata are missing or
-        damaged, or name classes that torch does not write.
-        """
+        """Read and validate `.metadata` without running code; the chunks of each tensor must cover it."""
         folder = Path(self.path)
         try:
             data = read_bytes(folder / _METADATA)
@@ -221,11 +217,9 @@ class _FileRange:
 
 
 def _metadata(pickled: object, folder: Path, length: int) -> Metadata:
-    """Build torch's `Metadata` from unpickled state; malformed state raises an exception of any type.
-
-    `length`: of the pickle, in bytes. Each chunk takes some of them, unless a list stands for many.
-    """
+    """Return torch's `Metadata` from the state in a pickle of `length` bytes; bad state raises any error."""
     state = _state(pickled, "Metadata")
+    # Each chunk takes some bytes of the pickle, unless a list stands for many.
     chunks = [_state(one, None) for one in state["state_dict_metadata"].values()]
     if sum(len(one["chunks"]) for one in chunks if isinstance(one, dict) and "chunks" in one) > length:
         raise _damaged(folder, "it names more boxes than it can hold")

@@ -225,10 +225,7 @@ def _empty_state(
     *,
     same_dtype: bool,
 ) -> tuple[Tensor, Layout]:
-    """Return an uninitialised tensor for the optimizer state `key` of a parameter, and its layout.
-
-    `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the shard.
-    """
+    """Return a tensor for the state `key`, and its layout; `same_dtype`: it was saved in its parameter's."""
     found, dtype = layout_of_state(key, entry.shape, layout), entry.torch_dtype
     if found is not layout and not found.shape:
         return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), found

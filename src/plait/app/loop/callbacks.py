@@ -191,10 +191,7 @@ class EarlyStop(Callback):
 
 
 def watched_validation(callback: Callback, run: TrainingLoop, watch: str | None) -> Validation:
-    """Return the validation named `watch` among the callbacks before `callback`; for None the first.
-
-    Only those that validate during the run count. Raises `DataError` where there is none.
-    """
+    """Return the regular validation named `watch` (None: the first) before `callback`. Raises DataError."""
     before = takewhile(lambda other: other is not callback, run.callbacks)
     regular = [other for other in before if isinstance(other, Validation) and other.is_regular]
     found = [one for one in regular if watch in (None, one.name)]

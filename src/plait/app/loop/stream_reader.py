@@ -41,10 +41,7 @@ class ReadBatch(NamedTuple):
 
 
 class StreamReader:
-    """Reads batches of `size` samples of a source, epoch after epoch; on one rank.
-
-    With a number of `epochs` it reads one batch ahead, to know which is the last.
-    """
+    """Reads batches of samples, epoch after epoch, on one rank; with `epochs` one ahead, to know the last."""
 
     def __init__(
         self,
@@ -84,10 +81,7 @@ class StreamReader:
         return self._now() if self._position is None else self._position
 
     def load(self, state: str) -> None:
-        """Go on from a position of `state`. Raises `DataError` for one that the source does not take.
-
-        A source that shuffles in a buffer is read again from the beginning of the epoch.
-        """
+        """Go on from a position of `state`; a shuffle buffer is filled anew. DataError for another one."""
         found = decode(state)
         self._epoch, self._samples, self._number = found["epoch"], found["samples"], found["number"]
         self._ahead = self._position = None

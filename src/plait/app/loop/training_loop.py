@@ -287,15 +287,12 @@ class TrainingLoop:
             getattr(callback, method)(self, *arguments)
 
     def _refuse_non_finite(self, step: int, numbers: StepMetrics) -> None:
-        """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
-
-        `DataError` where the reason is that no target counts. `numbers` are those of `step`. A norm that
-        overflows a loss scale which can be lowered is no error, unless it is that of some replicas only.
-        """
+        """Raise where the loss or norm of a step is not finite, with rank and stage, or no target counts."""
         world = self.mesh.size("world")
         if 0 < len(numbers.norm_ranks) < world:
             raise NonFiniteError(_of_some_replicas(step, numbers, world))
         loss, norm = numbers.row["loss"], numbers.row["grad_norm"]
+        # A norm that overflows a loss scale which can be lowered is no error, but of some replicas only.
         overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return

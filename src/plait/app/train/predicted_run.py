@@ -66,14 +66,11 @@ def prediction_line(memory: Memory) -> str:
 
 
 def peak_line(memory: Memory, measured: float, device: torch.device) -> str:
-    """Return a line of text that compares the `measured` peak in bytes with the predicted memory of tensors.
-
-    On a GPU both count tensors. On a CPU the peak is the resident set of the rank's process, of which tensors
-    are a part.
-    """
+    """Return a line that compares the `measured` peak in bytes with the predicted memory of tensors."""
     peak, predicted = f"{measured / 1e6:,.1f} MB", f"{memory.most / 1e6:,.1f} MB were predicted"
     if is_accelerator(device):
         return f"Memory: up to {peak} of tensors allocated on a rank; {predicted}."
+    # The peak of a CPU is the resident set of the rank's process, of which tensors are a part.
     return (
         f"Memory: up to {peak} resident in a rank's process, with Python and torch; of tensors {predicted}."
     )
@@ -104,10 +101,7 @@ def predicted_step(config: Config, plan: Plan, device: torch.device) -> Predicti
 
 
 def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
-    """Yield lines on the measured and predicted time of a step, and on the parts of that time.
-
-    Reads `metrics.jsonl` and `step.json` in `folder`; without the latter there is no second line.
-    """
+    """Yield lines on the measured and predicted time of a step and, with `step.json`, of its parts."""
     seconds = read_metrics(folder / METRICS_FILE).numbers("step_seconds")
     if not seconds:
         return

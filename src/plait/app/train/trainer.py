@@ -86,10 +86,7 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the model that `build_model` makes, with the parameters named by `train.freeze` frozen.
-
-    Raises ConfigError for a pattern of `train.freeze` or `train.rates` that fits no parameter.
-    """
+    """Return the model, frozen as `train.freeze` says. ConfigError for a pattern that fits no parameter."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
     trained = [name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]

@@ -30,10 +30,7 @@ _MATRIX = 190
 
 
 def ranks_picture(about: RunDescription) -> str:
-    """Return the ranks as a grid: a row for each rank of `pp` with its layers, a column for each other one.
-
-    Columns are grouped: replicas, then shards, then `cp`; `tp` ranks are neighbours.
-    """
+    """Return a grid of ranks: rows are those of `pp`, with layers; columns replicas, shards, `cp`, `tp`."""
     columns = about.world // about.mesh["pp"]
     gaps = _gaps(about.mesh)
     cell = max(_SMALLEST, min(_CELL, (WIDTH - _LABEL - sum(gaps)) / columns))
