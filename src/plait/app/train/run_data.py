@@ -86,22 +86,21 @@ def opened_validations(config: Config, tokenizer: Tokenizer) -> tuple[Validation
     named = config.data.validation_sources.items()
     opened = {name: open_source(config, source, tokenizer, 0.0) for name, source in named}
     return tuple(
-        _validation_set(config, name, [(one.training, one.holds_chats)]) for name, one in opened.items()
+        _validation_set(config, name, [one.training], one.holds_chats) for name, one in opened.items()
     )
 
 
 def held_out_validation(config: Config, opened: list[OpenSource]) -> tuple[ValidationSet, ...]:
     """Return the rows that are held out of the training data, as one set; none where there are none."""
-    rows = [(one.held_out, one.holds_chats) for one in opened if one.held_out is not None]
-    return (_validation_set(config, "", rows),) if rows else ()
+    rows = [one.held_out for one in opened if one.held_out is not None]
+    return (_validation_set(config, "", rows, all(one.holds_chats for one in opened)),) if rows else ()
 
 
-def _validation_set(config: Config, name: str, held_out: list[tuple[Rows, bool]]) -> ValidationSet:
-    """Return batches of rows, each with whether they are of chats. DataError if no target of chats counts."""
-    rows = [one for one, _ in held_out]
+def _validation_set(config: Config, name: str, rows: list[Rows], only_chats: bool) -> ValidationSet:
+    """Return batches of rows. Raises `DataError` where they are of conversations, and no target counts."""
     every = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
     batches = ValidationBatches(every, config.train.batch, config.train.validate_batches)
-    if all(holds_chats for _, holds_chats in held_out):
+    if only_chats:
         _require_targets(config, batches)
     if batches.rows < every.count:
         summary = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 
 from plait.pictures.colours import rank_colour
@@ -85,12 +86,8 @@ def _gaps(mesh: Mapping[str, int]) -> list[float]:
 
 
 def _positions(cell: float, gaps: Sequence[float]) -> list[float]:
-    positions, x = [], float(_LABEL)
-    for gap in gaps:
-        x += gap
-        positions.append(x)
-        x += cell
-    return positions
+    """Return the left edge of each column."""
+    return [_LABEL + number * cell + gap for number, gap in enumerate(accumulate(gaps))]
 
 
 def _column_heads(mesh: Mapping[str, int], cell: float, gaps: Sequence[float]) -> Iterator[str]:
