@@ -3,7 +3,7 @@
 step-00000200/            a complete checkpoint
 .step-00000300.saving/    a checkpoint that is being written, or that was interrupted
 .step-00000200.replaced/  an older checkpoint of the same name, until the new one has that name
-best.json                 which checkpoints had the lowest validation losses: see `best_marker`
+best.json                 which checkpoints had the lowest validation losses: see `mark_best`
 
 A file, not a link, since not every file system has links; it is replaced atomically. `FOLDER/best` names the
 one with the lowest loss wherever the path of a checkpoint is expected.
