@@ -113,9 +113,7 @@ def differences(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> dict[str,
 
 
 def option_line(found: Mapping[str, tuple[Any, Any]], options: Options) -> str:
-    """Return a line that says which options count; "" where none differ."""
-    if not found:
-        return ""
+    """Return a line that says which of the options that differ count."""
     kept = 1 if options == "saved" else 0
     each = ", ".join(f"{key} {both[kept]} in place of {both[1 - kept]}" for key, both in found.items())
     whose = "of the checkpoint" if options == "saved" else "given, not those of the checkpoint"

@@ -63,10 +63,6 @@ class ReadAhead:
         self._next = step + 1, rows, self._reader.submit(self.batches.batch, step + 1, rows)
         return made
 
-    def close(self) -> None:
-        """End the thread."""
-        self._reader.shutdown(cancel_futures=True)
-
 
 @dataclass(frozen=True)
 class ValidationSet:
