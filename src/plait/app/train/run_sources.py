@@ -252,11 +252,11 @@ def with_context_of_data(config: Config, arguments: Sequence[str]) -> tuple[Conf
     folder takes. The same configuration and "" where `arguments` give `model.context`, the model is plait's
     own, or it takes no more. Tokenizes records, unless they are.
     """
-    from plait.models.huggingface.pretrained import sizes_in  # late: with torch
-
     folder = config.model.folder
     if folder is None or is_given(arguments, "model.context"):
         return config, ""
+    from plait.models.huggingface.pretrained import sizes_in  # late: with torch
+
     most = sizes_in(folder)["context"]
     sources = [*config.data.sources, *config.data.validation_sources.values()]
     lengths = [_longest_conversation(config, source) for source in sources]
