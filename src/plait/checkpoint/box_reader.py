@@ -174,12 +174,7 @@ def adapted_linears(names: Iterable[str]) -> list[str]:
 
 
 def _require_adapters(manifest: Manifest, adapters: Mapping[str, Adapter]) -> None:
-    prefix = parameter_key("")
-    shapes = {
-        name.removeprefix(prefix): one.shape
-        for name, one in manifest.tensors.items()
-        if name.startswith(prefix)
-    }
+    shapes = {name: one.shape for name, one in manifest.parameters.items()}
     unknown = [path for path in adapted_linears(shapes) if path not in adapters]
     if unknown:
         raise CheckpointError(

@@ -54,24 +54,23 @@ def require_compatible(manifest: Manifest, engine: Checkpointable, optimizers: O
 
 def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:
     """Raise CheckpointError unless the saved parameters and buffers have exactly these names and `shapes`."""
-    wanted = {parameter_key(name): shape for name, shape in shapes.items()}
-    saved = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
+    saved = {name: one.shape for name, one in manifest.parameters.items()}
     # An imported checkpoint has tied parameters under all names, as torch saves them; one of plait does not.
-    ignored = set() if manifest.run else set(map(parameter_key, aliases))
+    ignored = set() if manifest.run else set(aliases)
     kinds = {
-        "missing": [name for name in wanted if name not in saved],
-        "unexpected": [name for name in saved if name not in wanted and name not in ignored],
+        "missing": [name for name in shapes if name not in saved],
+        "unexpected": [name for name in saved if name not in shapes and name not in ignored],
         "of another shape": [
             f"{name} ({list(saved[name])} and not {list(shape)})"
-            for name, shape in wanted.items()
+            for name, shape in shapes.items()
             if saved.get(name, shape) != shape
         ],
     }
     errors = "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names)
     if errors:
         raise CheckpointError(
-            f"the checkpoint is of another model ({errors.replace('model.', '')}): give the model that was "
-            "saved, or another checkpoint."
+            f"the checkpoint is of another model ({errors}): give the model that was saved, or another "
+            "checkpoint."
         )
 
 

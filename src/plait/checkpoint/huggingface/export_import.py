@@ -155,7 +155,7 @@ def _dtype_name(tensors: Tensors, dtype: torch.dtype | None) -> str:
     """Return the name of `dtype`, such as `bfloat16`; if it is None, that of most saved parameters."""
     if dtype is not None:
         return str(dtype).removeprefix("torch.")
-    saved = [one.dtype for name, one in tensors.manifest.tensors.items() if name.startswith("model.")]
+    saved = [one.dtype for one in tensors.manifest.parameters.values()]
     return max(set(saved), key=saved.count, default="float32")
 
 
