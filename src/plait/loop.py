@@ -3,10 +3,9 @@
 from plait.app.loop.callbacks import EarlyStop, History, Log, Progress, ReplicaChecks
 from plait.app.loop.checkpoint_callback import Checkpoints
 from plait.app.loop.fit import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
-from plait.app.loop.loggers import Csv, JsonLines
+from plait.app.loop.loggers import Csv, JsonLines, MLflow, TensorBoard, WeightsAndBiases
 from plait.app.loop.parameter_rates import ParameterRate, freeze, parameter_groups
 from plait.app.loop.report_callback import Report
-from plait.app.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import Validation
 

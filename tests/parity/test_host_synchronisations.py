@@ -181,7 +181,8 @@ ALLOWED = {
     "app/loop/validation.py": "the means of a validation",
     "tensor/preferences.py": "answers of a reference, computed once before the training",
     "app/train/reference_steps.py": "after the run, on rank 0",
-    "app/train/sample.py": "the sample after the run",
+    "app/train/run_data.py": "the tokens of a prompt, in NumPy, before the run",
+    "app/train/trainer.py": "the sample after the run",
 }
 """Files that read tensors' values or copy from pageable memory, and why that is not in a steady step."""
 

@@ -6,7 +6,7 @@
     folders, disk                                    names of folders, atomic creation, file system calls
     box_reader → converting, huggingface             full tensors, one at a time, in one process
     inspecting                                       the contents of a checkpoint
-    dcp → dcp_planner, dcp_reader, dcp_keys          to and from torch.distributed.checkpoint
+    dcp → dcp_reader → pickle_reader; dcp_keys       to and from torch.distributed.checkpoint
     dtensor                                          shards as DTensors
 
 Inside, every tensor is a plain local tensor with a `Layout`; only `dtensor` makes a `DTensor`.

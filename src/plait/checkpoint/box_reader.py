@@ -14,14 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.folders import previous_checkpoint, resolve
-from plait.checkpoint.manifest import (
-    FILE,
-    READ_WITH_ANOTHER,
-    TAKE_ANOTHER,
-    Manifest,
-    read_manifest,
-)
+from plait.checkpoint.folders import damaged, resolve
+from plait.checkpoint.manifest import FILE, READ_WITH_ANOTHER, TAKE_ANOTHER, Manifest, read_manifest
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, Portion, TensorFileReader, find_damage, portions
 from plait.errors import CheckpointError, listed
@@ -30,10 +24,7 @@ from plait.plan.layout.shards import full_box, intersection, shard_boxes, slices
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged.
-
-    The error for a damaged manifest names the previous checkpoint, if there is one.
-    """
+    """Return the manifest in `folder`. CheckpointError, which names the checkpoint before it, if damaged."""
     try:
         return read_manifest(folder)
     except CheckpointError as error:
@@ -41,7 +32,7 @@ def open_manifest(folder: Path) -> Manifest:
             raise
         reason = str(error).removeprefix(f"{folder / FILE} ")
         reason = reason.removesuffix(TAKE_ANOTHER).removesuffix(READ_WITH_ANOTHER)
-        raise _damaged(folder, f"{FILE} {reason}") from None
+        raise damaged(folder, f"{FILE} {reason}") from None
 
 
 def require_undamaged(folder: Path, portions: Iterable[Portion]) -> None:
@@ -49,13 +40,7 @@ def require_undamaged(folder: Path, portions: Iterable[Portion]) -> None:
     for portion in portions:
         damage = find_damage(folder, portion)
         if damage is not None:
-            raise _damaged(folder, f"{portion.file.name} {damage}")
-
-
-def _damaged(folder: Path, reason: str) -> CheckpointError:
-    previous = previous_checkpoint(folder)
-    remedy = f"load {previous}, the one before it" if previous else "take another checkpoint"
-    return CheckpointError(f"the checkpoint {folder} is damaged: {reason}: {remedy}.", damaged=True)
+            raise damaged(folder, f"{portion.file.name} {damage}")
 
 
 class BoxReader:
@@ -189,12 +174,7 @@ def adapted_linears(names: Iterable[str]) -> list[str]:
 
 
 def _require_adapters(manifest: Manifest, adapters: Mapping[str, Adapter]) -> None:
-    prefix = parameter_key("")
-    shapes = {
-        name.removeprefix(prefix): one.shape
-        for name, one in manifest.tensors.items()
-        if name.startswith(prefix)
-    }
+    shapes = {name: one.shape for name, one in manifest.parameters.items()}
     unknown = [path for path in adapted_linears(shapes) if path not in adapters]
     if unknown:
         raise CheckpointError(

@@ -17,7 +17,6 @@ from plait.checkpoint.rank_contents import (
     Checkpointable,
     layout_of_state,
     parameter_key,
-    require_own_parameters,
     state_key,
     state_keys,
 )
@@ -25,7 +24,6 @@ from plait.errors import CheckpointError, listed
 from plait.plan.layout.layout import Layout
 from plait.plan.plan import Plan
 
-_IN_A_LIST = ", several in a list"
 _OF_SCHEDULERS = frozenset({"initial_lr"})
 """Options that learning-rate schedulers add to groups."""
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -38,41 +36,41 @@ text, for JSON), each with the name of one of these parameters."""
 def require_compatible(manifest: Manifest, engine: Checkpointable, optimizers: OptimizerSet | None) -> None:
     """Raise CheckpointError unless model and optimizers match those that the checkpoint was saved from."""
     require_model(manifest, engine.shard_plan.shapes, engine.shard_plan.aliases)
-    if optimizers is not None and manifest.optimizer is None:
+    if optimizers is None:
+        return
+    if manifest.optimizer is None:
         raise CheckpointError(
             "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
         )
-    if optimizers is not None and manifest.optimizer is not None:
-        require_same_class(optimizers, manifest.optimizer)
-        shards = dict(engine.named_parameters())
-        shapes = {
-            name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
-            for name, keys in state_keys(manifest.tensors).items()
-        }
-        _require_same_parameters(optimizers, shards, manifest.optimizer, shapes)
-        _require_states_shardable(shards, engine.shard_plan.layouts, shapes)
+    require_same_class(optimizers, manifest.optimizer)
+    shards = dict(engine.named_parameters())
+    shapes = {
+        name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
+        for name, keys in state_keys(manifest.tensors).items()
+    }
+    _require_same_parameters(optimizers, shards, manifest.optimizer, shapes)
+    _require_states_shardable(shards, engine.shard_plan.layouts, shapes)
 
 
 def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:
     """Raise CheckpointError unless the saved parameters and buffers have exactly these names and `shapes`."""
-    wanted = {parameter_key(name): shape for name, shape in shapes.items()}
-    saved = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
+    saved = {name: one.shape for name, one in manifest.parameters.items()}
     # An imported checkpoint has tied parameters under all names, as torch saves them; one of plait does not.
-    ignored = set() if manifest.run else set(map(parameter_key, aliases))
+    ignored = set() if manifest.run else set(aliases)
     kinds = {
-        "missing": [name for name in wanted if name not in saved],
-        "unexpected": [name for name in saved if name not in wanted and name not in ignored],
+        "missing": [name for name in shapes if name not in saved],
+        "unexpected": [name for name in saved if name not in shapes and name not in ignored],
         "of another shape": [
             f"{name} ({list(saved[name])} and not {list(shape)})"
-            for name, shape in wanted.items()
+            for name, shape in shapes.items()
             if saved.get(name, shape) != shape
         ],
     }
     errors = "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names)
     if errors:
         raise CheckpointError(
-            f"the checkpoint is of another model ({errors.replace('model.', '')}): give the model that was "
-            "saved, or another checkpoint."
+            f"the checkpoint is of another model ({errors}): give the model that was saved, or another "
+            "checkpoint."
         )
 
 
@@ -118,10 +116,10 @@ def require_same_class(optimizers: OptimizerSet, saved: Mapping[str, Any]) -> No
                 "anew."
             )
     elif kind != saved["class"]:
+        several = ", several in a list" if "+" in kind + saved["class"] else ""
         raise CheckpointError(
             f"the checkpoint holds the state of {saved['class']}, and the optimizer is {kind}: give one of "
-            f"the same class{_IN_A_LIST if '+' in kind + saved['class'] else ''}, or in Python None for an "
-            "optimizer that starts anew."
+            f"the same class{several}, or in Python None for an optimizer that starts anew."
         )
 
 
@@ -133,7 +131,7 @@ def _require_same_parameters(
 ) -> None:
     """Raise CheckpointError unless the optimizer and the saved one have the same trainable parameters."""
     names = {id(shard): name for name, shard in shards.items()}
-    require_own_parameters(optimizers, names)
+    optimizers.require_own_parameters(names)
     for name, kind in optimizers.members_of(names).items():
         before = saved.get("class_of", {}).get(name, kind)
         if before != kind:
@@ -174,10 +172,7 @@ def _require_states_shardable(
 
 
 def group_sources(optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any]) -> Sources:
-    """Return for each group of the optimizers the options, and the saved groups that had its parameters.
-
-    `names`: this rank's parameters, by id.
-    """
+    """Return each group's options, and the saved groups that had its parameters; `names`: of these, by id."""
     found = []
     for group in optimizers.param_groups:
         sources: dict[str, str] = {}

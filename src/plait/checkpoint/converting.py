@@ -46,11 +46,7 @@ def convert(
 def write_checkpoint(
     target: Path, head: Manifest, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
 ) -> None:
-    """Write `items` with the manifest `head` as a checkpoint to the new folder `target`, from one process.
-
-    `head`: the manifest without its files. Raises CheckpointError where the target exists or cannot be
-    written.
-    """
+    """Write `items` and the manifest `head`, without files, to the new folder `target`, from one process."""
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "tensors", items, max_bytes=max_bytes, disk=disk)
         write_manifest(folder, replace(head, files=tuple(files)), disk)

@@ -1,6 +1,6 @@
 """Export to and import from torch.distributed.checkpoint (DCP), in one process without ranks.
 
-    export_dcp    dcp_planner     which boxes torch writes
+    export_dcp    ExportPlanner   says which boxes torch writes
     import_dcp    dcp_reader      reads what torch wrote, entry by entry, without running code in it
                   dcp_keys        finds model and optimizer among the keys
 
@@ -179,7 +179,7 @@ def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
     dictionary of native keys; `dcp_to_torch_save` turns it into such nested dictionaries, with the options of
     the optimizer's groups. A further key, `plait`, is text that lets `import_dcp` restore the same
     checkpoint. `names`: the exported name of each parameter by plait's name, such as the `huggingface_names`
-    of a model, or `renaming.LLAMA_NAMES`; None: plait's names. Memory: one file, at most 256 MiB, or one
+    of a model, or `tensor_names.LLAMA_NAMES`; None: plait's names. Memory: one file, at most 256 MiB, or one
     larger box. Raises `CheckpointError`, and leaves no target, where the source is damaged or the target
     cannot be written.
     """

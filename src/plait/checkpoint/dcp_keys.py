@@ -111,10 +111,7 @@ def optimizer_of(source: DcpReader, found: DcpKeys, kind: str) -> dict[str, Any]
 
 
 def _optimizer_key(key: str, path: tuple[str | int, ...]) -> tuple[str, str, tuple[str, str]] | None:
-    """Return an optimizer key's prefix, "state" or "param_groups", and last two names; None for other keys.
-
-    The last two names: the parameter and the entry of its state, or the group and its option.
-    """
+    """Return root, part and (parameter, entry) or (group, option) of an optimizer's key; None for others."""
     for depth, level in enumerate(path[:-1]):
         part, _, rest = str(path[depth + 1]).partition(".")
         if level in _OPTIMIZERS and part in _PARTS:

@@ -35,28 +35,19 @@ from plait.plan.layout.shards import is_tiling
 
 _METADATA = ".metadata"
 """The metadata file, which torch writes last."""
-_MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"
 _PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"})
 _KNOWN: Mapping[str, frozenset[str]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            _MEMORY_FORMAT,
-        }
-    ),
+    "torch.distributed.checkpoint.metadata": frozenset({
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    }),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
     "torch": frozenset({"Size"}),
     "builtins": frozenset({"getattr"}),  # of `_MEM_FORMAT_ENCODING`: enums of Python 3.11.0 to 3.11.3
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
-}
+}  # fmt: skip
 """The classes that torch's metadata names, by module."""
 _MOST_DIMS, _MOST_TRANSFORMS = 64, 16
 _MOST_INFLATED = 1000
@@ -160,11 +151,7 @@ class _Reader(FileSystemReader):
     """Torch's `FileSystemReader`, except that reading the metadata runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read and validate `.metadata` without running code; the chunks of each tensor must cover it.
-
-        `planner_data` is a dictionary, which may be empty. CheckpointError where the metadata are missing or
-        damaged, or name classes that torch does not write.
-        """
+        """Read and validate `.metadata` without running code; the chunks of each tensor must cover it."""
         folder = Path(self.path)
         try:
             data = read_bytes(folder / _METADATA)
@@ -230,11 +217,9 @@ class _FileRange:
 
 
 def _metadata(pickled: object, folder: Path, length: int) -> Metadata:
-    """Build torch's `Metadata` from unpickled state; malformed state raises an exception of any type.
-
-    `length`: of the pickle, in bytes. Each chunk takes some of them, unless a list stands for many.
-    """
+    """Return torch's `Metadata` from the state in a pickle of `length` bytes; bad state raises any error."""
     state = _state(pickled, "Metadata")
+    # Each chunk takes some bytes of the pickle, unless a list stands for many.
     chunks = [_state(one, None) for one in state["state_dict_metadata"].values()]
     if sum(len(one["chunks"]) for one in chunks if isinstance(one, dict) and "chunks" in one) > length:
         raise _damaged(folder, "it names more boxes than it can hold")

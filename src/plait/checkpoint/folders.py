@@ -3,7 +3,7 @@
 step-00000200/            a complete checkpoint
 .step-00000300.saving/    a checkpoint that is being written, or that was interrupted
 .step-00000200.replaced/  an older checkpoint of the same name, until the new one has that name
-best.json                 which checkpoints had the lowest validation losses: see `best_marker`
+best.json                 which checkpoints had the lowest validation losses: see `mark_best`
 
 A file, not a link, since not every file system has links; it is replaced atomically. `FOLDER/best` names the
 one with the lowest loss wherever the path of a checkpoint is expected.
@@ -52,10 +52,7 @@ def marker_path(folder: Path) -> Path:
 
 
 def mark_best(folder: Path, kept: Sequence[BestCheckpoint], disk: Disk) -> None:
-    """Write `kept`, lowest loss first, to `best.json` in `folder`; if `kept` is empty, remove the file.
-
-    Raises OSError.
-    """
+    """Write `kept`, lowest loss first, to `best.json`, or remove it where there are none. Raises OSError."""
     path = marker_path(folder)
     unfinished = path.with_name(f"{path.name}.part")
     if os.path.lexists(unfinished):  # left by a process that was killed
@@ -69,10 +66,7 @@ def mark_best(folder: Path, kept: Sequence[BestCheckpoint], disk: Disk) -> None:
 
 
 def best_checkpoints(folder: Path) -> list[BestCheckpoint]:
-    """Return the checkpoints of `folder` that are recorded as the best, the lowest loss first.
-
-    A damaged record counts as none. Raises OSError.
-    """
+    """Return the best checkpoints that `folder` records, the lowest loss first; none if damaged. OSError."""
     try:
         read = read_json(marker_path(folder))
         found = [_checked(one) for one in (read, *read.get("others", ()))]
@@ -232,9 +226,7 @@ def resolve(path: Path) -> Path:
     if within:
         return within[0][1]
     if path.is_dir() and _NAME.fullmatch(path.name):  # named when it was complete
-        before = previous_checkpoint(path)
-        remedy = f"load {before}, the one before it" if before else "take another checkpoint"
-        raise CheckpointError(f"the checkpoint {path} is damaged: it has no {FILE}: {remedy}.", damaged=True)
+        raise damaged(path, f"it has no {FILE}")
     what = "is no folder" if not path.is_dir() else "holds no complete checkpoint"
     of_run = [inner for _, inner in complete_checkpoints(path / "checkpoints")]
     remedy = "give the folder of a checkpoint, or one with step-… folders in it"
@@ -258,14 +250,15 @@ def _best_checkpoint(folder: Path) -> Path:
     return folder / checkpoint_name(step)
 
 
-def previous_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint next to `path` with fewer steps, or None."""
-    name = _NAME.search(path.name)
-    if name is None:
-        return None
-    with suppress(OSError):  # the caller has a more important error to report
-        return next((other for step, other in complete_checkpoints(path.parent) if step < int(name[1])), None)
-    return None
+def damaged(path: Path, reason: str) -> CheckpointError:
+    """Return the error for a damaged checkpoint, which names the newest complete one with fewer steps."""
+    previous: Path | None = None
+    if (name := _NAME.search(path.name)) is not None:
+        with suppress(OSError):  # the damage is more important
+            before = (other for step, other in complete_checkpoints(path.parent) if step < int(name[1]))
+            previous = next(before, None)
+    remedy = f"load {previous}, the one before it" if previous else "take another checkpoint"
+    return CheckpointError(f"the checkpoint {path} is damaged: {reason}: {remedy}.", damaged=True)
 
 
 def rename_later(folder: Path, start: int, disk: Disk) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
 from plait.checkpoint.compatibility import (
+    Sources,
     applicable_run_state,
     group_sources,
     precision_change,
@@ -103,41 +104,39 @@ def load_checkpoint(
     with _raising_on_all_ranks(mesh):
         found = str(resolve(Path(path))) if mesh.rank == 0 else ""
     folder = Path(first_nonempty_text(found, mesh.group("world"), mesh.device))
-    unlike = dict[str, tuple[Any, Any]]()
+    shards = dict(engine.named_parameters())
+    names = {id(shard): name for name, shard in shards.items()}
     with _raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
         require_compatible(manifest, engine, optimizers)
-        names = {id(shard): name for name, shard in engine.named_parameters()}
+        saved = manifest.optimizer or {}
         if optimizers is not None:
-            require_option_types(optimizers, names, manifest.optimizer or {}, options)
+            require_option_types(optimizers, names, saved, options)
         if optimizers is not None and options == "given":
-            keys = state_keys(manifest.tensors)
-            require_state_for_options(optimizers, names, manifest.optimizer or {}, keys)
-    precision = ""
+            require_state_for_options(optimizers, names, saved, state_keys(manifest.tensors))
+    unlike, precision = dict[str, tuple[Any, Any]](), ""
     if optimizers is not None:
-        unlike = _compare_groups(engine, optimizers, manifest, options)
-        precision = precision_change(manifest, dict(engine.named_parameters()))
+        unlike = _compare_groups(group_sources(optimizers, names, saved), saved, mesh, options)
+        precision = precision_change(manifest, shards)
     _check_files(folder, manifest, mesh)
-    _read_in_rounds(_read(engine, optimizers, manifest, folder, options), mesh)
+    _read_in_rounds(_read(engine, optimizers, manifest, folder), mesh)
+    if optimizers is not None:
+        restore_options(optimizers, names, saved, options)
     if manifest.run:  # empty in checkpoints that were imported
         engine.run_state = applicable_run_state(engine.shard_plan.plan, manifest)
     return Loaded(dict(manifest.state), unlike, precision)
 
 
 def _compare_groups(
-    engine: Checkpointable, optimizers: OptimizerSet, manifest: Manifest, options: Options
+    sources: Sources, saved: Mapping[str, Any], mesh: Mesh, options: Options
 ) -> dict[str, tuple[Any, Any]]:
     """Return the optimizer options that differ from the saved ones: name → (value now, saved value).
 
     Raises CheckpointError, on all ranks, where saved options count and groups with different ones were merged
-    or split.
+    or split. `sources`: the `group_sources` of this rank.
     """
-    names = {id(shard): name for name, shard in engine.named_parameters()}
-    saved = manifest.optimizer or {}
-    sources = json.dumps(group_sources(optimizers, names, saved))
-    ranks = [
-        json.loads(text) for text in all_gather_text(sources, engine.mesh.group("world"), engine.mesh.device)
-    ]
+    texts = all_gather_text(json.dumps(sources), mesh.group("world"), mesh.device)
+    ranks = [json.loads(text) for text in texts]
     if options == "saved":
         require_same_groups(ranks, saved)
     return differences(ranks, saved)
@@ -186,11 +185,7 @@ def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _read(
-    engine: Checkpointable,
-    optimizers: OptimizerSet | None,
-    manifest: Manifest,
-    folder: Path,
-    options: Options,
+    engine: Checkpointable, optimizers: OptimizerSet | None, manifest: Manifest, folder: Path
 ) -> Iterator[int]:
     """Read this rank's parameters, optimizer state and buffers; yield the bytes of each tensor when read."""
     boxes, where = BoxReader(folder, manifest), engine.mesh.coordinate
@@ -219,9 +214,6 @@ def _read(
         boxes.fill(values, parameter_key(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
         buffer.copy_(values)
         yield values.nbytes
-    if optimizers is not None:
-        names = {id(shard): name for name, shard in engine.named_parameters()}
-        restore_options(optimizers, names, saved, options)
 
 
 def _empty_state(
@@ -233,10 +225,7 @@ def _empty_state(
     *,
     same_dtype: bool,
 ) -> tuple[Tensor, Layout]:
-    """Return an uninitialised tensor for the optimizer state `key` of a parameter, and its layout.
-
-    `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the shard.
-    """
+    """Return a tensor for the state `key`, and its layout; `same_dtype`: it was saved in its parameter's."""
     found, dtype = layout_of_state(key, entry.shape, layout), entry.torch_dtype
     if found is not layout and not found.shape:
         return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), found

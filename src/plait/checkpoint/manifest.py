@@ -117,11 +117,14 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """For each further name of a shared parameter, the name under which it is saved, without `model.`."""
 
-    def boxes_by_tensor(self) -> dict[str, list[tuple[str, StoredBox]]]:
-        """Return each tensor's stored boxes (ranges of indices per dim), with the names of their files.
+    @property
+    def parameters(self) -> dict[str, TensorEntry]:
+        """Parameters and buffers by name, without `model.`."""
+        found = self.tensors.items()
+        return {key.removeprefix("model."): one for key, one in found if key.startswith("model.")}
 
-        The list is empty for a tensor without elements.
-        """
+    def boxes_by_tensor(self) -> dict[str, list[tuple[str, StoredBox]]]:
+        """Return each tensor's stored boxes, with their files' names; none of a tensor without elements."""
         boxes: dict[str, list[tuple[str, StoredBox]]] = {name: [] for name in self.tensors}
         for file in self.files:
             for box in file.boxes:

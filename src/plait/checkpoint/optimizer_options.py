@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,7 @@ def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     return {key: value for key, value in saved.items() if key in own}
 
 
+@torch.no_grad()
 def restore_options(
     optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any], options: Options
 ) -> None:
@@ -45,31 +46,33 @@ def restore_options(
     With `options` "given" only what `of_schedulers` has. `names`: this rank's parameters, by id.
     `require_same_groups` has checked that all parameters of a group have the same saved ones.
     """
-    for group in optimizers.param_groups:
-        for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]}:
-            if number is not None:
-                of_group = saved["groups"][number]
-                kept = of_group if options == "saved" else of_schedulers(of_group, group)
-                for key, value in kept.items():
-                    if key not in NOT_RESTORED:
-                        group[key] = _like(value, group.get(key))
+    for group, _, kept in _to_restore(optimizers, names, saved, options):
+        group.update({key: _like(value, group.get(key)) for key, value in kept.items()})
 
 
 def require_option_types(
     optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any], options: Options
 ) -> None:
     """Raise CheckpointError where an option that `restore_options` would set is of another type than now."""
+    for group, number, kept in _to_restore(optimizers, names, saved, options):
+        for key, value in kept.items():
+            if key in group and not _is_alike(group[key], value):
+                raise CheckpointError(
+                    f"the checkpoint has {key} = {repr(value)[:_MOST_SHOWN]} for group {number} of the "
+                    f"optimizer, where {group[key]!r} is given: take another checkpoint, or None for an "
+                    "optimizer that starts anew."
+                )
+
+
+def _to_restore(
+    optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any], options: Options
+) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
+    """Yield each group with the saved ones that had its parameters: their number, and the options to set."""
     for group in optimizers.param_groups:
         for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]} - {None}:
             of_group = saved["groups"][number]
             kept = of_group if options == "saved" else of_schedulers(of_group, group)
-            for key, value in kept.items():
-                if key in group and key not in NOT_RESTORED and not _is_alike(group[key], value):
-                    raise CheckpointError(
-                        f"the checkpoint has {key} = {repr(value)[:_MOST_SHOWN]} for group {number} of the "
-                        f"optimizer, where {group[key]!r} is given: take another checkpoint, or None for an "
-                        "optimizer that starts anew."
-                    )
+            yield group, number, {key: value for key, value in kept.items() if key not in NOT_RESTORED}
 
 
 def _is_alike(now: Any, value: Any) -> bool:
@@ -110,9 +113,7 @@ def differences(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> dict[str,
 
 
 def option_line(found: Mapping[str, tuple[Any, Any]], options: Options) -> str:
-    """Return a line that says which options count; "" where none differ."""
-    if not found:
-        return ""
+    """Return a line that says which of the options that differ count."""
     kept = 1 if options == "saved" else 0
     each = ", ".join(f"{key} {both[kept]} in place of {both[1 - kept]}" for key, both in found.items())
     whose = "of the checkpoint" if options == "saved" else "given, not those of the checkpoint"
@@ -135,11 +136,8 @@ def require_state_for_options(
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 known = frozenset((*keys.get(name, ()), *saved["plain"].get(name, {})))
-                if (
-                    known
-                    and known not in tried
-                    and (missing := _missing_state(member, group, parameter, known))
-                ):
+                is_new = known and known not in tried
+                if is_new and (missing := _missing_state(member, group, parameter, known)):
                     raise CheckpointError(
                         f"the optimizer keeps {missing} for each parameter with its options, which the "
                         f"checkpoint does not hold for {name}: give the options as they were, or None for an "

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.errors import CheckpointError
+from plait.plan.arguments import require_instance
 
 GivenOptimizers = Optimizer | Sequence[Optimizer] | None
 """One optimizer, several of different parameters, or none."""
@@ -30,15 +31,8 @@ class OptimizerSet:
             return None
         members = tuple(given) if isinstance(given, Sequence) else (given,)
         for one in members:
-            if not isinstance(one, Optimizer):
-                what = (
-                    f"the class {one.__name__}"
-                    if isinstance(one, type)
-                    else f"an object of {type(one).__name__}"
-                )
-                raise CheckpointError(
-                    f"the optimizer is {what}: give one of torch.optim, a list of them, or None."
-                )
+            remedy = "give one of torch.optim, a list of them, or None"
+            require_instance("the optimizer", one, Optimizer, remedy, CheckpointError)
         if not members:
             raise CheckpointError("the list of optimizers is empty: give at least one, or None.")
         return OptimizerSet(members)
@@ -78,8 +72,8 @@ class OptimizerSet:
             if number in self._owners
         }
 
-    def require_apart(self, names: Mapping[int, str]) -> None:
-        """Raise CheckpointError where two optimizers have a parameter in common."""
+    def require_own_parameters(self, names: Mapping[int, str]) -> None:
+        """Raise CheckpointError where optimizers share a parameter, or have one that `names` has not."""
         seen: set[int] = set()
         for one in self.members:
             own = {id(parameter) for parameter in _parameters_of(one)}
@@ -89,6 +83,14 @@ class OptimizerSet:
                     "parameter to one."
                 )
             seen |= own
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise CheckpointError(
+                        f"group {number} of the optimizer has a parameter {list(parameter.shape)} that is "
+                        "not the engine's: give an optimizer of engine.parameters(), and save others by "
+                        "yourself."
+                    )
 
     @cached_property
     def _owners(self) -> dict[int, Optimizer]:

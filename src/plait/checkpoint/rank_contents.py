@@ -74,7 +74,7 @@ def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, An
 
     `names`: of this rank's parameters, by `id`. Raises CheckpointError for values that JSON cannot hold.
     """
-    require_own_parameters(optimizers, names)
+    optimizers.require_own_parameters(names)
     group_of: dict[str, int] = {}
     plain: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizers.param_groups):
@@ -91,21 +91,6 @@ def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, An
     ]
     found = {"class": optimizers.kind, "groups": groups, "group_of": group_of, "plain": plain}
     return found if len(optimizers.members) == 1 else found | {"class_of": optimizers.members_of(names)}
-
-
-def require_own_parameters(optimizers: OptimizerSet, names: Mapping[int, str]) -> None:
-    """Raise CheckpointError if `names`, of this rank's parameters by id, lacks a parameter of an optimizer.
-
-    Also where two optimizers have a parameter in common.
-    """
-    optimizers.require_apart(names)
-    for number, group in enumerate(optimizers.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise CheckpointError(
-                    f"group {number} of the optimizer has a parameter {list(parameter.shape)} that is not "
-                    "the engine's: give an optimizer of engine.parameters(), and save others by yourself."
-                )
 
 
 def number_device(key: str, group: Mapping[str, Any], shard: Tensor) -> torch.device:

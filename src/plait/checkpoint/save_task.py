@@ -17,12 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import (
@@ -35,6 +32,7 @@ from plait.checkpoint.folders import (
 from plait.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.errors import CheckpointError
+from plait.files import adapter_of
 from plait.ranks.launch.rank_threads import join_thread, sleep
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import all_gather_text
@@ -57,12 +55,6 @@ class ManifestPart:
     optimizer: Mapping[str, Any] | None = None
     file: FileEntry | None = None
     """The rank's file; None until it is written."""
-
-
-@cache
-def _part_reader() -> TypeAdapter[ManifestPart]:
-    """Return the pydantic adapter that reads a `ManifestPart` from JSON."""
-    return TypeAdapter(ManifestPart)
 
 
 def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
@@ -132,7 +124,8 @@ class PendingSave:
 
     def __init__(self, task: SaveTask, *, background: bool) -> None:
         self._task = task
-        self._error = ""
+        self.error = ""
+        """The error message so far: on rank 0 that of any rank, on another rank only its own."""
         self._severity = _NONE
         self.complete = False
         """Whether the checkpoint is complete; set by `wait`."""
@@ -141,11 +134,6 @@ class PendingSave:
             self._thread.start()
         else:
             self._run()
-
-    @property
-    def error(self) -> str:
-        """The error message so far, "" if none: on rank 0 that of any rank, on another rank only its own."""
-        return self._error
 
     def wait(self) -> None:
         """Block until the checkpoint is complete. All ranks call it, once.
@@ -156,7 +144,7 @@ class PendingSave:
         """
         if self._thread is not None:
             join_thread(self._thread)
-        own = f"{self._severity}{self._error}" if self._error else ""
+        own = f"{self._severity}{self.error}" if self.error else ""
         mesh = self._task.mesh
         errors = filter(None, all_gather_text(own, mesh.group("world"), mesh.device))
         worst = max(errors, key=lambda error: error[0], default=_NONE)
@@ -176,7 +164,7 @@ class PendingSave:
             message = _message(raised, task.mesh.rank)
             _abandon(task, message)
             self._severity = _ABANDONED if isinstance(raised, _AbandonedError) else _FAILED
-            self._error = (
+            self.error = (
                 f"the checkpoint {task.path} was not written ({message}): make room, or choose another "
                 "folder; older checkpoints are as they were."
             )
@@ -191,7 +179,7 @@ class PendingSave:
             self._task.after_commit()
         except OSError as error:
             self._severity = _NOT_REMOVED
-            self._error = (
+            self.error = (
                 f"the checkpoint {self._task.path} is complete, but older ones cannot be removed "
                 f"({_message(error, self._task.mesh.rank)}): remove them by hand, or choose another folder."
             )
@@ -236,7 +224,8 @@ def commit(task: SaveTask) -> None:
         raise _stalled(", ".join(missing), task)
     if failure():
         raise _AbandonedError(failure())
-    manifest = merge_parts(task.head, [_part_reader().validate_json(path.read_text()) for path in parts])
+    read = adapter_of(ManifestPart).validate_json
+    manifest = merge_parts(task.head, [read(path.read_text()) for path in parts])
     for path in parts:
         task.disk.remove(path)
     write_manifest(folder, manifest, task.disk)

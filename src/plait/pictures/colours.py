@@ -101,10 +101,7 @@ def rank_colour(rank: int) -> str:
 
 
 def page_colours(series: int = 0) -> str:
-    """Return the CSS variables of the HTML page, for light and dark, with colours of at least four series.
-
-    Hues of further series are a golden angle apart, so that any number of them differ.
-    """
+    """Return the CSS variables of the HTML page, for light and dark, with colours of at least four series."""
     light, dark = (
         " ".join(f"--{name}: {colour};" for name, colour in {**colours, **more}.items())
         for colours, more in (
@@ -119,7 +116,7 @@ def page_colours(series: int = 0) -> str:
 
 
 def _further_series(series: int, lightness: float) -> dict[str, str]:
-    """Return the colours of series beyond the first four, by their variable."""
+    """Return the colours of series beyond the first four, a golden angle apart, by their variable."""
     found = {}
     for number in range(_CHOSEN_SERIES, series):
         parts = hls_to_rgb(number * _GOLDEN_ANGLE % 1, lightness, 0.62)

@@ -122,8 +122,7 @@ class Checkpoints(Callback):
             self._validation = watched_validation(self, run, self._watch)
             self._best = self._known_best()
         if self._every is not None or self._most_best:
-            group, device = run.mesh.group("world"), run.mesh.device
-            lock = locked_folder(self._folder, LOCK, group, device, must_be_writable=False)
+            lock = locked_folder(self._folder, LOCK, run.mesh, must_be_writable=False)
             self._stack.enter_context(lock)
         if self._best and run.resumed_steps and run.mesh.rank == 0:
             with suppress(OSError):  # a folder that cannot be written to is told when a checkpoint is due

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,10 @@ from threading import current_thread, main_thread
 
 import torch
 
-from plait.app.loop.run_folder import new_run_id
 from plait.engine.blueprint import Blueprint
 from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import Memory
 from plait.package import version_of
-from plait.pictures.report.events import now
 from plait.pictures.report.run_description import (
     FORMAT,
     PlannedLayer,
@@ -29,6 +28,7 @@ from plait.pictures.report.run_description import (
     RunDescription,
     TensorShard,
 )
+from plait.pictures.report.run_record import now
 from plait.plan.layout.layout import Flat, Layout
 from plait.plan.plan import Plan
 from plait.ranks.device import accelerator_versions, is_accelerator, name_of
@@ -154,7 +154,7 @@ def describe(
         memory=() if memory is None else tuple(_predicted(memory)),
         rows=rows,
         predicted_seconds=seconds,
-        id=new_run_id(),
+        id=secrets.token_hex(4),
         notes=notes,
     )
 

@@ -72,12 +72,6 @@ def warmup_stable_decay(
     return _warmup(peak, steps, warmup, floor, lambda fraction: min(1.0, (1 - fraction) / (1 - stable)))
 
 
-def constant(rate: float) -> LearningRate:
-    """Return a schedule with the same rate for all steps."""
-    number = float(rate)
-    return lambda step: number
-
-
 def _warmup(
     peak: float, steps: int, warmup: int, floor: float, decay: Callable[[float], float]
 ) -> LearningRate:
@@ -172,13 +166,13 @@ def fit(
     """
     require_instance("plan", plan, Plan, "give a plait.Plan")
     steps, seed = whole("steps", steps), whole("seed", seed, least=0)
+    rate = _of_step(learning_rate)
     _require_arguments(learning_rate, weight_decay, clip, optimizer, callbacks)
     _require_used(parameter_groups, weight_decay, notes, callbacks)
     validations = _validations(validation, validate_every, validate_batches, metrics)
     mesh = Mesh(plan) if mesh is None else mesh
     engine = parallelize(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
-    made = _made(optimizer, _groups(engine, parameter_groups, weight_decay))
-    rate = learning_rate if callable(learning_rate) or learning_rate is None else constant(learning_rate)
+    made = _made(optimizer, engine, parameter_groups, weight_decay)
     run = TrainingLoop(engine, made, batches, steps=steps, learning_rate=rate, clip=clip)
     run.notes = notes
     if line := uneven_epochs(run.batches, steps):
@@ -229,21 +223,27 @@ def _validations(
     ]
 
 
+def _of_step(learning_rate: float | LearningRate | None) -> LearningRate | None:
+    """Return a learning rate as a function of the step. Raises `ConfigError` for another type."""
+    if learning_rate is None or callable(learning_rate):
+        return learning_rate
+    require_number("learning_rate", learning_rate)
+    return warmup_constant(float(learning_rate))
+
+
 def _require_arguments(
-    learning_rate: object,
-    weight_decay: object,
-    clip: object,
-    optimizer: object,
-    callbacks: object,
+    learning_rate: object, weight_decay: object, clip: object, optimizer: object, callbacks: object
 ) -> None:
     """Raise `ConfigError` for another type than asked for, or a number out of range."""
-    if learning_rate is not None and not callable(learning_rate):
-        require_number("learning_rate", learning_rate)
     if weight_decay is not None:
         require_number("weight_decay", weight_decay)
     require_number("clip", clip, positive=True, infinite="no clipping")
     require_instance("callbacks", callbacks, Sequence, "give a list of callbacks")
-    _require_function(optimizer)
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is an object of {type(optimizer).__name__}: give its class, or a function of "
+            "parameter groups, such as functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))."
+        )
     _refuse_twice("weight_decay", weight_decay, "weight_decay", optimizer)
     _refuse_twice("learning_rate", learning_rate, "lr", optimizer)
 
@@ -269,14 +269,11 @@ def _require_used(
         )
 
 
-def _groups(engine: Engine, make: MakeGroups | None, weight_decay: float | None) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer."""
-    return engine.parameter_groups(weight_decay) if make is None else make(engine)
-
-
-def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return the optimizer of parameter groups. Raises `ConfigError` where `make` returns something else."""
-    made = make(groups)
+def _made(
+    make: MakeOptimizer, engine: Engine, make_groups: MakeGroups | None, weight_decay: float | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer that `make` makes. Raises `ConfigError` where it returns something else."""
+    made = make(engine.parameter_groups(weight_decay) if make_groups is None else make_groups(engine))
     require_instance("what optimizer returns", made, torch.optim.Optimizer, "return one of torch.optim")
     return made
 
@@ -287,13 +284,4 @@ def _refuse_twice(name: str, value: object, option: str, optimizer: object) -> N
     if value is not None and not callable(value) and set_there not in (None, value):
         raise ConfigError(
             f"{name} is {value}, and the optimizer is given {option} = {set_there}: leave one of them out."
-        )
-
-
-def _require_function(optimizer: object) -> None:
-    """Raise `ConfigError` for an optimizer that was made of parameters already."""
-    if not callable(optimizer):
-        raise ConfigError(
-            f"optimizer is an object of {type(optimizer).__name__}: give its class, or a function of "
-            "parameter groups, such as functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))."
         )

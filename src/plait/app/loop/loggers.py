@@ -1,4 +1,4 @@
-"""Loggers: the numbers of each step as JSON lines and CSV; see `tracking_services` for others."""
+"""Loggers: each step's numbers as JSON lines and CSV, to TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from plait.errors import ConfigError
-from plait.files import json_value, open_to_write, read_bytes, write_bytes
+from plait.errors import ConfigError, missing_package
+from plait.files import json_value, make_folder, open_to_write, read_bytes, write_bytes
 from plait.plan.arguments import require_path
 
 MetricsRow = Mapping[str, float | None]
@@ -66,12 +67,11 @@ class LoggerGroup:
             raise unwritable(self._folder, error, self._field) from None
 
     def write(self, row: Mapping[str, Any]) -> str:
-        """Write a step's row to all loggers, non-finite numbers as None; return a warning on failure, or "".
+        """Write a step's row to all loggers, non-finite numbers as None.
 
-        A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
-        writing starts to fail, else "".
+        Returns a warning when writing starts to fail, else "": rows are kept, and written with a later one.
         """
-        finite = {name: None if _is_non_finite(value) else value for name, value in row.items()}
+        finite = finite_values(row)
         failure = ""
         for logger in self._loggers:
             try:
@@ -93,8 +93,12 @@ class LoggerGroup:
                 raise unwritable(self._folder, failure, self._field) from None
 
 
-def _is_non_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def finite_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row for JSON, with None in place of numbers that are not finite."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
@@ -236,3 +240,90 @@ def _csv_step(line: str) -> float:
     """Return the training step of a CSV line; infinity for the header and for a damaged line."""
     step = line.partition(",")[0]
     return int(step) if step.isdigit() else math.inf
+
+
+Writer = tuple[Callable[..., object], Callable[[], object]]
+"""`send(numbers, step=…)`, and a function that ends the writer."""
+
+
+class _Service:
+    """Base class: sends each row to a writer, which `_start` makes when the run begins."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._writer: Writer | None = None
+
+    def begin(self, steps: int) -> None:
+        """Start the writer. Raises `ConfigError` where its package is not installed."""
+        self._writer = self._start(steps)
+
+    def write(self, row: MetricsRow) -> None:
+        """Send the finite numbers of a step's row."""
+        assert self._writer is not None
+        numbers = {name: value for name, value in row.items() if value is not None}
+        self._writer[0](numbers, step=int(numbers.pop("step", 0)))
+
+    def close(self) -> None:
+        """Close the writer."""
+        if self._writer is not None:
+            self._writer[1]()
+
+    def _start(self, steps: int) -> Writer:
+        """Return a new writer; `steps`: the number of steps before a resumption."""
+        raise NotImplementedError
+
+
+class TensorBoard(_Service):
+    """Logger that writes each number of a row to a TensorBoard log in a folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Logs of an earlier run in `folder` are moved to `folder/earlier.1`, unless this run resumes it."""
+        super().__init__()
+        self._folder = Path(folder)
+
+    def _start(self, steps: int) -> Writer:
+        writer_class = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        if not steps and (earlier := [*self._folder.glob("events.out.tfevents.*")]):
+            kept = free_name(self._folder / "earlier")
+            make_folder(kept)
+            for old in earlier:
+                old.rename(kept / old.name)
+        writer = writer_class(str(self._folder), purge_step=steps + 1 if steps else None)
+
+        def send(numbers: Mapping[str, float], step: int) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+
+        return send, writer.close
+
+
+class WeightsAndBiases(_Service):
+    """Logger that sends each row to a run of Weights & Biases (the package `wandb`).
+
+    Options go to `wandb.init`: project, name, id and resume of a run that goes on, mode, config …
+    """
+
+    def _start(self, steps: int) -> Writer:
+        run = _imported("wandb", "wandb").init(**self._options)
+        return run.log, run.finish
+
+
+class MLflow(_Service):
+    """Logger that sends each row to a run of MLflow (the package `mlflow`).
+
+    Options go to `mlflow.start_run`: run_name, experiment_id, run_id of a run that goes on …
+    """
+
+    def _start(self, steps: int) -> Writer:
+        mlflow = _imported("mlflow", "mlflow")
+        mlflow.start_run(**self._options)
+        return mlflow.log_metrics, mlflow.end_run
+
+
+def _imported(module: str, package: str) -> Any:
+    """Return a module of an optional package. Raises `ConfigError` where it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        what = f"the logger {module}"
+        raise ConfigError(f"{missing_package(what, package, package)}, or leave the logger out.") from None

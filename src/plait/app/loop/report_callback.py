@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,18 +15,12 @@ from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.errors import DataError, PlaitError
-from plait.pictures.report.events import write_event
+from plait.files import adapter_of
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import write_report
-from plait.pictures.report.recorded_step import (
-    RecordedRank,
-    RecordedStep,
-    rank_as_text,
-    rank_from_text,
-    write_step,
-)
+from plait.pictures.report.recorded_step import RecordedRank, RecordedStep, write_step
 from plait.pictures.report.run_description import RunDescription, read_description, write_description
-from plait.pictures.report.run_record import METRICS_FILE
+from plait.pictures.report.run_record import METRICS_FILE, write_event
 from plait.plan.arguments import require_flag, require_instance, require_path, require_whole
 from plait.ranks.device import is_accelerator
 from plait.ranks.group import Counts, Wait
@@ -37,14 +31,16 @@ _SHORTEST = 20_000
 """Nanoseconds: shorter waits are left out."""
 
 
-def write_step_record(
-    recording: Recording,
-    waits: Sequence[Wait],
-    traffic: Counts,
-    engine: Engine,
-    step: int,
-    folder: Path,
-) -> None:
+@dataclass
+class StepRecording:
+    """A step that is recorded: its timeline, its waits for communication, and its traffic."""
+
+    timeline: Recording
+    waits: list[Wait]
+    traffic: Counts
+
+
+def write_step_record(recorded: StepRecording, engine: Engine, step: int, folder: Path) -> None:
     """Write the recorded actions, waits and traffic of `step`, counted from 1, of all ranks; all call it.
 
     On a GPU waits are left out: they do not block the host. Raises `ConfigError` when the file cannot be
@@ -53,7 +49,7 @@ def write_step_record(
     mesh = engine.mesh
     world, schedule = mesh.group("world"), engine.schedule
     offset = clock_offset(world, mesh.device).nanoseconds
-    long = [] if is_accelerator(mesh.device) else [wait for wait in waits if wait[2] - wait[1] >= _SHORTEST]
+    waits = [] if is_accelerator(mesh.device) else recorded.waits
     own = RecordedRank(
         actions=tuple(
             (
@@ -63,18 +59,21 @@ def write_step_record(
                 done.start + offset,
                 done.end + offset,
             )
-            for done in recording.actions()
+            for done in recorded.timeline.actions()
         ),
-        blocked=tuple((axis, start + offset, end + offset) for axis, start, end in long),
+        blocked=tuple(
+            (axis, start + offset, end + offset) for axis, start, end in waits if end - start >= _SHORTEST
+        ),
         traffic={
             axis: {kind: (count.calls, count.bytes) for kind, count in kinds.items()}
-            for axis, kinds in traffic.items()
+            for axis, kinds in recorded.traffic.items()
         },
     )
-    texts = all_gather_text(rank_as_text(own), world, world.device_for_text(mesh.device))
+    adapter = adapter_of(RecordedRank)
+    texts = all_gather_text(adapter.dump_json(own).decode(), world, world.device_for_text(mesh.device))
     if mesh.rank:
         return
-    ranks = tuple(map(rank_from_text, texts))
+    ranks = tuple(map(adapter.validate_json, texts))
     record = RecordedStep(step, schedule.policy, schedule.microbatches, tuple(schedule.rank_of), ranks)
     try:
         write_step(record, folder)
@@ -122,15 +121,6 @@ _MOST_NUMBERS = 1_000_000
 """Numbers of all ranks and steps that are written; of larger runs only every so many steps."""
 
 
-@dataclass
-class _RecordedStep:
-    """A recorded step: the recording of its timeline, its waits for communication, and its traffic."""
-
-    recording: Recording
-    waits: list[Wait]
-    traffic: Counts
-
-
 class Report(Callback):
     """Writes the metrics of a run to a folder, the other files of its report, and at the end the page.
 
@@ -170,7 +160,7 @@ class Report(Callback):
         self._early_warnings: list[str] = []
         self._locks, self.has_page = locks, False
         self._stack, self._lock = ExitStack(), ExitStack()
-        self._recorded: _RecordedStep | None = None
+        self._recorded: StepRecording | None = None
         self._processors = ProcessorUse()
         lines = [JsonLines(self._folder / METRICS_FILE)] if metrics else []
         self._metrics = LoggerGroup(lines, self._folder, field)
@@ -191,8 +181,7 @@ class Report(Callback):
         Raises `ConfigError` where another run has the folder, or it cannot be written to.
         """
         if self._locks:
-            group, device = run.mesh.group("world"), run.mesh.device
-            self._lock.enter_context(locked_folder(self._folder, LOCK, group, device, field=self._field))
+            self._lock.enter_context(locked_folder(self._folder, LOCK, run.mesh, field=self._field))
         self._step, self._writes = run.done, run.mesh.rank == 0
         self._every = max(1, run.steps * run.mesh.world // _MOST_NUMBERS)
         if self._page:
@@ -235,8 +224,7 @@ class Report(Callback):
         """Start the recording of this step if it is to be recorded."""
         self._listen(run)
         if self.is_due(run.done + 1):
-            recording = self._stack.enter_context(run.engine.recording())
-            self._recorded = _RecordedStep(recording, [], {})
+            self._recorded = StepRecording(self._stack.enter_context(run.engine.recording()), [], {})
             run.mesh.traffic.waits = self._recorded.waits
 
     def submitted(self, run: TrainingLoop) -> None:
@@ -251,9 +239,7 @@ class Report(Callback):
         recorded = self._recorded
         if recorded is not None and self.is_due(self._step):
             self._recorded = None
-            write_step_record(
-                recorded.recording, recorded.waits, recorded.traffic, run.engine, self._step, self._folder
-            )
+            write_step_record(recorded, run.engine, self._step, self._folder)
         if not self._writes or run.numbers is None:
             return
         if (share := self._processors.share()) is not None:

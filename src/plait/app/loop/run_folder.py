@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -14,19 +13,16 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
 from plait.app.loop.loggers import unwritable
 from plait.errors import ConfigError
 from plait.files import make_folder
-from plait.pictures.report.events import EVENTS_FILE
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import REPORT_FILE
 from plait.pictures.report.recorded_step import STEP_FILE
 from plait.pictures.report.run_description import RUN_FILE
-from plait.pictures.report.run_record import METRICS_FILE
+from plait.pictures.report.run_record import EVENTS_FILE, METRICS_FILE
 from plait.ranks.file_lock import owner_of, try_lock, unlock
-from plait.ranks.group import Group
+from plait.ranks.mesh import GridMesh
 from plait.ranks.text_collectives import broadcast_result
 
 LOCK = "run.lock"
@@ -44,14 +40,13 @@ _PATIENCE = 10.0
 def locked_folder(
     folder: Path,
     lock: str,
-    group: Group,
-    device: torch.device,
+    mesh: GridMesh,
     *,
     field: str = "",
     must_be_writable: bool = True,
     written: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Context in which the first rank of `group` holds the file `lock` in `folder`; all ranks enter it.
+    """Context in which rank 0 of `mesh` holds the file `lock` in `folder`; all ranks enter it.
 
     Raises `ConfigError` on every rank where another run holds it, which is named, where a folder that
     `must_be_writable` is not, and where one of the files and folders `written` in it is a link: others may
@@ -67,7 +62,7 @@ def locked_folder(
         held.extend([] if file is None else [(folder / lock, file)])
         return ""
 
-    broadcast_result(take, ConfigError, group, device)
+    broadcast_result(take, ConfigError, mesh.group("world"), mesh.device)
     try:
         yield
     finally:
@@ -105,10 +100,8 @@ def _has_ended(owner: str) -> bool:
         return False
     try:
         os.kill(int(named[1]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -136,8 +129,3 @@ def set_aside(folder: Path, names: Sequence[str] = REPORT_FILES) -> Path | None:
 def set_aside_line(kept: Path) -> str:
     """Return a sentence on the files that `set_aside` has moved."""
     return f"The files of the run before are in {kept}."
-
-
-def new_run_id() -> str:
-    """Return a random identity for a run, of eight digits and letters."""
-    return secrets.token_hex(4)

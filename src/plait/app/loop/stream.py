@@ -8,6 +8,7 @@ ranks that differ in `pp`, `cp` or `tp` only get the same. Over NCCL without Glo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -68,8 +69,7 @@ class Stream:
         if self._of_batches and getattr(source, "drop_last", True) is False:
             raise DataError(
                 f"the source of a stream yields batches of {size}, and a smaller one at its end, which ranks "
-                "cannot "
-                "share: give it drop_last=True, or batch_size=None and the stream the batch."
+                "cannot share: give it drop_last=True, or batch_size=None and the stream the batch."
             )
         given = size if self._of_batches else batch
         if given is None:
@@ -165,7 +165,8 @@ class RankStream:
         try:
             found = self._reader.next()
             ranks = self._mesh.size("dp")
-            shares = [_packed(_rows(found.value, rank_rows(rank, ranks, self.size))) for rank in range(ranks)]
+            rows = [rank_rows(rank, ranks, self.size) for rank in range(ranks)]
+            shares = [_packed(map_tensors(itemgetter(part), found.value)) for part in rows]
         except PlaitError as error:
             text = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
             return _FAILED, [text] * self._group.size
@@ -190,15 +191,8 @@ class RankStream:
         return left, message if left != _FAILED else message.cpu()
 
 
-def _rows(value: Value, rows: slice) -> Value:
-    return map_tensors(lambda tensor: tensor[rows], value)
-
-
 def _packed(value: Value) -> Tensor:
-    """Return a value as bytes: the length of a head, the head as text, and the tensors.
-
-    In the head each tensor stands as its number. Raises `DataError` for objects that plain text cannot hold.
-    """
+    """Return a value as bytes: the length of a head, the head, which numbers the tensors, and the tensors."""
     tensors = list_of_tensors(value)
     numbers = iter(range(len(tensors)))
     numbered = map_tensors(lambda tensor: torch.tensor(next(numbers)), value)
@@ -207,11 +201,11 @@ def _packed(value: Value) -> Tensor:
     except NotPlainError as error:
         raise DataError(
             f"a batch of the stream holds an object of {error}: give tensors, and containers of them, "
-            "numbers and "
-            "text."
+            "numbers and text."
         ) from None
     start = torch.frombuffer(bytearray(len(head).to_bytes(_HEAD, "little") + head), dtype=torch.uint8)
-    return torch.cat([start, *(_bytes(one) for one in tensors)])
+    contiguous = (one.detach().cpu().contiguous().reshape(-1) for one in tensors)
+    return torch.cat([start, *(one.view(torch.uint8) for one in contiguous)])
 
 
 def _unpacked(message: Tensor) -> Value:
@@ -226,10 +220,6 @@ def _unpacked(message: Tensor) -> Value:
     return map_tensors(lambda number: tensors[int(number)], numbered)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _require_source(source: object) -> None:
     """Raise `DataError` for a source that has no position, or gives one rank a part of the data only."""
     name = type(source).__name__
@@ -240,21 +230,14 @@ def _require_source(source: object) -> None:
     if not isinstance(source, Source):
         raise DataError(
             f"the source of a stream is an object of {name} without state_dict and load_state_dict, so that "
-            "a "
-            "run could not go on where it was stopped: give a StatefulDataLoader of torchdata, a data set "
-            "with "
-            "streaming=True, an iterable of your own with both, or plait.Loader a map-style dataset."
+            "a run could not go on where it was stopped: give a StatefulDataLoader of torchdata, a data set "
+            "with streaming=True, an iterable of your own with both, or plait.Loader a map-style dataset."
         )
-    if isinstance(getattr(source, "sampler", None), DistributedSampler) or _is_divided(source):
-        raise DataError(
-            f"the source of a stream ({name}) gives each rank a part of the data, and rank 0 reads for all "
-            "ranks: "
-            "leave its DistributedSampler or split_dataset_by_node out."
-        )
-
-
-def _is_divided(source: object) -> bool:
-    """Return whether `datasets.split_dataset_by_node` has made a data set, or that of a loader."""
-    return any(
+    is_divided = any(  # by `datasets.split_dataset_by_node`
         getattr(one, "_distributed", None) is not None for one in (source, getattr(source, "dataset", None))
     )
+    if is_divided or isinstance(getattr(source, "sampler", None), DistributedSampler):
+        raise DataError(
+            f"the source of a stream ({name}) gives each rank a part of the data, and rank 0 reads for all "
+            "ranks: leave its DistributedSampler or split_dataset_by_node out."
+        )

@@ -13,6 +13,8 @@ from plait.ranks.plain_values import NotPlainError, decode, encode
 from plait.tensor.layer_values import Value, row_count
 
 Collate = Callable[[Any], Any]
+_END = object()
+"""In place of a sample behind the last one."""
 
 
 @runtime_checkable
@@ -39,10 +41,7 @@ class ReadBatch(NamedTuple):
 
 
 class StreamReader:
-    """Reads batches of `size` samples of a source, epoch after epoch; on one rank.
-
-    With a number of `epochs` it reads one batch ahead, to know which is the last.
-    """
+    """Reads batches of samples, epoch after epoch, on one rank; with `epochs` one ahead, to know the last."""
 
     def __init__(
         self,
@@ -82,10 +81,7 @@ class StreamReader:
         return self._now() if self._position is None else self._position
 
     def load(self, state: str) -> None:
-        """Go on from a position of `state`. Raises `DataError` for one that the source does not take.
-
-        A source that shuffles in a buffer is read again from the beginning of the epoch.
-        """
+        """Go on from a position of `state`; a shuffle buffer is filled anew. DataError for another one."""
         found = decode(state)
         self._epoch, self._samples, self._number = found["epoch"], found["samples"], found["number"]
         self._ahead = self._position = None
@@ -103,12 +99,8 @@ class StreamReader:
         """Skip the first `samples` of an epoch, which were used before, by reading them again."""
         self._samples, self._items = 0, self._read()
         for _ in range(samples):
-            try:
-                next(self._items)
-            except StopIteration:
+            if self._next_item() is _END:
                 return
-            except Exception as error:  # of the user's own
-                raise self._failed("the source", error) from error
 
     def _now(self) -> str:
         try:
@@ -130,17 +122,21 @@ class StreamReader:
             seed_all(self._seed, self._number)
             self._pending = []
             while len(self._pending) < (1 if self._of_batches else self._size):
-                try:
-                    self._pending.append(next(self._items))
-                except StopIteration:
+                if (item := self._next_item()) is _END:
                     return None
-                except DataError:
-                    raise
-                except Exception as error:  # of the user's own
-                    raise self._failed("the source", error) from error
+                self._pending.append(item)
             value = self._collated()
         self._number += 1
         return value
+
+    def _next_item(self) -> Any:
+        """Return the next sample or batch of the source; `_END` after the last epoch."""
+        try:
+            return next(self._items, _END)
+        except DataError:
+            raise
+        except Exception as error:  # of the user's own
+            raise self._failed("the source", error) from error
 
     def _collated(self) -> tuple[Value, Value]:
         try:
@@ -153,15 +149,13 @@ class StreamReader:
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise DataError(
                 f"a batch of the stream is an object of {type(found).__name__}, not inputs and targets: give "
-                "the "
-                "stream a collate that returns (inputs, targets)."
+                "the stream a collate that returns (inputs, targets)."
             )
         rows = row_count(found, "inputs and targets of the stream")
         if rows != self._size:
             raise DataError(
                 f"a batch of the stream has {rows} rows, and the stream's batch is {self._size}: give a "
-                "source of "
-                "batches of that size, or one of samples."
+                "source of batches of that size, or one of samples."
             )
         return found[0], found[1]
 
@@ -175,8 +169,7 @@ class StreamReader:
             if not self._samples:
                 raise DataError(
                     f"the source has no samples in epoch {self._epoch + 1}: its __iter__ has to begin anew "
-                    "where "
-                    "it has ended, or give the stream fewer epochs."
+                    "where it has ended, or give the stream fewer epochs."
                 )
             self._epoch, self._samples = self._epoch + 1, 0
 
@@ -197,10 +190,7 @@ class StreamReader:
 
 
 def _has_shuffle_buffer(source: Any) -> bool:
-    """Return whether a streamed data set of Hugging Face, or that of a loader, shuffles in a buffer.
-
-    Its `state_dict` has no content of the buffer: a run that went on from it would miss these samples.
-    """
+    """Return whether a data set shuffles in a buffer, whose content its `state_dict` does not have."""
     data = getattr(source, "dataset", source)
     step = getattr(data, "_ex_iterable", None)
     while step is not None:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from plait.engine.engine import Engine
 from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
 from plait.plan.arguments import require_instance, require_number
 from plait.ranks.device import is_accelerator
-from plait.ranks.mesh import Mesh
 from plait.tensor.layer_values import Value, tensors_of
 
 
@@ -35,15 +34,6 @@ def require_batches(batches: object) -> None:
             f"batches are an object of {type(batches).__name__}, without size and batch(step, rows): give a "
             f"{remedy}."
         )
-
-
-def require_divisible(batches: Batches, mesh: Mesh) -> slice:
-    """Return this data-parallel rank's rows of a global batch, which all ranks must be able to divide.
-
-    Raises `DataError` for other objects than batches, and where ranks cannot share one.
-    """
-    require_batches(batches)
-    return rank_rows(mesh.index("dp"), mesh.size("dp"), batches.size)
 
 
 def repeated_rows(batches: Batches) -> str:
@@ -159,7 +149,7 @@ class TrainingLoop:
         """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
         self.requested_stop: Callable[[], int] = int
         """Returns the signal to stop that this rank has received; 0: none."""
-        self.tell: Callable[[str], None] = _print if self.mesh.rank == 0 else _ignore
+        self.tell: Callable[[str], None] = _print if self.mesh.rank == 0 else lambda line: None
         """Prints a line for the user, on rank 0."""
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of `run`, in their order."""
@@ -167,7 +157,8 @@ class TrainingLoop:
         """Text of the user about the run, for its report."""
         self._rate = learning_rate
         self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
-        self._rows = require_divisible(self.batches, self.mesh)
+        require_batches(self.batches)
+        self._rows = rank_rows(self.mesh.index("dp"), self.mesh.size("dp"), self.batches.size)
         self._tokens, self._data_seconds = 0, 0.0
         self._unread: tuple[int, Callable[[], StepMetrics]] | None = None
 
@@ -176,12 +167,16 @@ class TrainingLoop:
 
         Raises `NonFiniteError` on every rank where a loss or a gradient norm is not finite.
         """
-        self.callbacks = _callbacks(callbacks)
+        require_instance("callbacks", callbacks, Sequence, "give a list of callbacks")
+        for callback in callbacks:
+            remedy = "give objects of subclasses of plait.loop.Callback"
+            require_instance("a callback", callback, Callback, remedy)
+        self.callbacks = callbacks
         for callback in callbacks:
             callback.resume(self)
         with ExitStack() as stack:
             for callback in callbacks:
-                stack.push(_ending(callback, self))
+                stack.push(partial(_end, callback, self))
                 callback.begin(self)
             if line := repeated_rows(self.batches):
                 self.tell(line)
@@ -292,15 +287,12 @@ class TrainingLoop:
             getattr(callback, method)(self, *arguments)
 
     def _refuse_non_finite(self, step: int, numbers: StepMetrics) -> None:
-        """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
-
-        `DataError` where the reason is that no target counts. `numbers` are those of `step`. A norm that
-        overflows a loss scale which can be lowered is no error, unless it is that of some replicas only.
-        """
+        """Raise where the loss or norm of a step is not finite, with rank and stage, or no target counts."""
         world = self.mesh.size("world")
         if 0 < len(numbers.norm_ranks) < world:
             raise NonFiniteError(_of_some_replicas(step, numbers, world))
         loss, norm = numbers.row["loss"], numbers.row["grad_norm"]
+        # A norm that overflows a loss scale which can be lowered is no error, but of some replicas only.
         overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return
@@ -357,26 +349,13 @@ def _require_rates_apart(
         )
 
 
-def _callbacks(given: object) -> Sequence[Callback]:
-    """Return the callbacks `given`. Raises `ConfigError` where they are no sequence of them."""
-    if not isinstance(given, Sequence):
-        raise ConfigError(f"callbacks are an object of {type(given).__name__}: give a list of callbacks.")
-    for one in given:
-        require_instance("a callback", one, Callback, "give objects of subclasses of plait.loop.Callback")
-    return given
-
-
 def _print(line: str) -> None:
     """Print a line, which may quote files: the `tell` of rank 0."""
     print(terminal_text(line))
 
 
-def _ignore(line: str) -> None:
-    """Discard the line: the `tell` of ranks other than 0."""
-
-
-def _ending(
-    callback: Callback, run: TrainingLoop
-) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
-    """Return a function for an `ExitStack` that calls `callback.end`."""
-    return lambda kind, error, trace: callback.end(run, error)
+def _end(
+    callback: Callback, run: TrainingLoop, kind: object, error: BaseException | None, trace: object
+) -> None:
+    """Call `callback.end`, as an `ExitStack` calls what it ends."""
+    callback.end(run, error)

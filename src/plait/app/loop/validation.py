@@ -45,8 +45,7 @@ class ValidationRows:
         if isinstance(self.batches, Stream | RankStream):
             raise DataError(
                 "the validation data are a plait.Stream, whose rows come once, and each validation needs the "
-                "same: "
-                "give a plait.Loader of a list of some of its samples."
+                "same: give a plait.Loader of a list of some of its samples."
             )
         require_batches(self.batches)
         if self.total == 0:
@@ -182,7 +181,7 @@ class Validation(Callback):
         if metrics is not None:
             require_instance("Validation's metrics", metrics, Mapping, "give a dictionary of functions")
         self.name, self._metrics = name, _named_metrics(metrics or {})
-        if not isinstance(name, str) or (name and not _is_name(name)):
+        if name != "" and not _is_name(name):
             raise ConfigError(f"a Validation is called {name!r}: {_NAMES}.")
         self._prefix = f"validation_{name}_" if name else "validation_"
         self._data = None if batches is None else ValidationRows(batches, count)

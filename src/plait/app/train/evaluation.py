@@ -14,9 +14,10 @@ from plait.app.config.config import LIMITS, Config
 from plait.app.config.config_parser import config_from_arguments, given_values
 from plait.app.data.batches import NO_TARGET
 from plait.app.data.tokenizer import open_tokenizer
+from plait.app.loop.loggers import finite_values
 from plait.app.loop.validation import ValidationRows, validation_means
 from plait.app.train.run_checkpoints import FOLDER, vocabulary
-from plait.app.train.run_data import ValidationSet, load_data, opened_validations
+from plait.app.train.run_data import load_data, opened_validations
 from plait.app.train.run_sources import is_tokenized, prepared_folder
 from plait.app.train.trainer import build_model
 from plait.checkpoint.folders import resolve
@@ -50,17 +51,11 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON values; one that is not finite is null."""
-        numbers = asdict(self).items()
-        return {
-            key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in numbers
-        }
+        return finite_values(asdict(self))
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint `path`, the newest in that folder, or in the `checkpoints` of that run.
-
-    Raises CheckpointError where there is none.
-    """
+    """Return the checkpoint `path`, or the newest in that folder or run; CheckpointError if there is none."""
     return resolve(path / FOLDER if (path / FOLDER).is_dir() else path)
 
 
@@ -84,17 +79,13 @@ def evaluation_config(checkpoint: Path, arguments: Sequence[str], sources: Seque
             f"{checkpoint} has no configuration of `plait train`: evaluate its model in Python, by "
             "plait.fit(…, validation=…) or engine.evaluate."
         )
-    saved["train"] = _without_training(saved["train"])
+    kept = ("seed", "batch", "microbatches", "precision", "validate_batches")
+    saved["train"] = {name: one for name, one in saved["train"].items() if name in kept}
     saved["train"] |= _divided(saved["train"], given)
-    saved["run"] = {"dir": str(_folder_of_run(checkpoint))}
+    parent = checkpoint.resolve().parent
+    saved["run"] = {"dir": str(parent.parent if parent.name == FOLDER else parent)}  # for prepared data
     config = config_from_arguments(arguments, saved, str(checkpoint))
     return _with_data(config, manifest, sources, given)
-
-
-def _without_training(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the section `train` that an evaluation needs."""
-    kept = ("seed", "batch", "microbatches", "precision", "validate_batches")
-    return {name: train[name] for name in kept if name in train}
 
 
 def _divided(train: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,22 +102,14 @@ def _divided(train: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return {"batch": batch, "microbatches": next(fitting)}
 
 
-def _folder_of_run(checkpoint: Path) -> Path:
-    """Return the folder of the run that wrote a checkpoint, in which records are tokenized."""
-    parent = checkpoint.resolve().parent
-    return parent.parent if parent.name == FOLDER else parent
-
-
 def _with_data(config: Config, manifest: Manifest, sources: Sequence[str], limits: Collection[str]) -> Config:
     """Return the configuration with `sources` for validation, in the tokens that the model was trained on.
 
     Of `sources` all sequences are taken, unless `limits`, fields that are given, say otherwise.
     """
-    model = config.model
+    model, data, train = config.model, config.data, config.train
     if model.folder is None:
         model = model.model_copy(update={"vocab": vocabulary(model, manifest)})
-    data = config.data
-    train = config.train
     if sources:
         given = {source: source for source in sources}
         if "train.validate_batches" not in limits:
@@ -152,7 +135,10 @@ def evaluate(config: Config, checkpoint: Path) -> tuple[Evaluation, ...]:
     """
     device = None if config.run.device == "auto" else config.run.device
     mesh = Mesh(config.plan(), device=device, timeout=config.run.timeout, guarded=config.run.guard)
-    sets = _sets(config)
+    if config.data.validation_sources:  # then the training data are not read
+        sets = opened_validations(config, open_tokenizer(config.tokenizer))
+    else:
+        sets = load_data(config).validations
     vocab = config.model.vocab or 1
     engine = parallelize(build_model(config.model, vocab), config.plan(), mesh, loss=cross_entropy)
     load_checkpoint(engine, None, checkpoint, "given")
@@ -164,13 +150,6 @@ def evaluate(config: Config, checkpoint: Path) -> tuple[Evaluation, ...]:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         found.append(Evaluation(one.name or unnamed, loss, perplexity, accuracy, rows.count, one.summary))
     return tuple(found)
-
-
-def _sets(config: Config) -> tuple[ValidationSet, ...]:
-    """Return the data to evaluate on; the training data are read only where a part of them is."""
-    if config.data.validation_sources:
-        return opened_validations(config, open_tokenizer(config.tokenizer))
-    return load_data(config).validations
 
 
 def _hits(logits: Tensor, targets: Tensor) -> Tensor:

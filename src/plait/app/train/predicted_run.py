@@ -22,7 +22,7 @@ from plait.estimate.prediction.traced_model import traced_model
 from plait.estimate.time.hardware import bundled_name
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
-from plait.pictures.report.recorded_step import StepTimeline, read_step
+from plait.pictures.report.recorded_step import read_step
 from plait.pictures.report.run_record import METRICS_FILE
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator, name_of
@@ -69,14 +69,11 @@ def prediction_line(memory: Memory) -> str:
 
 
 def peak_line(memory: Memory, measured: float, device: torch.device) -> str:
-    """Return a line of text that compares the `measured` peak in bytes with the predicted memory of tensors.
-
-    On a GPU both count tensors. On a CPU the peak is the resident set of the rank's process, of which tensors
-    are a part.
-    """
+    """Return a line that compares the `measured` peak in bytes with the predicted memory of tensors."""
     peak, predicted = f"{measured / 1e6:,.1f} MB", f"{memory.most / 1e6:,.1f} MB were predicted"
     if is_accelerator(device):
         return f"Memory: up to {peak} of tensors allocated on a rank; {predicted}."
+    # The peak of a CPU is the resident set of the rank's process, of which tensors are a part.
     return (
         f"Memory: up to {peak} resident in a rank's process, with Python and torch; of tensors {predicted}."
     )
@@ -117,10 +114,7 @@ def predicted_step(config: Config, plan: Plan, device: torch.device) -> Predicti
 
 
 def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
-    """Yield lines on the measured and predicted time of a step, and on the parts of that time.
-
-    Reads `metrics.jsonl` and `step.json` in `folder`; without the latter there is no second line.
-    """
+    """Yield lines on the measured and predicted time of a step and, with `step.json`, of its parts."""
     seconds = read_metrics(folder / METRICS_FILE).numbers("step_seconds")
     if not seconds:
         return
@@ -130,18 +124,15 @@ def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
         f"{predicted.hardware.name} ({expected / middle - 1:+.0%})."
     )
     step = read_step(folder)
-    uses = [] if step is None else [dict(one) for _, one in StepTimeline(step).uses()]
+    uses = [] if step is None else [dict(one) for _, one in step.uses()]
     if not uses:
         return
     computing, other = (fmean(one[name] for one in uses) for name in ("computing", "other"))
     waiting = fmean(sum(one[name] for name in one if name not in ("computing", "other")) for one in uses)
-    parts = predicted.breakdown
-    guessed = [sum(parts[name] for name in names) for names in (_COMPUTING, _WAITING)]
-    measured = [computing, waiting]
-    texts = [
-        f"{seconds_text(one)} ({seconds_text(guess)})" for one, guess in zip(measured, guessed, strict=True)
-    ]
+    guessed = [sum(predicted.breakdown[name] for name in names) for names in (_COMPUTING, _WAITING)]
     yield (
-        f"The recorded step, means of all ranks, in brackets as predicted: computing {texts[0]}, blocked in "
-        f"communication or the bubble {texts[1]}, otherwise {seconds_text(other)}."
+        "The recorded step, means of all ranks, in brackets as predicted: "
+        f"computing {seconds_text(computing)} ({seconds_text(guessed[0])}), "
+        f"blocked in communication or the bubble {seconds_text(waiting)} ({seconds_text(guessed[1])}), "
+        f"otherwise {seconds_text(other)}."
     )

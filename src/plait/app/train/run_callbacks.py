@@ -1,36 +1,36 @@
-"""Callbacks of `plait train`: its folder, traces and reordered schedules, the numbers of the first steps."""
+"""Callbacks of `plait train`: its folder, traces, reordered schedules and samples; the first steps."""
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
 
 from plait.app.config.config import Config
+from plait.app.loop.loggers import Csv, JsonLines, Logger, TensorBoard, unwritable
 from plait.app.loop.run_folder import EARLIER, REPORT_FILES, set_aside, set_aside_line
-from plait.app.loop.tracking_services import TABLE_FILE, TENSORBOARD_FOLDER, unwritable
 from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.app.train.measured_schedules import (
-    SCHEDULE_FILE,
-    TRACE_FILES,
-    reorder,
-    write_schedule,
-    write_trace,
-)
 from plait.app.train.reference_steps import LossAndNorm
 from plait.app.train.run_checkpoints import FOLDER
 from plait.app.train.trainer import Trainer
+from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.files import write_bytes
-from plait.pictures.report.events import write_event
+from plait.pictures.report.run_record import METRICS_FILE, write_event
+from plait.pictures.timelines.files import write_pictures
+from plait.pictures.timelines.text import title
+from plait.pictures.timelines.timeline import simulate
+from plait.ranks.mesh import Mesh
+from plait.schedules.costs import Costs
 
-CONFIG_FILE = "config.json"
-FILES = (
-    *REPORT_FILES,
-    CONFIG_FILE,
-    TABLE_FILE,
-    TENSORBOARD_FOLDER,
-    SCHEDULE_FILE,
-    *TRACE_FILES.values(),
-)
+FIELD = "run.dir"
+"""The field of the configuration that names the folder."""
+CONFIG_FILE, SCHEDULE_FILE = "config.json", "schedule.json"
+TABLE_FILE, TENSORBOARD_FOLDER = "metrics.csv", "tensorboard"
+TRACE_FILES = {"trace": "trace.json", "svg": "trace.svg", "html": "trace.html"}
+"""For Perfetto or chrome://tracing; a picture; an interactive page."""
+FILES = (*REPORT_FILES, CONFIG_FILE, TABLE_FILE, TENSORBOARD_FOLDER, SCHEDULE_FILE, *TRACE_FILES.values())
 """What a run leaves in `run.dir`, except checkpoints and prepared data."""
 WRITTEN = (*FILES, EARLIER, FOLDER)
 """All files and folders in `run.dir` that a run writes."""
@@ -54,9 +54,19 @@ class RunFolder(Callback):
             text = self._config.model_dump_json(indent=2)
             write_bytes(folder / CONFIG_FILE, f"{text}\n".encode())
         except OSError as error:
-            raise unwritable(folder, error) from None
+            raise unwritable(folder, error, FIELD) from None
         if kept is not None:
             run.tell(set_aside_line(kept))
+
+
+def loggers_of(folder: Path, *, csv_too: bool, tensorboard: bool) -> tuple[Logger, ...]:
+    """Return the loggers of a run in `folder`, not yet opened; that of TensorBoard where it is installed."""
+    made: list[Logger] = [JsonLines(folder / METRICS_FILE)]
+    if csv_too:
+        made.append(Csv(folder / TABLE_FILE))
+    if tensorboard and find_spec("tensorboard") is not None:
+        made.append(TensorBoard(folder / TENSORBOARD_FOLDER))
+    return tuple(made)
 
 
 class Recordings(Callback):
@@ -89,6 +99,60 @@ class Recordings(Callback):
             run.tell(write_trace(recording, run.done, self._folder, run.mesh))
         if recording is not None and run.done == self._reorder:
             run.tell(reorder(run.engine, recording, run.done, self._folder, run.mesh))
+
+
+def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
+    """Set a schedule that is shorter at the times measured in `step`, if one is found; return a report line.
+
+    `step` is counted from 1. All ranks call it. Raises `ConfigError` when the file cannot be written.
+    Communication: that of `Recording.costs` and `Engine.reorder`.
+    """
+    before, costs = engine.schedule, recording.costs()
+    after = engine.reorder(costs)
+    write_schedule(engine, folder, mesh, costs)
+    if after.order == before.order:
+        return f"Order after step {step}: {before.policy} stays, none that is shorter was found."
+    was, will_be = (simulate(order.split_backward, costs).makespan for order in (before, after))
+    return (
+        f"Order after step {step}: {after.policy} in place of {before.policy}, {will_be:,.1f} ms a step "
+        f"simulated in place of {was:,.1f}, in {SCHEDULE_FILE}."
+    )
+
+
+def write_schedule(engine: Engine, folder: Path, mesh: Mesh, costs: Costs | None = None) -> None:
+    """Write the engine's schedule to a file in `folder`, on rank 0, in the format of `plait schedule --json`.
+
+    `costs` are those that it was searched for; times are then in milliseconds. Raises `ConfigError` when the
+    file cannot be written.
+    """
+    if mesh.rank != 0:
+        return
+    result = simulate(engine.schedule, costs).as_json()
+    if costs is not None:
+        result["costs"] = {name: getattr(costs, name) for name in ("F", "I", "W", "comm")}
+    try:
+        write_bytes(folder / SCHEDULE_FILE, f"{json.dumps(result)}\n".encode())
+    except OSError as error:
+        raise unwritable(folder, error, FIELD) from None
+
+
+def write_trace(recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
+    """Write pictures of the timeline measured in `step` to `folder`, on rank 0; return a line about it.
+
+    `step` is counted from 1. All ranks call it. Of ranks that differ in `dp` or `tp` the files show those of
+    rank 0's pipeline. Raises `ConfigError` when they cannot be written. Communication: two all-gathers over
+    `pp`.
+    """
+    timeline, costs = recording.timeline(), recording.costs()
+    if mesh.rank == 0:
+        paths = {kind: folder / file for kind, file in TRACE_FILES.items()}
+        list(write_pictures(timeline, paths, name=f"{title(timeline.schedule)}; step {step} as it was"))
+    simulated = simulate(timeline.schedule, costs)
+    return (
+        f"Trace of step {step}: makespan {timeline.makespan:,.1f} ms "
+        f"({simulated.makespan:,.1f} simulated with its costs), "
+        f"bubble {timeline.bubble:.1%} ({simulated.bubble:.1%}), in {', '.join(TRACE_FILES.values())}."
+    )
 
 
 class Samples(Callback):

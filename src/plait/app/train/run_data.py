@@ -1,4 +1,4 @@
-"""The data of a run: tokenizer, batches of one corpus or of several, read ahead, and its validations."""
+"""The data of a run: tokenizer, batches of one corpus or of several, read ahead, validations, the prompt."""
 
 from __future__ import annotations
 
@@ -21,27 +21,24 @@ from plait.app.data.batches import (
     description,
     row_total,
 )
+from plait.app.data.chats import ChatEncoder
 from plait.app.data.corpus import read_documents
 from plait.app.data.mixture import MixedBatches
 from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.app.train.run_sources import OpenSource, is_tokenized, open_source, prepared_folder
-from plait.app.train.sample import encode_prompt
 from plait.errors import ConfigError, DataError
 from plait.plan.model_sizes import MOST_SIZE
 
 
 class ReadAhead:
-    """Wrapper of `batches` that reads the next step's batch in a thread while a step runs.
-
-    Not for threads that ask at the same time.
-    """
+    """Wrapper of `batches` that reads the next step's batch in a thread; for one thread that asks."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
         """The batches that are read."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-read-ahead")
-        self._next: tuple[tuple[int, int, int], Future[InputsAndTargets]] | None = None
+        self._next: tuple[int, slice, Future[InputsAndTargets]] | None = None
 
     @property
     def size(self) -> int:
@@ -59,19 +56,12 @@ class ReadAhead:
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""
-        known, key = self._next, _key(step, rows)
-        made = known[1].result() if known is not None and known[0] == key else self.batches.batch(step, rows)
-        following = step + 1
-        self._next = _key(following, rows), self._reader.submit(self.batches.batch, following, rows)
+        if self._next is not None and self._next[:2] == (step, rows):
+            made = self._next[2].result()
+        else:
+            made = self.batches.batch(step, rows)
+        self._next = step + 1, rows, self._reader.submit(self.batches.batch, step + 1, rows)
         return made
-
-    def close(self) -> None:
-        """End the thread."""
-        self._reader.shutdown(cancel_futures=True)
-
-
-def _key(step: int, rows: slice) -> tuple[int, int, int]:
-    return step, rows.start or 0, -1 if rows.stop is None else rows.stop
 
 
 @dataclass(frozen=True)
@@ -89,30 +79,24 @@ class ValidationSet:
 
 def opened_validations(config: Config, tokenizer: Tokenizer) -> tuple[ValidationSet, ...]:
     """Return the sources of `data.validation_source`, opened. Raises `DataError` or `ConfigError`."""
-    opened = {
-        name: open_source(config, source, tokenizer, 0.0)
-        for name, source in config.data.validation_sources.items()
-    }
+    named = config.data.validation_sources.items()
+    opened = {name: open_source(config, source, tokenizer, 0.0) for name, source in named}
     return tuple(
-        _validation_set(config, name, [(one.training, one.holds_chats)]) for name, one in opened.items()
+        _validation_set(config, name, [one.training], one.holds_chats) for name, one in opened.items()
     )
 
 
 def held_out_validation(config: Config, opened: list[OpenSource]) -> tuple[ValidationSet, ...]:
     """Return the rows that are held out of the training data, as one set; none where there are none."""
-    rows = [(one.held_out, one.holds_chats) for one in opened if one.held_out is not None]
-    return (_validation_set(config, "", rows),) if rows else ()
+    rows = [one.held_out for one in opened if one.held_out is not None]
+    return (_validation_set(config, "", rows, all(one.holds_chats for one in opened)),) if rows else ()
 
 
-def _validation_set(config: Config, name: str, held_out: list[tuple[Rows, bool]]) -> ValidationSet:
-    """Return batches of rows, each given with whether they are of conversations.
-
-    Raises `DataError` where no target of conversations counts.
-    """
-    rows = [one for one, _ in held_out]
+def _validation_set(config: Config, name: str, rows: list[Rows], only_chats: bool) -> ValidationSet:
+    """Return batches of rows. Raises `DataError` where they are of conversations, and no target counts."""
     every = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
     batches = ValidationBatches(every, config.train.batch, config.train.validate_batches)
-    if all(holds_chats for _, holds_chats in held_out):
+    if only_chats:
         _require_targets(config, batches)
     if batches.rows < every.count:
         summary = (
@@ -253,6 +237,28 @@ def check_data(config: Config) -> None:
                 f"train.sample = {config.train.sample!r} holds token {largest}, outside the "
                 f"vocabulary of {vocab}: choose another prompt, or leave model.vocab to the tokenizer."
             )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to continue, and tokens that end a continuation."""
+
+    tokens: list[int]
+    stop: tuple[int, ...] = ()
+    is_question: bool = False
+    """Whether they are a user's message in the chat template, of which the text is not shown."""
+
+
+def encode_prompt(config: Config, tokenizer: Tokenizer, *, is_question: bool) -> Prompt:
+    """Return `train.sample` in tokens; a question is a user's message in the tokenizer's chat template.
+
+    Raises `ConfigError` where the tokenizer has no chat template.
+    """
+    text = config.train.sample
+    if not is_question or not text:
+        return Prompt(tokenizer.prompt(text))
+    encoder = ChatEncoder(config.tokenizer)
+    return Prompt(encoder.question(text).tolist(), encoder.end_of_answer, True)
 
 
 def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:

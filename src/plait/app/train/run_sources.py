@@ -1,16 +1,20 @@
-"""The sources of a run's data, prepared once where needed, and opened: rows to train, rows to validate."""
+"""The sources of a run's data, prepared once where needed, and opened; the context that fits them."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+
 from plait.app.config.config import Config
+from plait.app.config.config_parser import is_given
+from plait.app.config.model_section import USUAL_CONTEXT
 from plait.app.data.batches import Rows, TokenWindows
 from plait.app.data.chats import require_known_fields
 from plait.app.data.corpus import read_documents, source_files
@@ -30,6 +34,10 @@ _RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".json.gz",
 _KINDS_OF_RECORDS = ("jsonl", "json", "table")
 _NO_FILES = ("stdlib", "random")
 _SECONDS_BETWEEN_LINES = 5.0
+MULTIPLE = 64
+"""Contexts are multiples of this, so that sequences can be cut over ranks."""
+_AT_ONCE = 1 << 20
+"""Conversations whose lengths are compared at once."""
 
 
 def holds_records(source: str) -> bool:
@@ -147,7 +155,8 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
                 "for."
             )
         if index.chats:
-            return _split_chats(config, source, corpus, index, vocab, unreadable, fraction)
+            rows, held_out, summary = _split_chats(config, source, corpus, index, vocab, fraction)
+            return OpenSource(rows, held_out, vocab, unreadable, summary, holds_chats=True)
     elif holds_tokens(source):
         corpus = open_tokens(source, config.data.dtype)
         if isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab:
@@ -155,7 +164,8 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
             unreadable = f"the tokens of {source} are {name}: set data.tokenizer to it"
     else:
         corpus = corpus_of(tokenizer.encode(read_documents(source)))
-    return _split(config, source, corpus, name, vocab, unreadable, fraction)
+    windows, held_out, summary = _split(config, source, corpus, name, vocab, fraction)
+    return OpenSource(windows, held_out, vocab, unreadable, summary)
 
 
 def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -> str:
@@ -174,15 +184,9 @@ def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Token
 
 
 def _split(
-    config: Config,
-    source: str,
-    corpus: Corpus,
-    tokenizer: str,
-    vocab: int,
-    unreadable: str,
-    fraction: float,
-) -> OpenSource:
-    """Return windows of tokens; the last tokens are held out."""
+    config: Config, source: str, corpus: Corpus, tokenizer: str, vocab: int, fraction: float
+) -> tuple[Rows, Rows | None, str]:
+    """Return windows of tokens, those of the last tokens, which are held out, and a summary."""
     context, size = config.model.context, len(corpus)
     TokenWindows(corpus, context, vocab, source).check(_CHECKED_AT_ONCE)
     cut = size - int(size * fraction)
@@ -202,19 +206,13 @@ def _split(
     title = "Python's standard library" if source == "stdlib" else source
     share = f", {fraction:.1%} of them for validation" if fraction else ""
     summary = f"{title}, {size:,} tokens ({tokenizer}){share}"
-    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary)
+    return training, held_out if fraction else None, summary
 
 
 def _split_chats(
-    config: Config,
-    source: str,
-    corpus: Corpus,
-    index: CorpusIndex,
-    vocab: int,
-    unreadable: str,
-    fraction: float,
-) -> OpenSource:
-    """Return rows of whole conversations; the last ones are held out."""
+    config: Config, source: str, corpus: Corpus, index: CorpusIndex, vocab: int, fraction: float
+) -> tuple[Rows, Rows | None, str]:
+    """Return rows of whole conversations, those of the last ones, which are held out, and a summary."""
     context = config.model.context
     kept = index.documents - (max(1, int(index.documents * fraction)) if fraction else 0)
     if kept < 1:
@@ -244,4 +242,47 @@ def _split_chats(
         notes.append(f"{left_out:,} without an answer in their first {context} tokens are left out{named}")
     notes += index.notes()
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
-    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary, holds_chats=True)
+    return training, held_out if fraction else None, summary
+
+
+def with_context_of_data(config: Config, arguments: Sequence[str]) -> tuple[Config, str]:
+    """Return the configuration with a context chosen from its data, and a sentence about it.
+
+    Of conversations the longest one, rounded up; of other data 1,024 tokens; at most what the model in the
+    folder takes. The same configuration and "" where `arguments` give `model.context`, the model is plait's
+    own, or it takes no more. Tokenizes records, unless they are.
+    """
+    folder = config.model.folder
+    if folder is None or is_given(arguments, "model.context"):
+        return config, ""
+    from plait.models.huggingface.pretrained import sizes_in  # late: with torch
+
+    most = sizes_in(folder)["context"]
+    sources = [*config.data.sources, *config.data.validation_sources.values()]
+    lengths = [_longest_conversation(config, source) for source in sources]
+    longest = max((one for one in lengths if one is not None), default=0)
+    usual = USUAL_CONTEXT if None in lengths else 0
+    context = min(most, max(usual, -(-longest // MULTIPLE) * MULTIPLE))
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
+    if context == most:
+        return changed, ""
+    why = f" for conversations of up to {longest:,}" if longest else ""
+    return changed, (
+        f"Context: {context:,} tokens a sequence{why}, of the {most:,} that the model takes; "
+        "set model.context for another."
+    )
+
+
+def _longest_conversation(config: Config, source: str) -> int | None:
+    """Return the number of tokens of the longest conversation in a source; None for other data."""
+    folder = prepared_folder(config, source)
+    if folder is None:
+        return None
+    corpus, index = open_corpus(folder)
+    if not index.chats:
+        return None
+    longest, before = 0, 0
+    for first in range(0, index.documents, _AT_ONCE):
+        ends = corpus.document_ends(first, min(first + _AT_ONCE, index.documents))
+        longest, before = max(longest, int(np.diff(ends, prepend=before).max())), int(ends[-1])
+    return longest

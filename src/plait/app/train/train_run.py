@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from plait.app.config.config import Config
-from plait.app.loop.callbacks import EarlyStop, Log, Progress, ProgressReporter, ReplicaChecks
+from plait.app.loop.callbacks import EarlyStop, Log, Progress, ReplicaChecks
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder import LOCK, locked_folder
-from plait.app.loop.tracking_services import FIELD, loggers_of
 from plait.app.loop.validation import Validation
-from plait.app.train.measured_schedules import balanced
 from plait.app.train.predicted_run import (
     peak_line,
     predict_memory,
@@ -24,42 +22,44 @@ from plait.app.train.predicted_run import (
     step_lines,
 )
 from plait.app.train.reference_steps import Comparison, LossAndNorm, compare_steps
-from plait.app.train.run_callbacks import WRITTEN, FirstStepsCheck, Recordings, RunFolder, Samples
+from plait.app.train.run_callbacks import (
+    FIELD,
+    WRITTEN,
+    FirstStepsCheck,
+    Recordings,
+    RunFolder,
+    Samples,
+    loggers_of,
+)
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
-from plait.app.train.trainer import Trainer, trained_part
+from plait.app.train.trainer import Trainer, balanced, trained_part
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.prediction.prediction import Prediction
 from plait.pictures.report.page import REPORT_FILE
-from plait.plan.plan import Plan
 from plait.ranks.failure.process_watch import GracefulStop
 from plait.ranks.mesh import Mesh
 
 
-class StopSignals:
-    """Context manager that records whether a rank has received one of `signals`.
+@contextmanager
+def received_signal(signals: Collection[int]) -> Iterator[Callable[[], int]]:
+    """Context: yield a function that returns which of `signals` this rank has received, or 0.
 
     The first signal is recorded, so that the run stops between two steps; the second ends the process.
     """
+    received = 0
 
-    def __init__(self, signals: Collection[int]) -> None:
-        self._signals = frozenset(signals)
-        self._handlers = GracefulStop(self._signals, self._receive)
-        self.local = 0
-        """The signal that this rank has received; 0: none."""
+    def receive(number: int) -> None:
+        nonlocal received
+        received = number
 
-    def __enter__(self) -> Self:
-        self._handlers.__enter__()
+    with GracefulStop(signals, receive):
         # Local ranks start with these signals blocked, until there is a handler.
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        self._handlers.__exit__(*error)
-
-    def _receive(self, number: int) -> None:
-        self.local = number
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        try:
+            yield lambda: received
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,19 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     plan, run = config.plan(), config.run
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
-    world = mesh.group("world")
-    lock = locked_folder(run.dir, LOCK, world, mesh.device, field=FIELD, written=WRITTEN)
-    with lock, StopSignals(stop_on) as stop:
+    lock = locked_folder(run.dir, LOCK, mesh, field=FIELD, written=WRITTEN)
+    with lock, received_signal(stop_on) as received:
         data = load_data(config)
         config = with_steps_of_epochs(config, data)
-        progress = ProgressReporter(config.train.steps, shown=mesh.rank == 0, bar=run.progress)
+        progress = Progress(shown=mesh.rank == 0, bar=run.progress)
         plan = balanced(config, plan, mesh, data)
-        memory = _predicted_memory(config, plan, mesh, data)
+        memory = None
+        if mesh.rank == 0 or run.memory_limit is not None:  # which all ranks have to keep
+            memory = predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)
         predicted = predicted_step(config, plan, mesh.device)
         trainer = Trainer(config, plan, mesh, data)
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
-        trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
+        trainer.tell, trainer.requested_stop = report.tell_through(progress.print), received
         _introduce(config, trainer, data, memory, predicted, report)
         result, first = _trained(config, trainer, data, report, progress)
         peak = trainer.row["peak_memory_bytes"]
@@ -127,23 +128,28 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
 
 
 def _trained(
-    config: Config, trainer: Trainer, data: Data, report: Report, progress: ProgressReporter
+    config: Config, trainer: Trainer, data: Data, report: Report, progress: Progress
 ) -> tuple[TrainingResult, list[LossAndNorm]]:
     """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
     settings, run = config.train, config.run
     first, checkpoints = FirstStepsCheck(run.compare), run_checkpoints(config)
-    validations, samples = _validations(config, data), Samples(config)
+    loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
+    log, samples = Log(*loggers, folder=run.dir, field=FIELD), Samples(config)
+    validations = [
+        Validation(one.batches, every=settings.validate_every, count=one.count, name=one.name)
+        for one in data.validations
+    ]
     trainer.run(
         [
             RunFolder(config),
             Recordings(config),
             ReplicaChecks(run.check_replicas),
-            Progress(progress),
+            progress,
             first,
             *validations,
             *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
             report,
-            _log(config),
+            log,
             checkpoints,
             samples,
         ]
@@ -176,15 +182,14 @@ def _introduce(
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
     lines += [] if memory is None else [prediction_line(memory)]
     if mesh.rank == 0:
-        title, changed = config.run.dir.resolve().name, [*_changed_fields(config)]
         about = describe(
             trainer.engine,
-            title,
+            config.run.dir.resolve().name,
             lines,
             rows=config.train.batch,
             memory=memory,
             seconds=None if predicted is None else predicted.step_seconds,
-            changed_fields=changed,
+            changed_fields=[*_changed_fields(config)],
             notes=config.run.notes,
         )
         report.describe(about)
@@ -209,9 +214,10 @@ def banner(
     whether the folder of a Hugging Face model holds weights to start from.
     """
     model, settings, plan = config.model, config.train, config.plan()
-    count = _count(parameters) + ("" if trained == parameters else f", of which {trained:,} are trained")
+    count = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
+    frozen = "" if trained == parameters else f", of which {trained:,} are trained"
     yield (
-        f"Model: {model.name}, {count} ({model.layers} blocks, hidden {model.hidden}, "
+        f"Model: {model.name}, {count} parameters{frozen} ({model.layers} blocks, hidden {model.hidden}, "
         f"context {model.context}, vocabulary {data.vocab:,})."
     )
     if model.folder is not None and has_weights:
@@ -230,11 +236,6 @@ def banner(
     yield f"Run: {config.run.dir}"
 
 
-def _count(parameters: int) -> str:
-    """Return a number of parameters as text."""
-    return f"{parameters / 1e6:.1f} M parameters" if parameters >= 1e6 else f"{parameters:,} parameters"
-
-
 def _print_end(
     config: Config,
     result: TrainingResult,
@@ -242,7 +243,7 @@ def _print_end(
     predicted: Prediction | None,
     peak: float,
     mesh: Mesh,
-    progress: ProgressReporter,
+    progress: Progress,
 ) -> None:
     """Print after the last step: the sample, memory and time, the metrics' path, how to resume if stopped."""
     if result.sample is not None:
@@ -254,31 +255,10 @@ def _print_end(
     has_report = config.run.report and result.reported
     report = f"; the report is {config.run.dir / REPORT_FILE}" if has_report else ""
     progress.print(f"Metrics are in {result.metrics}{report}.")
-    if result.saved and config.run.save_every is not None and not result.stopped:
+    has_checkpoint = result.saved and config.run.save_every is not None
+    if result.stopped:
+        how_to_resume = ": go on with --run.resume auto" if has_checkpoint else ""
+        progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
+    elif has_checkpoint:
         saved = config.run.dir / FOLDER
         progress.print(f"Checkpoints are in {saved}; `plait checkpoint export` writes them for transformers.")
-    if result.stopped:
-        how_to_resume = (
-            ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
-        )
-        progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
-
-
-def _log(config: Config) -> Log:
-    """Return the callback that writes the metrics as `run` configures."""
-    run = config.run
-    loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
-    return Log(*loggers, folder=run.dir, field=FIELD)
-
-
-def _validations(config: Config, data: Data) -> list[Validation]:
-    """Return the callbacks that validate as `train` configures."""
-    every = config.train.validate_every
-    return [Validation(one.batches, every=every, count=one.count, name=one.name) for one in data.validations]
-
-
-def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
-    """Return the predicted memory if this rank prints it or `run.memory_limit` is set, else None."""
-    if mesh.rank != 0 and config.run.memory_limit is None:
-        return None
-    return predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)

@@ -15,6 +15,8 @@ from torch import nn
 from plait.app.config.config import Config
 from plait.app.config.config_sections import ModelConfig
 from plait.app.config.train_section import TrainConfig
+from plait.app.data.batches import rank_rows
+from plait.app.data.tokenizer import Tokenizer, printable
 from plait.app.loop.fit import (
     LearningRate,
     warmup_constant,
@@ -25,11 +27,11 @@ from plait.app.loop.fit import (
 from plait.app.loop.meter import flops_per_token
 from plait.app.loop.parameter_rates import ParameterRate, freeze, parameter_groups, require_matches
 from plait.app.loop.training_loop import TrainingLoop
-from plait.app.train.run_data import Data
-from plait.app.train.sample import encode_prompt, sample_text
+from plait.app.train.run_data import Data, Prompt, encode_prompt
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
 from plait.errors import ModelError
+from plait.estimate.measurement.measured_balance import balance
 from plait.models.gpt2 import gpt2_of
 from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.llama import llama_of
@@ -41,6 +43,8 @@ from plait.tensor.losses import cross_entropy
 
 _FUSED = ("AdamW", "Adam", "SGD")
 """Optimizers of which torch has a single kernel for all parameters, on the CPU too."""
+TEMPERATURE = 0.8
+"""Of samples."""
 
 
 def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
@@ -48,20 +52,18 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
     A model in a folder has its own vocabulary. Raises `ModelError` for one that plait does not support.
     """
-    built, settings = _without_adapters(model, vocab), model.lora
+    if model.folder is not None:
+        built = model_in(model.folder, model.context)
+    else:
+        sizes = model.decoder(vocab)
+        built = gpt2_of(sizes) if sizes.family == "gpt2" else llama_of(sizes)
+    settings = model.lora
     if settings.adapter is not None:
         load_adapter(built, Path(settings.adapter).expanduser())
     elif settings.adapts:
         rank, alpha, dropout = settings.rank, settings.alpha, settings.dropout
         lora(built, rank=rank, alpha=alpha, targets=settings.targets, dropout=dropout)
     return built
-
-
-def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
-    if model.folder is not None:
-        return model_in(model.folder, model.context)
-    sizes = model.decoder(vocab)
-    return gpt2_of(sizes) if sizes.family == "gpt2" else llama_of(sizes)
 
 
 def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dict[str, Any] | None:
@@ -84,15 +86,21 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the model that `build_model` makes, with the parameters named by `train.freeze` frozen.
-
-    Raises ConfigError for a pattern of `train.freeze` or `train.rates` that fits no parameter.
-    """
+    """Return the model, frozen as `train.freeze` says. ConfigError for a pattern that fits no parameter."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
     trained = [name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]
     require_matches((one.pattern for one in config.train.rates), trained, "train.rates")
     return model
+
+
+def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
+    """Return the plan, cut by measured layer times where `parallel.balance` asks and it has no cut."""
+    if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
+        return plan
+    rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)
+    inputs, targets = data.training.batch(0, rows)
+    return balance(trained_part(config, data.vocab), plan, mesh, inputs, targets)
 
 
 def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
@@ -168,3 +176,15 @@ class Trainer(TrainingLoop):
             return None
         prompt = encode_prompt(self._config, data.tokenizer, is_question=data.holds_chats)
         return sample_text(self.engine, self._config, data.tokenizer, prompt) if prompt.tokens else None
+
+
+def sample_text(engine: Engine, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> str:
+    """Return `train.sample` and its continuation, or the answer to it; called by every rank."""
+    settings = config.train
+    start = torch.tensor([prompt.tokens], dtype=torch.int64, device=engine.mesh.device)
+    tokens = engine.generate(
+        start, settings.sample_tokens, temperature=TEMPERATURE, seed=settings.seed, stop=prompt.stop
+    )[0].tolist()
+    if prompt.is_question:
+        return printable(f"{settings.sample}\n{tokenizer.decode(tokens[len(prompt.tokens) :])}")
+    return printable(tokenizer.decode(tokens))

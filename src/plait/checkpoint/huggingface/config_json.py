@@ -152,10 +152,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def sizes_from_config(config: Mapping[str, Any], where: Path) -> Decoder:
-    """Return the sizes of the model that `config`, the config.json in the folder `where`, describes.
-
-    Raises CheckpointError for a model that is not exactly plait's own `gpt2` or `llama`.
-    """
+    """Return the sizes in the `config` of folder `where`; CheckpointError for a model not plait's own."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FIXED:
         raise CheckpointError(

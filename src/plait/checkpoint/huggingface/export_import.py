@@ -103,10 +103,7 @@ def export_adapted(
 
 
 def _is_own_file(folder: Path, name: str) -> bool:
-    """Return whether `folder` has a file of this name, and no link to a file elsewhere.
-
-    Folders in the cache of Hugging Face are links into the folder `blobs` of the same model.
-    """
+    """Return whether `folder` holds this file itself, or in `blobs`, as the cache of Hugging Face does."""
     path, real = folder / name, os.path.realpath(folder)
     homes = (os.path.join(real, Path(name).parent), os.path.join(os.path.dirname(real), "..", "blobs"))
     return path.is_file() and os.path.dirname(os.path.realpath(path)) in map(os.path.normpath, homes)
@@ -158,7 +155,7 @@ def _dtype_name(tensors: Tensors, dtype: torch.dtype | None) -> str:
     """Return the name of `dtype`, such as `bfloat16`; if it is None, that of most saved parameters."""
     if dtype is not None:
         return str(dtype).removeprefix("torch.")
-    saved = [one.dtype for name, one in tensors.manifest.tensors.items() if name.startswith("model.")]
+    saved = [one.dtype for one in tensors.manifest.parameters.values()]
     return max(set(saved), key=saved.count, default="float32")
 
 

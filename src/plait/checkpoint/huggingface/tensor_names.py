@@ -159,12 +159,8 @@ def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed_manifest(manifest: Manifest, table: Mapping[str, str]) -> tuple[Manifest, dict[str, str]]:
-    """Return the manifest with parameters renamed by `table`, and each tensor's old key by its new key.
-
-    Its files are unchanged: their boxes have the old keys.
-    """
-    prefix = parameter_key("")
-    own = [name.removeprefix(prefix) for name in manifest.tensors if name.startswith(prefix)]
+    """Return the manifest with parameters renamed, but in its files, and each old key by the new one."""
+    own = list(manifest.parameters)
     names = renamed([*own, *manifest.aliases, *manifest.aliases.values()], table)
     before = {parameter_key(names[name]): parameter_key(name) for name in own}
     for name, keys in state_keys(manifest.tensors).items():

@@ -58,13 +58,7 @@ _CHARTS = (
         smooth=True,
         logarithmic=True,
     ),
-    Chart(
-        "Gradient norm",
-        "L2, before clipping",
-        (ChartSeries("grad_norm"),),
-        smooth=True,
-        logarithmic=True,
-    ),
+    Chart("Gradient norm", "L2, before clipping", (ChartSeries("grad_norm"),), smooth=True, logarithmic=True),
     Chart("Learning rate", "of the step", (ChartSeries("lr"),)),
     Chart("Throughput", "tokens a second, all ranks", (ChartSeries("tokens_per_second"),), smooth=True),
     Chart(
@@ -141,17 +135,13 @@ def figures_of(run: RunRecord) -> Iterator[Figure]:
         best = min(metrics.numbers("validation_loss"))
         if best < validation[1]:
             yield Figure("best validation loss", number_text(best))
-    for key, name, about in (
-        ("tokens_per_second", f"{run.counted}/s", "median over steps, of all ranks together"),
-        ("step_seconds", "time of a step", "median over steps, wall time on rank 0"),
-        ("mfu", "MFU", "median over steps: model FLOPs utilisation"),
+    for key, name, text, about in (
+        ("tokens_per_second", f"{run.counted}/s", number_text, "median over steps, of all ranks together"),
+        ("step_seconds", "time of a step", seconds_text, "median over steps, wall time on rank 0"),
+        ("mfu", "MFU", "{:.1%}".format, "median over steps: model FLOPs utilisation"),
     ):
         if values := metrics.numbers(key):
-            middle = median(values)
-            text = {"mfu": f"{middle:.1%}", "step_seconds": seconds_text(middle)}.get(
-                key, number_text(middle)
-            )
-            yield Figure(name, text, about)
+            yield Figure(name, text(median(values)), about)
     yield from _memory(run)
     if tokens := metrics.tokens:
         yield Figure(run.counted, f"{tokens:,}", "of all steps together")

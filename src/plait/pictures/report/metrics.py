@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from plait.errors import DataError
-from plait.files import json_value, read_text, validated
-from plait.pictures.report.events import lines_of
+from plait.files import json_value, read_bytes, read_text, validated
 
 MOST = 1e300
 """Numbers are smaller than this: sums and squares of larger ones are infinite."""
@@ -28,8 +27,6 @@ class Metrics:
     columns: Mapping[str, tuple[Number, ...]]
     damaged: int = 0
     """Lines that could not be read, such as the last one of a run that was killed."""
-    thinned_from: int = 0
-    """Number of steps before some were left out; 0: all steps are there."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -79,7 +76,7 @@ class Metrics:
                 kept.update((min(rows, key=loss_of), max(rows, key=loss_of)))
         order = sorted(kept)
         columns = {key: tuple(values[row] for row in order) for key, values in self.columns.items()}
-        return Metrics(columns, self.damaged, thinned_from=count)
+        return Metrics(columns, self.damaged)
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -110,16 +107,16 @@ def _row(line: str) -> dict[str, Number] | None:
         return None
     if not isinstance(read, dict) or not is_number(read.get("step")) or not 0 <= read["step"] < MOST:
         return None
-    return {key: value if is_number(value) else None for key, value in read.items() if _fits(value)}
+    return {
+        key: value if is_number(value) else None
+        for key, value in read.items()
+        if value is None or isinstance(value, float) or is_number(value)
+    }
 
 
 def is_number(value: object) -> bool:
     """Return whether `value` is an int or a float that is finite, and below `MOST`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
-
-
-def _fits(value: object) -> bool:
-    return value is None or is_number(value) or isinstance(value, float)
 
 
 def buckets(count: int, most: int) -> Iterator[range]:
@@ -148,10 +145,7 @@ class RankSeries:
         return self.memory[-1]
 
     def busy(self, step_seconds: Sequence[float | None]) -> tuple[tuple[float, ...], ...] | None:
-        """Return for each step the seconds in which each rank was not blocked; None where not measured.
-
-        `step_seconds`: of the same steps.
-        """
+        """Return the seconds of each step in which each rank was not blocked; None where not measured."""
         if len(step_seconds) != len(self.steps) or not any(map(any, self.blocked)):
             return None
         return tuple(
@@ -185,6 +179,14 @@ def read_rank_series(folder: Path) -> RankSeries | None:
     rows = [row for row in rows if len(row.blocked_seconds) == len(row.peak_memory_bytes) == world > 0]
     columns = ((row.step, row.blocked_seconds, row.peak_memory_bytes) for row in rows)
     return RankSeries(*zip(*columns, strict=True)) if rows else None
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """Return the lines of a file of a run; none where it is missing, or no file that can be read."""
+    try:
+        return read_bytes(path).split(b"\n")
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)

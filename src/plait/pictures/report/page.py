@@ -18,7 +18,6 @@ from plait.pictures.colours import page_colours
 from plait.pictures.markup import POLICY, document, figure, filled, page_file
 from plait.pictures.report.charts import Chart, Figure, charts_of, figures_of
 from plait.pictures.report.metrics import means_of_stretches
-from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import RunRecord, read_run
 from plait.pictures.report.sections import notes_section, sections_of, warning_section
 from plait.pictures.timelines.html import script_of_one_timeline, timeline_script
@@ -36,10 +35,7 @@ _SCRIPTS = "uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js"
 
 
 def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
-    """Return the report of `runs` as an HTML document that needs no other file.
-
-    `policy`: the content security policy of the page.
-    """
+    """Return the page of `runs`, an HTML document that needs no other file; `policy`: its security policy."""
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
     body = filled(
@@ -93,7 +89,7 @@ def _run_data(run: RunRecord) -> Mapping[str, Any]:
         "columns": metrics.columns,
         "resumed": run.resumptions,
         "ranks": rank_map(run),
-        "timeline": None if run.step is None else StepTimeline(run.step).data(),
+        "timeline": None if run.step is None else run.step.timeline(),
     }
 
 

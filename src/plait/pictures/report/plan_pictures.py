@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 
 from plait.pictures.colours import rank_colour
-from plait.pictures.report.run_description import PlannedLayer, PlannedTensor, RunDescription, TensorShard
+from plait.pictures.report.run_description import PlannedTensor, RunDescription, TensorShard
 from plait.pictures.svg_elements import inline_svg, rect, text_at
 
+Area = tuple[float, float, float, float]
+"""Left and upper edge, width and height of a rectangle, in pixels."""
 WIDTH = 1150
 _LABEL = 300
 """Pixels for the layers of a rank of `pp`."""
+_MOST_LETTERS = 44
+"""Of the text on them."""
 _CELL, _SMALLEST = 54, 3
 """Widest and narrowest cell of a rank, in pixels."""
 _ROW = 30
@@ -26,10 +31,7 @@ _MATRIX = 190
 
 
 def ranks_picture(about: RunDescription) -> str:
-    """Return the ranks as a grid: a row for each rank of `pp` with its layers, a column for each other one.
-
-    Columns are grouped: replicas, then shards, then `cp`; `tp` ranks are neighbours.
-    """
+    """Return a grid of ranks: rows are those of `pp`, with layers; columns replicas, shards, `cp`, `tp`."""
     columns = about.world // about.mesh["pp"]
     gaps = _gaps(about.mesh)
     cell = max(_SMALLEST, min(_CELL, (WIDTH - _LABEL - sum(gaps)) / columns))
@@ -38,7 +40,8 @@ def ranks_picture(about: RunDescription) -> str:
     elements = [*_column_heads(about.mesh, cell, gaps)]
     for pp in range(about.mesh["pp"]):
         y = top + pp * row
-        text = _shortened(_layers_text(about, pp), 44)
+        text = _layers_text(about, pp)
+        text = text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
         elements.append(text_at(0, y + row / 2 + 1, text, _layers_list(about, pp)))
         elements += _row_of_ranks(about, pp, y, row, cell, gaps)
     height = top + about.mesh["pp"] * row + 4
@@ -83,22 +86,19 @@ def _gaps(mesh: Mapping[str, int]) -> list[float]:
 
 
 def _positions(cell: float, gaps: Sequence[float]) -> list[float]:
-    positions, x = [], float(_LABEL)
-    for gap in gaps:
-        x += gap
-        positions.append(x)
-        x += cell
-    return positions
+    """Return the left edge of each column."""
+    return [_LABEL + number * cell + gap for number, gap in enumerate(accumulate(gaps))]
 
 
 def _column_heads(mesh: Mapping[str, int], cell: float, gaps: Sequence[float]) -> Iterator[str]:
     """Yield a label above the first column of each data-parallel rank, where there is room."""
     each, x = mesh["cp"] * mesh["tp"], _positions(cell, gaps)
-    shown = mesh["replicate"] * mesh["shard"] > 1
     last = -100.0
+    if mesh["replicate"] * mesh["shard"] == 1:
+        return
     for column in range(0, len(x), each):
-        text = f"dp {column // each}" if shown else ""
-        if text and x[column] - last > 6.6 * len(text) + 6:
+        text = f"dp {column // each}"
+        if x[column] - last > 6.6 * len(text) + 6:
             last = x[column]
             yield text_at(x[column], 12, text, class_="head")
 
@@ -126,10 +126,6 @@ def _place(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
     return {axis: place[axis] for axis in mesh}
 
 
-def _layers_of(about: RunDescription, pp: int) -> list[PlannedLayer]:
-    return [layer for layer in about.layers if about.stage_ranks[layer.stage] == pp]
-
-
 def _layers_text(about: RunDescription, pp: int) -> str:
     """Return the stages of a rank of `pp` with their first and last layers, and the number of elements."""
     stages = [stage for stage, rank in enumerate(about.stage_ranks) if rank == pp]
@@ -142,7 +138,7 @@ def _layers_text(about: RunDescription, pp: int) -> str:
 
 
 def _layers_list(about: RunDescription, pp: int) -> str:
-    layers = _layers_of(about, pp)
+    layers = [layer for layer in about.layers if about.stage_ranks[layer.stage] == pp]
     elements = sum(layer.elements for layer in layers)
     lines = [
         f"stage {layer.stage}: {layer.path or layer.module} ({layer.elements:,} elements)" for layer in layers
@@ -150,26 +146,24 @@ def _layers_list(about: RunDescription, pp: int) -> str:
     return "\n".join([f"pp {pp}: {len(layers)} layers, {elements:,} elements", *lines])
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
 def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
     """Return an SVG of a tensor's shards: colours mark ranks of `tp`, lines those of `shard` and `cp`."""
-    rows, columns = _as_matrix(tensor.shape)
+    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1  # a vector is one row
+    columns = prod(tensor.shape[1:] if len(tensor.shape) > 1 else tensor.shape)
     scale = _MATRIX / max(rows, columns, 1)
     wide, high = max(columns * scale, 18), max(rows * scale, 18)
     elements = []
     for tp, tensor_shard in enumerate(tensor.pieces):
         for offsets, sizes in tensor_shard.boxes:
-            x, y, w, h = _box(offsets, sizes, wide, high, (rows, columns))
-            told = f"{tensor.name}: {_ranges(offsets, sizes)}, of tp {tp}"
+            x, y, w, h = area = _box(offsets, sizes, wide, high, (rows, columns))
+            ranges = (f"{first:,} to {first + size:,}" for first, size in zip(offsets, sizes, strict=True))
+            told = f"{tensor.name}: {' × '.join(ranges)}, of tp {tp}"
             whole = all(size == full for size, full in zip(sizes, tensor.shape, strict=True))
             name = "every rank of tp" if whole and len(tensor.pieces) > 1 else told
             owner, hue = ("all", _FIRST_HUE) if whole else (str(tp), _FIRST_HUE + tp)
             look = {"class_": "shard", "fill": rank_colour(hue)}
             elements.append(rect(x, y, w, h, name, **look, data_tp=owner))
-            elements += _intervals(tensor_shard, x, y, w, h, owner, mesh, coloured=len(tensor.pieces) == 1)
+            elements += _intervals(tensor_shard, area, owner, mesh, coloured=len(tensor.pieces) == 1)
             base = y + 12 if tensor_shard.intervals else y + h / 2 + 4
             if not whole and w > 30 and h > (30 if tensor_shard.intervals else 13):
                 elements.append(text_at(x + w / 2, base, f"tp {tp}", class_="on"))
@@ -189,24 +183,16 @@ def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
     if tensor_shard.intervals:
         own = max(stop - start for start, stop in tensor_shard.intervals)
         parts += [f"{axis} {about.mesh[axis]}" for axis in ("shard", "cp") if about.mesh[axis] > 1]
-    divided = (
-        f"divided over {' × '.join(parts)}: at most {own:,} elements a rank"
-        if parts
-        else "whole on each rank"
-    )
+    divided = f"divided over {' × '.join(parts)}: at most {own:,} elements a rank"
+    divided = divided if parts else "whole on each rank"
     alike = f"; {tensor.alike - 1} more like it" if tensor.alike > 1 else ""
     on = f"pp {', '.join(map(str, tensor.pp))}" if about.mesh["pp"] > 1 else ""
     return f"{shape}, {divided}{'; on ' if on else ''}{on}{alike}"
 
 
-def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns as which a tensor is drawn; a vector is one row."""
-    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
-
-
 def _box(
     offsets: Sequence[int], sizes: Sequence[int], wide: float, high: float, matrix: tuple[int, int]
-) -> tuple[float, float, float, float]:
+) -> Area:
     rows, columns = max(matrix[0], 1), max(matrix[1], 1)
     if len(sizes) < 2:
         first, count = (offsets[0], sizes[0]) if sizes else (0, 1)
@@ -217,15 +203,7 @@ def _box(
 
 
 def _intervals(
-    tensor_shard: TensorShard,
-    x: float,
-    y: float,
-    w: float,
-    h: float,
-    tp: str,
-    mesh: Mapping[str, int],
-    *,
-    coloured: bool,
+    tensor_shard: TensorShard, area: Area, tp: str, mesh: Mapping[str, int], *, coloured: bool
 ) -> Iterator[str]:
     """Yield a rectangle for each interval of a shard's elements, row after row from top to bottom."""
     if len(tensor_shard.boxes) != 1 or not tensor_shard.intervals:
@@ -240,20 +218,15 @@ def _intervals(
         style = f"--own: {rank_colour(_FIRST_HUE + number)}" if coloured else ""
         look = {"class_": f"interval{fine}", "style": style}
         data = {"data_tp": tp, "data_shard": str(shard), "data_cp": str(cp)}
-        left, top, wide, high = _part(x, y, w, h, start / total, stop / total, row=row)
+        left, top, wide, high = _part(area, start / total, stop / total, row=row)
         yield rect(left, top, wide, high, told, **look, **data)
         if coloured and wide > 6.2 * len(owner) and high > 13:
             yield text_at(left + wide / 2, top + high / 2 + 4, owner, class_="on")
 
 
-def _ranges(offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    return " × ".join(f"{first:,} to {first + size:,}" for first, size in zip(offsets, sizes, strict=True))
-
-
-def _part(
-    x: float, y: float, w: float, h: float, start: float, stop: float, *, row: bool
-) -> tuple[float, float, float, float]:
+def _part(area: Area, start: float, stop: float, *, row: bool) -> Area:
     """Return the part from `start` to `stop` of a rectangle, along its row or downwards."""
+    x, y, w, h = area
     if row:
         return x + w * start, y, w * (stop - start), h
     return x, y + h * start, w, h * (stop - start)

@@ -61,15 +61,80 @@ class RecordedStep:
     ranks: tuple[RecordedRank, ...]
     """All ranks of the world, in order."""
 
+    @cached_property
+    def pipelines(self) -> int:
+        """Number of pipelines: of ranks that run the same stage."""
+        return max(1, len(self.ranks) // (max(self.stage_ranks) + 1))
 
-def rank_as_text(rank: RecordedRank) -> str:
-    """Return a rank's recorded step as JSON text, to be sent to another rank."""
-    return adapter_of(RecordedRank).dump_json(rank).decode()
+    @cached_property
+    def shown_ranks(self) -> list[int]:
+        """The ranks that have a row, pipeline by pipeline."""
+        ranks, each = len(self.ranks), len(self.ranks) // self.pipelines
+        count = max(1, min(self.pipelines, MOST_ROWS // max(each, 1)))
+        return [rank for pipeline in range(count) for rank in range(pipeline, ranks, self.pipelines)]
 
+    @cached_property
+    def axes(self) -> list[tuple[str, str]]:
+        """Name and colour of the axes along which a rank waits."""
+        found = {_shown_axis(axis) for rank in self.ranks for axis, _, _ in rank.blocked}
+        return [(name, colour) for name, colour in _COLOURS.items() if name in found]
 
-def rank_from_text(text: str) -> RecordedRank:
-    """Return the recorded step from the JSON text of `rank_as_text`."""
-    return adapter_of(RecordedRank).validate_json(text)
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """The kinds of action that occur."""
+        found = {kind for rank in self.ranks for _, kind, *_ in rank.actions}
+        return [kind for kind in Kind if str(kind) in found]
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The first start and the last end of an action or a wait, in nanoseconds."""
+        spans = [(start, end) for rank in self.ranks for *_, start, end in rank.actions]
+        spans += [(start, end) for rank in self.ranks for _, start, end in rank.blocked]
+        return min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
+
+    def timeline(self) -> dict[str, object]:
+        """Return the data for `drawTimeline`."""
+        first, last = self.bounds
+        axis = TimeAxis(first, last - first, _MILLISECOND, "ms")
+        rows = [self._row(rank) for rank in self.shown_ranks]
+        return timeline_data(
+            rows, axis, microbatches=self.microbatches, stage_ranks=self.stage_ranks, axes=self.axes
+        )
+
+    def uses(self) -> Iterator[tuple[int, Mapping[str, float]]]:
+        """Yield each rank with its seconds by use: computing, blocked along each axis, and the rest."""
+        first, last = self.bounds
+        for number, rank in enumerate(self.ranks):
+            blocked = Counter({name: 0 for name, _ in self.axes})
+            inside = 0
+            for axis, start, end in rank.blocked:
+                blocked[_shown_axis(axis)] += end - start
+                inside += sum(max(0, min(end, done) - max(start, begin)) for *_, begin, done in rank.actions)
+            computing = sum(end - start for *_, start, end in rank.actions) - inside
+            rest = max(0, last - first - computing - blocked.total())
+            uses = {"computing": computing, **blocked, "other": rest}
+            yield number, {name: nanoseconds / 1e9 for name, nanoseconds in uses.items()}
+
+    def traffic(self) -> Iterator[tuple[str, str, int, int, int]]:
+        """Yield axis, operation, calls and bytes of the rank with most bytes, and the bytes of all ranks."""
+        totals: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for rank in self.ranks:
+            for axis, kinds in rank.traffic.items():
+                for kind, count in kinds.items():
+                    totals.setdefault((axis, kind), []).append(count)
+        for (axis, kind), counts in sorted(totals.items(), key=lambda one: -sum(size for _, size in one[1])):
+            calls, sizes = zip(*counts, strict=True)
+            yield axis, kind, max(calls), max(sizes), sum(sizes)
+
+    def _row(self, rank: int) -> TimelineRow:
+        own = self.ranks[rank]
+        cells = [
+            Cell(Action(stage, Kind(kind), batch), start, end)
+            for stage, kind, batch, start, end in own.actions
+        ]
+        names = [name for name, _ in self.axes]
+        blocked = [(names.index(_shown_axis(axis)), start, end) for axis, start, end in in_order(own)]
+        return TimelineRow(f"rank {rank}", cells, rank % self.pipelines, blocked)
 
 
 def write_step(step: RecordedStep, folder: Path) -> None:
@@ -92,88 +157,6 @@ def _contradictions(step: RecordedStep) -> Iterator[str]:
             yield f"ranks.{number}.actions: one is of no stage, or ends before it starts"
         if any(start > end for _, start, end in rank.blocked):
             yield f"ranks.{number}.blocked: a wait ends before it starts"
-
-
-@dataclass(frozen=True)
-class StepTimeline:
-    """The timeline of a recorded step."""
-
-    step: RecordedStep
-
-    @cached_property
-    def pipelines(self) -> int:
-        """Number of pipelines: of ranks that run the same stage."""
-        return max(1, len(self.step.ranks) // (max(self.step.stage_ranks) + 1))
-
-    @cached_property
-    def shown(self) -> list[int]:
-        """The ranks that have a row, pipeline by pipeline."""
-        ranks, each = len(self.step.ranks), len(self.step.ranks) // self.pipelines
-        count = max(1, min(self.pipelines, MOST_ROWS // max(each, 1)))
-        return [rank for pipeline in range(count) for rank in range(pipeline, ranks, self.pipelines)]
-
-    @cached_property
-    def axes(self) -> list[tuple[str, str]]:
-        """Name and colour of the axes along which a rank waits."""
-        found = {_shown_axis(axis) for rank in self.step.ranks for axis, _, _ in rank.blocked}
-        return [(name, colour) for name, colour in _COLOURS.items() if name in found]
-
-    @cached_property
-    def kinds(self) -> list[Kind]:
-        """The kinds of action that occur."""
-        found = {kind for rank in self.step.ranks for _, kind, *_ in rank.actions}
-        return [kind for kind in Kind if str(kind) in found]
-
-    @cached_property
-    def bounds(self) -> tuple[int, int]:
-        """The first start and the last end of an action or a wait, in nanoseconds."""
-        spans = [(start, end) for rank in self.step.ranks for *_, start, end in rank.actions]
-        spans += [(start, end) for rank in self.step.ranks for _, start, end in rank.blocked]
-        return min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
-
-    def data(self) -> dict[str, object]:
-        """Return the data for `drawTimeline`."""
-        first, last = self.bounds
-        axis = TimeAxis(first, last - first, _MILLISECOND, "ms")
-        rows = [self._row(rank) for rank in self.shown]
-        return timeline_data(
-            rows, axis, microbatches=self.step.microbatches, stage_ranks=self.step.stage_ranks, axes=self.axes
-        )
-
-    def uses(self) -> Iterator[tuple[int, Mapping[str, float]]]:
-        """Yield each rank with its seconds by use: computing, blocked along each axis, and the rest."""
-        first, last = self.bounds
-        for number, rank in enumerate(self.step.ranks):
-            blocked = Counter({name: 0 for name, _ in self.axes})
-            inside = 0
-            for axis, start, end in rank.blocked:
-                blocked[_shown_axis(axis)] += end - start
-                inside += sum(max(0, min(end, done) - max(start, begin)) for *_, begin, done in rank.actions)
-            computing = sum(end - start for *_, start, end in rank.actions) - inside
-            rest = max(0, last - first - computing - blocked.total())
-            uses = {"computing": computing, **blocked, "other": rest}
-            yield number, {name: nanoseconds / 1e9 for name, nanoseconds in uses.items()}
-
-    def traffic(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """Yield axis, operation, calls and bytes of the rank with most bytes, and the bytes of all ranks."""
-        totals: dict[tuple[str, str], list[tuple[int, int]]] = {}
-        for rank in self.step.ranks:
-            for axis, kinds in rank.traffic.items():
-                for kind, count in kinds.items():
-                    totals.setdefault((axis, kind), []).append(count)
-        for (axis, kind), counts in sorted(totals.items(), key=lambda one: -sum(size for _, size in one[1])):
-            calls, sizes = zip(*counts, strict=True)
-            yield axis, kind, max(calls), max(sizes), sum(sizes)
-
-    def _row(self, rank: int) -> TimelineRow:
-        own = self.step.ranks[rank]
-        cells = [
-            Cell(Action(stage, Kind(kind), batch), start, end)
-            for stage, kind, batch, start, end in own.actions
-        ]
-        names = [name for name, _ in self.axes]
-        blocked = [(names.index(_shown_axis(axis)), start, end) for axis, start, end in in_order(own)]
-        return TimelineRow(f"rank {rank}", cells, rank % self.pipelines, blocked)
 
 
 def in_order(rank: RecordedRank) -> Sequence[BlockedSpan]:

@@ -145,10 +145,7 @@ def _contradictions(read: RunDescription) -> Iterator[str]:
 def read_file(
     kind: type[T], path: Path, contradictions: Callable[[T], Iterator[str]] = lambda _: iter(())
 ) -> T | None:
-    """Return the `kind` in a run's JSON file, or None without the file. Raises `DataError` if damaged.
-
-    `contradictions`: yields what is wrong with it though each value is sound by itself.
-    """
+    """Return the `kind` in a run's JSON file, None without it; DataError if damaged or contradictory."""
     try:
         text = read_text(path)
         read = json_value(text)

@@ -1,22 +1,58 @@
-"""`RunRecord`: the content of all files that a run wrote to its folder, as frozen values."""
+"""`RunRecord`: the content of all files that a run wrote to its folder; events, written as they happen."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plait.errors import ConfigError
-from plait.pictures.report.events import ENDS, RunEvent, read_events
-from plait.pictures.report.metrics import Metrics, RankSeries, read_metrics, read_rank_series
+from plait.files import adapter_of, open_to_write, validated
+from plait.pictures.report.metrics import Metrics, RankSeries, lines_of, read_metrics, read_rank_series
 from plait.pictures.report.recorded_step import RecordedStep, read_step
 from plait.pictures.report.run_description import RunDescription, read_description, read_file
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
+EventKind = Literal["start", "warning", "note", "sample", "finished", "stopped", "failed"]
+ENDS: tuple[EventKind, ...] = ("finished", "stopped", "failed")
 _STILL = 120.0
 """Seconds since the last metrics after which a run without an end counts as one that died."""
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Something that happened in a run, after `step` finished steps."""
+
+    kind: EventKind
+    step: int
+    text: str
+    time: str
+    """Date and time with its zone, as ISO 8601."""
+
+
+def now() -> str:
+    """Return the date and time, to seconds, as ISO 8601 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_event(folder: Path, kind: EventKind, step: int, text: str) -> None:
+    """Append an event to the file in `folder`; where that fails the run goes on, and the event is lost."""
+    line = adapter_of(RunEvent).dump_json(RunEvent(kind, step, text, now())) + b"\n"
+    with suppress(OSError), open_to_write(folder / EVENTS_FILE, append=True) as file:
+        file.write(line)
+
+
+def read_events(folder: Path) -> tuple[RunEvent, ...]:
+    """Return the events in `folder`, in order; damaged lines are skipped."""
+    events: list[RunEvent] = []
+    for line in lines_of(folder / EVENTS_FILE):
+        with suppress(ValueError):
+            events.append(validated(RunEvent, line))
+    return tuple(events)
 
 
 @dataclass(frozen=True)
@@ -52,12 +88,6 @@ class RunRecord:
         return "rows" if rows and set(self.metrics.numbers("tokens")) == {rows} else "tokens"
 
     @property
-    def planned_steps(self) -> int | None:
-        """The steps that the configuration asks for, or None."""
-        steps = self.config_field("train.steps")
-        return steps if isinstance(steps, int) else None
-
-    @property
     def died(self) -> bool:
         """Whether the run began, has not ended, and writes no more."""
         return bool(self.events) and self.end is None and self.age >= _STILL
@@ -65,8 +95,8 @@ class RunRecord:
     @property
     def state(self) -> str:
         """Whether the run finished, was stopped, failed, runs or died, as a sentence without a full stop."""
-        step, planned = self.metrics.steps[-1], self.planned_steps
-        of = f"{step:,}" if planned is None else f"{step:,} of {planned:,}"
+        step, planned = self.metrics.steps[-1], self.config_field("train.steps")
+        of = f"{step:,} of {planned:,}" if isinstance(planned, int) else f"{step:,}"
         if self.end is not None:
             return f"{self.end.kind.capitalize()} after step {of}"
         if self.died:
@@ -88,10 +118,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Return the run whose folder, or file of metrics, is `path`.
-
-    Raises `ConfigError` where there is none, `DataError` where a file is damaged.
-    """
+    """Return the run in the folder or file `path`. ConfigError where there is none, DataError if damaged."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist: give the folder of a run (its run.dir).")
     metrics = path if path.is_file() else path / METRICS_FILE
@@ -103,17 +130,13 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(
         name=folder.resolve().name if metrics.name == METRICS_FILE else metrics.stem,
         metrics=read_metrics(metrics),
-        config=_read_config(folder / "config.json"),
+        config=read_file(dict[str, Any], folder / "config.json") or {},
         description=read_description(folder),
         events=read_events(folder),
         step=read_step(folder),
         ranks=read_rank_series(folder),
         age=time.time() - metrics.stat().st_mtime,
     )
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    return read_file(dict[str, Any], path) or {}
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from plait.pictures.colours import USES
 from plait.pictures.markup import bar, legend, section, table, wrappable
 from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
-from plait.pictures.report.recorded_step import RecordedStep, StepTimeline
+from plait.pictures.report.recorded_step import RecordedStep
 from plait.pictures.report.run_description import PredictedRank, RunDescription
 from plait.pictures.report.run_record import RunRecord
 from plait.pictures.report.warnings import warnings_of
@@ -65,9 +65,8 @@ def notes_section(runs: Sequence[RunRecord]) -> str:
 
 def samples_section(run: RunRecord, of: str, number: int) -> str:
     """Return the samples of a run as HTML, one of each step; `of`: the run's name after "of", or ""."""
-    by_step = {
-        event.step: event.text for event in run.events if event.kind == "sample"
-    }  # the latest of a step
+    # The latest of a step.
+    by_step = {event.step: event.text for event in run.events if event.kind == "sample"}
     steps = sorted(by_step)
     shown = steps
     if len(steps) > MOST_SAMPLES:
@@ -79,31 +78,30 @@ def samples_section(run: RunRecord, of: str, number: int) -> str:
 
 
 def _timeline(step: RecordedStep, of: str, number: int) -> str:
-    timeline = StepTimeline(step)
-    shown, ranks = len(timeline.shown), len(step.ranks)
+    shown, ranks = len(step.shown_ranks), len(step.ranks)
     part = f" {shown} of {ranks} ranks are shown: whole pipelines." if shown < ranks else ""
     lane = (
         " The thin lane below a rank's actions shows when its host was blocked in communication, also within "
         "an action: it waits for others, or for data to arrive."
-        if timeline.axes
+        if step.axes
         else ""
     )
-    first, last = timeline.bounds
+    first, last = step.bounds
     about = (
         f"Step {step.step:,}, as it ran: {seconds_text((last - first) / 1e9)}, schedule "
         f"{escape(step.policy)}, {microbatches_text(step.microbatches)}.{lane}{part}"
     )
-    markup = timeline_markup(f"step {step.step}{of}", timeline.kinds, timeline.axes, id=f"timeline-{number}")
-    return section(f"A step{of}", markup + _uses(timeline), about, name=f"step-of-{number}")
+    markup = timeline_markup(f"step {step.step}{of}", step.kinds, step.axes, id=f"timeline-{number}")
+    return section(f"A step{of}", markup + _uses(step), about, name=f"step-of-{number}")
 
 
-def _uses(timeline: StepTimeline) -> str:
+def _uses(step: RecordedStep) -> str:
     """Return a table of the time of each rank by use; of many ranks those that compute most and least."""
-    uses = list(timeline.uses())
-    if not uses or not timeline.axes:
+    uses = list(step.uses())
+    if not uses or not step.axes:
         return ""
     names = list(uses[0][1])
-    colours = ["computing", *(colour for _, colour in timeline.axes), "track"]
+    colours = ["computing", *(colour for _, colour in step.axes), "track"]
     if len(uses) > _MOST_RANKS:
         ordered = sorted(uses, key=lambda one: -one[1]["computing"])
         uses = [*ordered[: _MOST_RANKS // 2], *ordered[-_MOST_RANKS // 2 :]]
@@ -115,12 +113,8 @@ def _uses(timeline: StepTimeline) -> str:
             for name, colour in zip(names, colours, strict=True)
         ]
         rows.append([f"rank {rank}", bar(parts, whole), *(_share(seconds[name], whole) for name in names)])
-    heads = [
-        "",
-        "time by use",
-        *(name if name in ("computing", "other") else f"blocked, {name}" for name in names),
-    ]
-    return table(heads, rows, numbers=2)
+    heads = (name if name in ("computing", "other") else f"blocked, {name}" for name in names)
+    return table(["", "time by use", *heads], rows, numbers=2)
 
 
 def _share(seconds: float, whole: float) -> str:
@@ -194,7 +188,7 @@ def _memory_bar(rank: PredictedRank, largest: float) -> str:
 
 
 def _traffic(step: RecordedStep, of: str, number: int) -> str:
-    found = list(StepTimeline(step).traffic())
+    found = list(step.traffic())
     largest = max(total for *_, total in found)
     rows = [
         [

@@ -7,7 +7,6 @@ from statistics import fmean, median
 
 from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.metrics import typical
-from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import RunRecord
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, policy_schedule
@@ -96,7 +95,7 @@ def _uneven_stages(run: RunRecord) -> Iterator[str]:
     """Yield a sentence where a rank of `pp` computes for much longer than the mean of them."""
     if run.step is None or max(run.step.stage_ranks) == 0:
         return
-    computing = [uses["computing"] for _, uses in StepTimeline(run.step).uses()]
+    computing = [uses["computing"] for _, uses in run.step.uses()]
     each = len(computing) // (max(run.step.stage_ranks) + 1)
     stages = [fmean(computing[first : first + each]) for first in range(0, len(computing), each)]
     longest = max(range(len(stages)), key=stages.__getitem__)

@@ -76,15 +76,11 @@ def _columns(timeline: TimedSchedule, available: int) -> tuple[int, bool]:
 def _row(timeline: TimedSchedule, row: Sequence[Cell], columns: int, labelled: bool, colour: bool) -> str:
     line, at = "", 0
     for action, start, end in row:
-        left, right = (_column(timeline, tick, columns) for tick in (start, end))
+        left, right = (round(tick * columns / (timeline.length or 1)) for tick in (start, end))
         text = label(action, timeline.schedule) if labelled else str(action.kind)
         line += _idle(left - at, colour) + _bar(text, action, right - left, colour)
         at = right
     return line + _idle(columns - at, colour)
-
-
-def _column(timeline: TimedSchedule, tick: int, columns: int) -> int:
-    return round(tick * columns / timeline.length) if timeline.length else 0
 
 
 def _bar(text: str, action: Action, width: int, colour: bool) -> str:

@@ -106,10 +106,8 @@ def test_the_next_batch_of_a_mixture_is_read_in_the_background() -> None:
     ahead.batch(8, slice(1, 3))
     with pytest.raises(OSError, match="broken disk"):
         ahead.batch(9, slice(1, 3))
-    ahead.close()
     own = [step for step, name in asked if not name.startswith("plait-read-ahead")]
     assert own == [0, 7], "the first of each run of steps"
     ahead = ReadAhead(plain)
     for step, rows in enumerate([slice(0, 2), slice(0, 3), slice(None), slice(1, None), slice(2, None)]):
         assert torch.equal(ahead.batch(step, rows)[0], plain.batch(step, rows)[0]), "of other rows"
-    ahead.close()

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from plait.app.loop.loggers import COLUMNS, Csv, JsonLines, Logger, LoggerGroup
-from plait.app.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
+from plait.app.loop.loggers import (
+    COLUMNS,
+    Csv,
+    JsonLines,
+    Logger,
+    LoggerGroup,
+    MLflow,
+    TensorBoard,
+    WeightsAndBiases,
+)
 from plait.errors import ConfigError
 
 ROWS = ({"step": 1, "loss": 2.0, "grad_norm": float("inf")}, {"step": 2, "loss": 1.0, "validation_loss": 3.0})

@@ -1,9 +1,11 @@
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 from rich.console import Console
 
-from plait.app.loop.callbacks import ProgressReporter
+from plait.app.loop.callbacks import Progress
 
 
 def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seconds: float = 1.0) -> str:
@@ -13,17 +15,19 @@ def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seco
 
     def clock() -> Iterator[float]:
         now = 0.0
-        yield now  # made
-        yield now  # entered
+        yield now  # begun
         while True:
             now += seconds
             yield now
 
     ticks = clock()
-    with ProgressReporter(20, shown=shown, bar=bar, console=console, clock=lambda: next(ticks)) as progress:
-        progress.print("[hello]")
-        for step in range(1, 21):
-            progress.update(step, 5.0 - step / 10, 1000.0)
+    progress = Progress(shown=shown, bar=bar, console=console, clock=lambda: next(ticks))
+    run: Any = SimpleNamespace(steps=20, done=0)
+    progress.begin(run)
+    run.tell("[hello]")
+    for step in range(1, 21):
+        progress.measured(run, {"step": step, "loss": 5.0 - step / 10, "tokens_per_second": 1000.0})
+    progress.end(run, None)
     return out.getvalue()
 
 

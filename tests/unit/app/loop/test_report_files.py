@@ -20,7 +20,6 @@ from plait.app.loop.describe_run import command_line, plan_line
 from plait.engine import Recording
 from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
 from plait.package import version_of
-from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import read_run
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
@@ -115,7 +114,7 @@ def test_a_run_of_fit_has_a_whole_report(
     assert about.stage_ranks == (0, 1)
     assert step.step == 3
     assert {action[2] for rank in step.ranks for action in rank.actions} == {0, 1}
-    messages = {kind: calls for axis, kind, calls, _, _ in StepTimeline(step).traffic() if axis == "pp"}
+    messages = {kind: calls for axis, kind, calls, _, _ in step.traffic() if axis == "pp"}
     assert messages == {"send": 2, "receive": 2}  # those of a validation would be more
     assert ranks.steps == (1, 2, 3, 4)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from plait.app.config.config import Config
 from plait.app.loop import run_folder
@@ -21,7 +20,7 @@ from plait.app.loop.loggers import Csv, JsonLines
 from plait.app.loop.run_folder import EARLIER, locked_folder, set_aside
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
-from plait.pictures.report.events import write_event
+from plait.pictures.report.run_record import write_event
 from plait.ranks.file_lock import try_lock
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import GridMesh
@@ -42,9 +41,7 @@ def hold(folder: Path, action: str = "") -> str:
     """Hold the lock on a rank of a world of two; return what happened."""
     mesh = GridMesh(ranks=2)
     try:
-        with locked_folder(
-            folder, "run.lock", mesh.group("world"), mesh.device, must_be_writable=action != "may fail"
-        ):
+        with locked_folder(folder, "run.lock", mesh, must_be_writable=action != "may fail"):
             return "held"
     except ConfigError as error:
         return str(error)
@@ -127,7 +124,5 @@ def test_a_run_whose_folder_contains_a_symbolic_link_is_refused(tmp_path: Path, 
     assert not (tmp_path / "elsewhere").exists()
     (tmp_path / "linked").symlink_to(tmp_path / "run")  # the folder itself may be one
     (tmp_path / "run" / name).unlink()
-    with locked_folder(
-        tmp_path / "linked", "run.lock", GridMesh(ranks=1).group("world"), torch.device("cpu")
-    ):
+    with locked_folder(tmp_path / "linked", "run.lock", GridMesh(ranks=1)):
         pass

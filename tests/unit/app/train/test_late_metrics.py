@@ -2,6 +2,7 @@
 
 import math
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from train_runs import make, rows, run
 import plait
 from plait.app.loop import training_loop as training
 from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.app.train.train_run import StopSignals
 from plait.errors import NonFiniteError
 from plait.ranks.launch.rank_pool import RankPool
 
@@ -78,8 +78,8 @@ def test_a_number_that_is_not_finite_is_told_with_its_own_step(
 def test_a_signal_ends_the_run_after_the_next_step(
     thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str]
 ) -> None:
-    received = property(lambda self: signal.SIGTERM if "train 2" in order else 0, lambda self, number: None)
-    monkeypatch.setattr(StopSignals, "local", received, raising=False)
+    received = nullcontext(lambda: signal.SIGTERM if "train 2" in order else 0)
+    monkeypatch.setattr("plait.app.train.train_run.received_signal", lambda signals: received)
     results = run(thread_ranks, make(tmp_path, dp=2, steps=9))
     assert {(one.steps, one.stopped) for one in results} == {(3, signal.SIGTERM)}
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]

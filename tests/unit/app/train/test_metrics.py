@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.app.loop import tracking_services as metrics
-from plait.app.loop.loggers import COLUMNS, LoggerGroup
-from plait.app.loop.tracking_services import FIELD, loggers_of
+from plait.app.loop.loggers import COLUMNS, LoggerGroup, unwritable
+from plait.app.train import run_callbacks
+from plait.app.train.run_callbacks import FIELD, loggers_of
 from plait.errors import ConfigError
 
 ROWS = (
@@ -85,7 +85,7 @@ def test_tensorboard_files_have_the_written_metrics(tmp_path: Path) -> None:
 def test_tensorboard_that_is_not_installed_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_callbacks, "find_spec", lambda name: None)
     write(tmp_path, tensorboard=True)
     assert not (tmp_path / "tensorboard").exists()
 
@@ -116,9 +116,7 @@ def test_a_metrics_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"run\.dir = .* cannot be written to .*: choose another folder"):
         write(tmp_path / "file" / "run")
     error = IsADirectoryError(21, "it is a folder", str(tmp_path / "metrics.csv"))
-    assert "metrics.csv: it is a folder)" in str(metrics.unwritable(tmp_path, error)), (
-        "the file is named, too"
-    )
+    assert "metrics.csv: it is a folder)" in str(unwritable(tmp_path, error, FIELD)), "the file is named, too"
 
 
 def test_without_sinks_metrics_write_no_file() -> None:

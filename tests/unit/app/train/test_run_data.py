@@ -13,8 +13,7 @@ from plait.app.data.batches import ValidationBatches, row_total
 from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
 from plait.app.data.recorded_tokenizer import record_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import open_tokenizer
-from plait.app.train.run_data import check_data, load_data
-from plait.app.train.sample import encode_prompt
+from plait.app.train.run_data import check_data, encode_prompt, load_data
 from plait.errors import ConfigError, DataError, PlaitError
 
 ALL = slice(None)

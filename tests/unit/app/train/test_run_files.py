@@ -17,7 +17,6 @@ from train_runs import make, rows, run
 from plait.app.config.config import Config
 from plait.app.train.train_run import TrainingResult, _print_end
 from plait.errors import ConfigError, NonFiniteError
-from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.warnings import warnings_of
 from plait.ranks.launch.rank_pool import RankPool
@@ -60,7 +59,7 @@ def test_a_run_writes_all_that_its_report_needs(
         assert {action[0] for action in rank.actions} == {number // 2}
         assert "dp" in rank.traffic
         assert all(start < end for _, start, end in rank.blocked)
-    sent = {kind: calls for axis, kind, calls, _, _ in StepTimeline(step).traffic() if axis == "pp"}
+    sent = {kind: calls for axis, kind, calls, _, _ in step.traffic() if axis == "pp"}
     assert sent == {"send": 1, "receive": 1}  # the validation of this step is not in it
     assert ranks is not None
     assert ranks.steps == (1, 2, 3, 4)

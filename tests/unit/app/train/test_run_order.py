@@ -12,8 +12,9 @@ import pytest
 
 import plait
 from plait.app.config.config import Config
-from plait.app.loop.callbacks import ProgressReporter
-from plait.app.train import measured_schedules as balance_reorder_trace
+from plait.app.loop.callbacks import Progress
+from plait.app.train import trainer
+from plait.app.train.run_callbacks import SCHEDULE_FILE, reorder
 from plait.app.train.train_run import train
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
@@ -40,7 +41,7 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
     """As a rank: the lines of a run that are shown, the orders of its steps, and whether one rank agrees."""
     lines: list[str] = []
     orders: list[Any] = []
-    show, step = ProgressReporter.print, Engine.forward_backward
+    show, step = Progress.print, Engine.forward_backward
 
     def forward_backward(self: Engine, *batch: Any) -> Any:
         if self.plan.pp == 2:
@@ -49,7 +50,7 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
 
     measured = Recording.costs if costs is None else lambda _: costs
     with (
-        patch.object(ProgressReporter, "print", lambda self, text: (show(self, text), lines.append(text))),
+        patch.object(Progress, "print", lambda self, text: (show(self, text), lines.append(text))),
         patch.object(Engine, "forward_backward", forward_backward),
         patch.object(Recording, "costs", measured),
     ):
@@ -68,7 +69,7 @@ def test_with_reordering_the_schedule_is_searched_after_a_step_and_saved(
     assert orders[0] == orders[1] != orders[2] == orders[3]
     (line,) = [line for line in lines if line.startswith("Order after step 2: auto")]
     assert "in place of 1f1b" in line
-    kept = json.loads((tmp_path / balance_reorder_trace.SCHEDULE_FILE).read_text())
+    kept = json.loads((tmp_path / SCHEDULE_FILE).read_text())
     assert [tuple(row) for row in kept["order"]] == list(orders[3])
     assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
@@ -83,16 +84,16 @@ def test_a_searched_schedule_is_reported_and_saved_with_its_costs(tmp_path: Path
     ]:
         engine: Any = SimpleNamespace(schedule=before)
         engine.reorder = lambda costs, found=found, engine=engine: setattr(engine, "schedule", found) or found
-        line = balance_reorder_trace.reorder(engine, recording, 2, tmp_path, mesh)
+        line = reorder(engine, recording, 2, tmp_path, mesh)
         assert line == f"Order after step 2: {told}"
-        kept = json.loads((tmp_path / balance_reorder_trace.SCHEDULE_FILE).read_text())
+        kept = json.loads((tmp_path / SCHEDULE_FILE).read_text())
         assert [tuple(row) for row in kept["order"]] == list(found.order)
         assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
 def test_without_reordering_the_schedule_is_saved_unchanged(rank_pool: RankPool, tmp_path: Path) -> None:
     _, orders, _ = rank_pool.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
-    kept = json.loads((tmp_path / balance_reorder_trace.SCHEDULE_FILE).read_text())
+    kept = json.loads((tmp_path / SCHEDULE_FILE).read_text())
     assert kept["policy"] == "zb-h1"
     assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
 
@@ -111,7 +112,7 @@ def test_layers_are_measured_on_the_rows_of_each_rank(thread_ranks: RankPool, tm
         mesh = plait.Mesh(plan)
         read = SimpleNamespace(batch=lambda step, rows: (f"inputs of {step}", rows))
         data: Any = SimpleNamespace(vocab=29, training=read)
-        found = balance_reorder_trace.balanced(config, plan, mesh, data)
+        found = trainer.balanced(config, plan, mesh, data)
         return mesh.index("dp"), found if found != plan else None
 
     def given(model: Any, plan: plait.Plan, mesh: plait.Mesh, *batch: Any) -> Any:
@@ -121,7 +122,7 @@ def test_layers_are_measured_on_the_rows_of_each_rank(thread_ranks: RankPool, tm
             *batch,
         )
 
-    with patch.object(balance_reorder_trace, "balance", given):
+    with patch.object(trainer, "balance", given):
         for index, found in thread_ranks.run(cut, "measured", None, ranks=4):
             assert found == (29, True, "inputs of 0", slice(2 * index, 2 * index + 2))
         for how, layers in (("counted", None), ("measured", (2,))):
@@ -135,7 +136,7 @@ def balanced(config: Config) -> int:
         calls.append(given)
         return balance(model, plan, *given)
 
-    with patch.object(balance_reorder_trace, "balance", counted):
+    with patch.object(trainer, "balance", counted):
         assert train(config).matches
     return len(calls)
 

@@ -12,7 +12,7 @@ import pytest
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.loop.callbacks import ProgressReporter
+from plait.app.loop.callbacks import Progress
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.ranks.launch.rank_pool import RankPool
@@ -38,13 +38,13 @@ def make(folder: Path, **run: Any) -> Config:
 def told(config: Config) -> list[str]:
     """As a rank: the lines of a run that are shown."""
     lines: list[str] = []
-    original = ProgressReporter.print
+    original = Progress.print
 
-    def show(self: ProgressReporter, text: str) -> None:
+    def show(self: Progress, text: str) -> None:
         original(self, text)
         lines.append(text)
 
-    with patch.object(ProgressReporter, "print", show):
+    with patch.object(Progress, "print", show):
         train(config)
     return lines
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from parity.chats import WORDS, save_tokenizer
 from plait.app.config.config import Config
 from plait.app.data.tokenizer import open_tokenizer
-from plait.app.train.sample import encode_prompt, sample_text
+from plait.app.train.run_data import encode_prompt
+from plait.app.train.trainer import sample_text
 from plait.engine import Engine
 
 pytestmark = pytest.mark.transformers

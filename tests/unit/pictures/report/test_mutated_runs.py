@@ -12,8 +12,8 @@ from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorde
 
 from mutated_files import ALL, QUICK, Kind, outcome, outcomes
 from plait.errors import PlaitError
-from plait.pictures.report.events import write_event
 from plait.pictures.report.page import draw_report, read_runs
+from plait.pictures.report.run_record import write_event
 
 FILES: dict[str, Kind] = {
     "run.json": "json",

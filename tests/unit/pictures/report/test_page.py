@@ -11,10 +11,9 @@ import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
 from plait.pictures.quantities import bytes_text
-from plait.pictures.report.events import write_event
 from plait.pictures.report.page import draw_report, read_runs
 from plait.pictures.report.run_description import PredictedRank, write_description
-from plait.pictures.report.run_record import read_run
+from plait.pictures.report.run_record import read_run, write_event
 
 
 def data_of(page: str) -> dict[str, Any]:

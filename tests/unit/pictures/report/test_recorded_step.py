@@ -12,7 +12,6 @@ from plait.pictures.report.recorded_step import (
     MOST_ROWS,
     RecordedRank,
     RecordedStep,
-    StepTimeline,
     in_order,
     write_step,
 )
@@ -21,9 +20,9 @@ from plait.pictures.report.sections import sections_of
 
 
 def test_the_shares_of_a_ranks_time_add_up_to_the_step(tmp_path: Path) -> None:
-    timeline = StepTimeline(write_recorded_step(tmp_path, 2, 3))
-    first, last = timeline.bounds
-    for _, uses in timeline.uses():
+    step = write_recorded_step(tmp_path, 2, 3)
+    first, last = step.bounds
+    for _, uses in step.uses():
         assert sum(uses.values()) == pytest.approx((last - first) / 1e9)
         assert uses["computing"] == pytest.approx(
             (24 - 16 * 0.2) * 1e-3
@@ -32,10 +31,10 @@ def test_the_shares_of_a_ranks_time_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 def test_a_step_timeline_groups_rows_by_pipeline_up_to_a_limit(tmp_path: Path) -> None:
-    assert StepTimeline(write_recorded_step(tmp_path, 2, 3)).shown == [0, 3, 1, 4, 2, 5]
-    many = StepTimeline(write_recorded_step(tmp_path, 8, 16))
-    assert len(many.shown) == MOST_ROWS
-    assert many.shown[:8] == list(range(0, 128, 16))
+    assert write_recorded_step(tmp_path, 2, 3).shown_ranks == [0, 3, 1, 4, 2, 5]
+    many = write_recorded_step(tmp_path, 8, 16)
+    assert len(many.shown_ranks) == MOST_ROWS
+    assert many.shown_ranks[:8] == list(range(0, 128, 16))
 
 
 def test_the_table_of_many_ranks_lists_those_that_compute_most_and_least(tmp_path: Path) -> None:
@@ -59,7 +58,7 @@ def test_traffic_is_summed_over_ranks_with_the_most_of_one() -> None:
         for rank in range(3)
     )
     step = RecordedStep(1, "1f1b", 1, (0,), ranks)
-    assert list(StepTimeline(step).traffic()) == [
+    assert list(step.traffic()) == [
         ("pp", "send", 1, 100, 300),
         ("tp", "all_reduce", 3, 10, 30),
     ]

@@ -52,7 +52,6 @@ def test_thinning_keeps_extremes_validations_and_ends() -> None:
     assert {1, 1235, 4322, count} <= set(thin.steps)
     assert len(thin.numbers("validation_loss")) == 10
     assert all(losses[step - 1] == loss for step, loss in zip(thin.steps, thin.columns["loss"], strict=True))
-    assert thin.thinned_from == count
     assert whole.thinned(count) is whole
 
 
