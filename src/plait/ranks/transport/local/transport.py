@@ -161,14 +161,11 @@ class LocalRank(RankTransports):
         scheduler: CooperativeScheduler,
         groups: dict[Key, GroupOperations],
         shared_results: dict[Hashable, Any],
-        make_transport: MakeTransport | None = None,
+        make_transport: MakeTransport = LocalTransport,
     ) -> None:
-        """`groups`, `shared_results`: dictionaries that all ranks of the process share.
-
-        `make_transport` makes the transports of groups, by default `LocalTransport`.
-        """
+        """`groups`, `shared_results`: dictionaries that all ranks of the process share."""
         self.shared_results = shared_results
-        self._make_transport = make_transport or LocalTransport
+        self._make_transport = make_transport
         self.rank, self.size = rank, scheduler.size
         self._scheduler, self._groups = scheduler, groups
         self._made: dict[tuple[int, ...], int] = {}
