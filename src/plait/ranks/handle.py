@@ -11,7 +11,7 @@ from typing import Generic, Self, TypeVar
 from plait.errors import CommunicationError
 from plait.ranks.failure.failures import FailureTrace
 from plait.ranks.group import Group
-from plait.ranks.launch.ranks_per_gpu import hang_hint
+from plait.ranks.rank_device import hang_hint
 from plait.ranks.transport.interface import Pending
 
 _PATIENCE = 0.5

@@ -110,6 +110,17 @@ def find_world(environment: Mapping[str, str] | None = None) -> World | None:
     return world if world is not None and world.world_size > 1 else None
 
 
+def require_joined() -> None:
+    """Raise `MeshError` where a launcher started this process as one of several that are not joined yet."""
+    world = find_world()
+    if world is not None and world.world_size > 1:
+        raise MeshError(
+            f"{world.launcher} started this process as rank {world.rank} of {world.world_size}, and it has "
+            "not joined the others: run the function by plait.launch, which joins them, or call "
+            "torch.distributed.init_process_group first; alone=True makes a mesh of this process only."
+        )
+
+
 def _read(names: _Variables, variables: Mapping[str, str]) -> World:
     rank, size = (_number(name, names, variables) for name in (names.rank, names.size))
     if not 0 <= rank < size:

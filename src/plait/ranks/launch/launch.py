@@ -16,9 +16,9 @@ from plait.ranks.device import CPU, default_device, finish_queued_work, visible_
 from plait.ranks.failure.process_watch import OrphanWatch, Watchdog
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.launch.rank_threads import run_threads
-from plait.ranks.launch.ranks_per_gpu import explained_sharing
 from plait.ranks.launch.result_exchange import all_gather_results
 from plait.ranks.launch.world_membership import join_world, leave_world
+from plait.ranks.rank_device import explained_sharing
 from plait.ranks.transport.interface import RankTransports
 from plait.ranks.transport.world_ranks import current_ranks, joined_processes
 from plait.ranks.world import World, find_world

@@ -32,7 +32,7 @@ from plait.ranks.launch.rank_process import (
     serve,
     stack_file,
 )
-from plait.ranks.launch.ranks_per_gpu import newer_nccl
+from plait.ranks.rank_device import newer_nccl
 from plait.ranks.world import World
 
 Result = TypeVar("Result")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from plait.errors import CommunicationError, MeshError
 from plait.ranks.device import accelerator_of_rank, make_current, visible_accelerators
-from plait.ranks.launch.ranks_per_gpu import ranks_that_share, share_gpu
 from plait.ranks.launch.rendezvous import meet
+from plait.ranks.rank_device import ranks_that_share, share_gpu
 from plait.ranks.run_store import private_store
 from plait.ranks.world import World
 
