@@ -38,7 +38,6 @@ WITHOUT_TORCH = (
     "pictures/",
     "estimate/time/",
     "estimate/search/",
-    "ranks/file_lock.py",
     "models/huggingface/weight_files.py",
 )
 """Rooms, parts of rooms and files that decide on numbers and texts."""

@@ -88,16 +88,11 @@ _LAUNCHERS = (
 _SLURM = _Variables("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
-def find_world(environment: Mapping[str, str] | None = None) -> World | None:
+def find_world(variables: Mapping[str, str] = os.environ) -> World | None:
     """Return the world of the launcher that started this process, or None. Without communication.
 
-    Args:
-        environment: read instead of `os.environ`.
-
-    Raises:
-        MeshError: the environment is incomplete or contradictory.
+    Raises `MeshError` where the environment, `variables`, is incomplete or contradictory.
     """
-    variables = os.environ if environment is None else environment
     for names in _LAUNCHERS:
         if names.rank in variables or names.size in variables:
             return _read(names, variables)

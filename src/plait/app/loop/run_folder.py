@@ -18,14 +18,13 @@ import torch
 
 from plait.app.loop.loggers import unwritable
 from plait.errors import ConfigError
-from plait.files import make_folder
+from plait.files import make_folder, owner_of, try_lock, unlock
 from plait.pictures.report.events import EVENTS_FILE
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import REPORT_FILE
 from plait.pictures.report.recorded_step import STEP_FILE
 from plait.pictures.report.run_description import RUN_FILE
 from plait.pictures.report.run_record import METRICS_FILE
-from plait.ranks.file_lock import owner_of, try_lock, unlock
 from plait.ranks.group import Group
 from plait.ranks.text_collectives import broadcast_result
 
