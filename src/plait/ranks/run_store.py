@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from plait.errors import CommunicationError
@@ -60,12 +60,6 @@ def require_known(host: str, deadline: float) -> None:
             line = f"plait: {host}, the host of rank 0, has no address on {here}: looked up for {left:.0f} s."
             print(line, file=sys.stderr, flush=True)
         time.sleep(min(left, 0.5))
-
-
-def private_store(file: str, world_size: int) -> Store:
-    """Return the store in a file that no other user can read, for ranks on one host."""
-    store: Store = FileStore(file, world_size)
-    return store
 
 
 def listen(host: str, port: int) -> Store | None:

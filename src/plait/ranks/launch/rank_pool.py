@@ -27,7 +27,6 @@ from plait.ranks.launch.rank_process import (
     END,
     STACK_SIGNAL,
     RankJob,
-    RankResult,
     dumps_call,
     serve,
     stack_file,
@@ -60,11 +59,11 @@ class _RankHandle:
             if select.select([], [self.connection], [], 0)[1]:
                 self.connection.send_bytes(pickle.dumps(END))
 
-    def receive(self, rank: int, folder: str) -> RankResult | RankFailure:
-        """Return the result or failure that the rank has sent; if none, a failure with its exit code."""
+    def receive(self, rank: int, folder: str) -> bytes | RankFailure:
+        """Return the pickled result or the failure that the rank has sent, else one with its exit code."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
-                report: RankResult | RankFailure = pickle.loads(self.connection.recv_bytes())
+                report: bytes | RankFailure = pickle.loads(self.connection.recv_bytes())
                 return report
         self.process.join(_GRACE)
         return from_exit(rank, self.process.exitcode, _written(folder, rank))
@@ -146,7 +145,7 @@ class RankPool:
                 for rank, child in children.items():
                     child.send(self._job(call, folder, rank, count))
                 results = _collect(children, folder, self.timeout if timeout is None else timeout)
-                return [_unpickled(results[rank]) for rank in range(count)]
+                return [_unpickled(results[rank], rank) for rank in range(count)]
             except BaseException:  # Ctrl-C too
                 self.close()
                 raise
@@ -207,11 +206,11 @@ def _grow(children: list[_RankHandle], count: int, module: str, library: str | N
         children.append(_RankHandle(process, connection))
 
 
-def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, RankResult]:
-    """Block until every rank has finished; return the results, or raise the failures' root cause."""
+def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, bytes]:
+    """Block until every rank has finished; return the pickled results, or raise the failures' root cause."""
     deadline = time.monotonic() + timeout
     waiting = dict(children)
-    results: dict[int, RankResult] = {}
+    results: dict[int, bytes] = {}
     failures: list[RankFailure] = []
     while waiting and all(failure.secondary for failure in failures):
         remaining = deadline - time.monotonic()
@@ -222,7 +221,7 @@ def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -
         ready = wait(list(handles), None if math.isinf(remaining) else remaining)
         for rank in {handles[handle] for handle in ready}:
             report = waiting.pop(rank).receive(rank, folder)
-            if isinstance(report, RankResult):
+            if isinstance(report, bytes):
                 results[rank] = report
                 continue
             failures.append(report)
@@ -267,11 +266,11 @@ def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _unpickled(done: RankResult) -> Any:
+def _unpickled(result: bytes, rank: int) -> Any:
     try:
-        return pickle.loads(done.result)
+        return pickle.loads(result)
     except Exception as error:
         raise PlaitError(
-            f"rank {done.rank}'s result cannot be read here ({type(error).__name__}: {error}): "
+            f"rank {rank}'s result cannot be read here ({type(error).__name__}: {error}): "
             "return numbers, text, tensors and containers of them."
         ) from error

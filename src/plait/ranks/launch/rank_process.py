@@ -138,14 +138,6 @@ class RankJob:
     ranks_per_gpu: int = 1
 
 
-@dataclass(frozen=True)
-class RankResult:
-    """The pickled return value of one rank."""
-
-    rank: int
-    result: bytes
-
-
 def stack_file(folder: str, rank: int) -> Path:
     """Return the file to which a rank writes its stack on `STACK_SIGNAL` or when it crashes."""
     return Path(folder, f"stack-{rank}")
@@ -202,7 +194,8 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
         end_process(1)
 
 
-def _run(job: RankJob) -> RankResult | RankFailure:
+def _run(job: RankJob) -> bytes | RankFailure:
+    """Return the pickled result of the function that the rank called, or how the rank failed."""
     rank = job.world.rank
     with stack_file(job.folder, rank).open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
@@ -216,7 +209,7 @@ def _run(job: RankJob) -> RankResult | RankFailure:
             faulthandler.disable()
 
 
-def _call(job: RankJob) -> RankResult | RankFailure:
+def _call(job: RankJob) -> bytes | RankFailure:
     _restore_parent_state(job)
     join_world(job.world, job.timeout, job.device, job.ranks_per_gpu)
     _mark(job, "joined")
@@ -237,7 +230,7 @@ def _call(job: RankJob) -> RankResult | RankFailure:
             f"rank {job.world.rank} returned while operations of its own were still pending: wait for every "
             "asynchronous operation before the function returns."
         )
-    return RankResult(job.world.rank, payload)
+    return payload
 
 
 def _mark(job: RankJob, event: str) -> None:

@@ -15,7 +15,6 @@ from plait.errors import CommunicationError, MeshError
 from plait.ranks.device import accelerator_of_rank, make_current, visible_accelerators
 from plait.ranks.launch.rendezvous import meet
 from plait.ranks.rank_device import ranks_that_share, share_gpu
-from plait.ranks.run_store import private_store
 from plait.ranks.world import World
 
 
@@ -45,7 +44,7 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks
         backend = "cpu:gloo,cuda:nccl"
     file = world.init_method.removeprefix("file://")
     if file != world.init_method:
-        store, on_one_host = private_store(file, world.world_size), True
+        store, on_one_host = dist.FileStore(file, world.world_size), True  # type: ignore[attr-defined]
     else:
         store, on_one_host = meet(world, timeout)
     if on_one_host:
