@@ -60,11 +60,7 @@ class Processes:
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
     def connect(
-        self,
-        groups: Sequence[tuple[int, ...]],
-        name: str,
-        timeout: float,
-        max_ctas: int | None = None,
+        self, groups: Sequence[tuple[int, ...]], name: str, timeout: float, max_ctas: int | None = None
     ) -> Transport | None:
         """Create the group that has this rank; return its transport. None without a group, or peers in it.
 

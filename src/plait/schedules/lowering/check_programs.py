@@ -104,10 +104,7 @@ def _reductions_of_tied(programs: Sequence[Program]) -> CollectiveCalls:
 
 
 def _calls_of(
-    rank: int,
-    program: Program,
-    message: Callable[[Channel, Action], Operation],
-    collectives: CollectiveCalls,
+    rank: int, program: Program, message: Callable[[Channel, Action], Operation], collectives: CollectiveCalls
 ) -> Iterator[Call]:
     sends: dict[Channel, deque[Operation]] = defaultdict(deque)
     for instruction in program:

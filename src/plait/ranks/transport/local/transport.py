@@ -51,12 +51,7 @@ class LocalTransport:
     on_one_host = True
 
     def __init__(
-        self,
-        posted: GroupOperations,
-        scheduler: CooperativeScheduler,
-        index: int,
-        timeout: float,
-        name: str,
+        self, posted: GroupOperations, scheduler: CooperativeScheduler, index: int, timeout: float, name: str
     ) -> None:
         self.ranks, self.index, self.name = posted.ranks, index, name
         self._posted, self._scheduler, self._timeout = posted, scheduler, timeout
@@ -171,11 +166,7 @@ class LocalRank(RankTransports):
         self._made: dict[tuple[int, ...], int] = {}
 
     def connect(
-        self,
-        groups: Sequence[tuple[int, ...]],
-        name: str,
-        timeout: float,
-        max_ctas: int | None = None,
+        self, groups: Sequence[tuple[int, ...]], name: str, timeout: float, max_ctas: int | None = None
     ) -> LocalTransport | None:
         """Return this rank's transport in the group of `groups` that contains it, or None."""
         mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)
