@@ -95,7 +95,7 @@ class Ticks(NamedTuple):
     comm: int
 
     def timing(self, rank_of: Sequence[int]) -> Timing:
-        """Return the durations for `simulate_events`, where messages within one rank take no time."""
+        """Return the durations for simulations, where messages within one rank take no time."""
         hops = [0 if here == there else self.comm for here, there in pairwise(rank_of)]
         return Timing(self.durations, [0, *hops], [*hops, 0])
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from plait.schedules.action import SPLIT_KINDS
-from plait.schedules.event_simulation import simulate_events
+from plait.schedules.event_simulation import event_order
 from plait.schedules.named_schedules import (
     BuildingBlock,
     Delays,
@@ -106,8 +106,7 @@ def _within_limit(problem: Problem, keys: list[int]) -> Orders:
     orders: Orders = [[] for _ in range(problem.ranks)]
     for operation in operations:
         orders[tables.rank[operation]].append(operation)
-    timing = problem.ticks.timing(problem.rank_of)
-    runnable = not simulate_events(problem.actions_of(orders), timing).missing
+    runnable = not event_order(problem.actions_of(orders), problem.stages).missing
     held = max(max(accumulate(tables.memory_change[operation] for operation in order)) for order in orders)
     return orders if held <= problem.limit and runnable else admit_in_order(problem, keys)
 

@@ -14,7 +14,6 @@ from plait.errors import PlanError, ScheduleError
 from plait.pictures.timelines.timeline import simulate
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
-from plait.schedules.event_simulation import Timing, event_order, simulate_events
 from plait.schedules.schedule import Schedule
 from plait.schedules.search import stage_cuts as module
 from plait.schedules.search.api import schedule
@@ -130,19 +129,10 @@ def test_the_lower_bound_is_reached_where_nothing_waits() -> None:
         assert simulation.least(cut) == simulation.makespan(cut), policy
 
 
-@given(policy=st.sampled_from(POLICIES), ranks=st.integers(1, 4), data=st.data())
-def test_the_last_ends_are_those_of_the_event_simulation(policy, ranks, data) -> None:
-    made = schedule(policy, ranks=ranks, microbatches=data.draw(st.integers(1, 6)))
-    times = st.lists(st.integers(0, 99), min_size=made.stages, max_size=made.stages)
-    timing = Timing({kind: data.draw(times) for kind in Kind}, data.draw(times), data.draw(times))
-    expected = [row[-1] for row in simulate_events(made.actions, timing).ends]
-    assert event_order(made.actions, made.stages).last_ends(timing) == expected
-
-
 def test_a_deadlocked_order_is_refused_by_the_cut_simulation() -> None:
     rows = ((Action(0, Kind.I, 0), Action(0, Kind.F, 0)), (Action(1, Kind.F, 0), Action(1, Kind.I, 0)))
     with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at 0I0"):
-        event_order(rows, 2)
+        CutSimulation(COSTS, Schedule("deadlocked", 1, (0, 1), rows)).makespan((4, 4))
 
 
 COSTS = LayerCosts.evenly([1.0] * 8)
