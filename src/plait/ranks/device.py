@@ -11,8 +11,8 @@ import ctypes
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
 import torch
 import torch.distributed as dist
@@ -338,24 +338,6 @@ def accelerator_versions() -> dict[str, str]:
     if dist.is_nccl_available():
         found["NCCL"] = ".".join(map(str, nccl_version()))
     return found
-
-
-@contextmanager
-def forbid_host_waits(device: torch.device) -> Iterator[None]:
-    """Within the context, torch's operations that block the host until a GPU is done raise RuntimeError.
-
-    These are reads of values (`item`, `nonzero`) and copies between a GPU and pageable memory; waits for
-    events and `synchronize` are not among them. Applies to all threads of the process; on a CPU to none.
-    """
-    if not is_accelerator(device):
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def keep_random_state(device: torch.device) -> AbstractContextManager[None]:
