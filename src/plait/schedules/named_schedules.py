@@ -87,7 +87,7 @@ class BuildingBlock:
     def _peak_of(self, rank: int, until_input: PerStage, until_weight: PerStage) -> int:
         constant = 0
         changes = [0] * self.period
-        for stage in self._stages_of(rank):
+        for stage in (stage for stage, owner in enumerate(self.rank_of) if owner == rank):
             begin = self.starts.F[stage]
             middle = self.starts.I[stage] + self.lengths.I[stage]
             end = self.starts.W[stage] + self.lengths.W[stage]
@@ -106,19 +106,13 @@ class BuildingBlock:
 
     def orders(self, microbatches: int) -> list[list[Action]]:
         """Return the actions of each rank for `microbatches` micro-batches, in the order of their starts."""
-        return [
-            [action for _, action in sorted(self._timed(rank, microbatches))]
-            for rank in range(max(self.rank_of) + 1)
-        ]
-
-    def _timed(self, rank: int, microbatches: int) -> Iterator[tuple[int, Action]]:
-        for stage in self._stages_of(rank):
+        rows: list[list[tuple[int, Action]]] = [[] for _ in range(max(self.rank_of) + 1)]
+        for stage, rank in enumerate(self.rank_of):
             for kind, starts in zip(SPLIT_KINDS, self.starts, strict=True):
                 for microbatch in range(microbatches):
-                    yield starts[stage] + microbatch * self.period, Action(stage, kind, microbatch)
-
-    def _stages_of(self, rank: int) -> list[int]:
-        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+                    start = starts[stage] + microbatch * self.period
+                    rows[rank].append((start, Action(stage, kind, microbatch)))
+        return [[action for _, action in sorted(row)] for row in rows]
 
 
 def build_block(
