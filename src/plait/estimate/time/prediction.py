@@ -19,8 +19,7 @@ from plait.plan.arguments import require_instance
 from plait.plan.model_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.layer_costs import LayerCosts
-from plait.schedules.search.stage_cuts import schedule_and_cut
+from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
 
 
 @dataclass(frozen=True)
