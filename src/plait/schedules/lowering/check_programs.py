@@ -33,12 +33,7 @@ def own(channel: Channel) -> Hashable:
     return channel
 
 
-def check_programs(
-    programs: Sequence[Program],
-    communicator_of: Callable[[Channel], Hashable] = own,
-    *,
-    rendezvous: bool = True,
-) -> None:
+def check_programs(programs: Sequence[Program], *, rendezvous: bool = True) -> None:
     """Raise ScheduleError if the ranks' programs could deadlock, on CPUs or on GPUs.
 
     On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
@@ -48,16 +43,15 @@ def check_programs(
     channels = _check_channel_order(programs)
     if rendezvous:
         _check_rendezvous(programs)
-    calls = stream_calls(programs, communicator_of)
-    connected = {communicator_of(channel) for channel in channels}  # when the engine is made
-    cycle = deadlock_of(calls) or deadlock_of(first_uses(calls, connected))
+    calls = stream_calls(programs)
+    cycle = deadlock_of(calls) or deadlock_of(first_uses(calls, channels))  # connected with the engine
     if cycle is not None:
         raise ScheduleError(f"rule 'no deadlock on GPU streams' is broken: {cycle}.")
 
 
 def stream_calls(
     programs: Sequence[Program],
-    communicator_of: Callable[[Channel], Hashable],
+    communicator_of: Callable[[Channel], Hashable] = own,
     collectives: CollectiveCalls | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[list[Call]]:
