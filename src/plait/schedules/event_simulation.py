@@ -58,6 +58,10 @@ class EventOrder:
             rows[rank].append(end)
         return rows
 
+    def last_ends(self, timing: Timing) -> list[int]:
+        """Return the end of each rank's last action, 0 for a rank without actions."""
+        return [row[-1] if row else 0 for row in self.ends(timing)]
+
 
 def event_order(rows: ActionRows, stages: int) -> EventOrder:
     """Return the actions of `rows` in an order in which they can run, and what ranks in a deadlock wait for.

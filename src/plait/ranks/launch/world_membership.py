@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from plait.errors import CommunicationError, MeshError
 from plait.ranks.device import accelerator_of_rank, make_current, visible_accelerators
-from plait.ranks.launch.rendezvous import meet
+from plait.ranks.launch.rendezvous import Meeting, meet
 from plait.ranks.rank_device import ranks_that_share, share_gpu
 from plait.ranks.world import World
 
@@ -44,16 +44,16 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks
         backend = "cpu:gloo,cuda:nccl"
     file = world.init_method.removeprefix("file://")
     if file != world.init_method:
-        store, on_one_host = dist.FileStore(file, world.world_size), True  # type: ignore[attr-defined]
+        meeting = Meeting(dist.FileStore(file, world.world_size), True)  # type: ignore[attr-defined]
     else:
-        store, on_one_host = meet(world, timeout)
-    if on_one_host:
+        meeting = meet(world, timeout)
+    if meeting.on_one_host:
         _communicate_within_host()
     limit = datetime.timedelta(seconds=float(timeout))
-    store.set_timeout(limit)
+    meeting.store.set_timeout(limit)
     try:
         dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=limit
+            backend, store=meeting.store, rank=world.rank, world_size=world.world_size, timeout=limit
         )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(

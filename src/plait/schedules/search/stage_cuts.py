@@ -205,8 +205,7 @@ class CutSimulation:
         forward, inputs, weights = self._durations(cut)
         both = [first + second for first, second in zip(inputs, weights, strict=True)]
         durations = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}
-        ends = self.schedule.event_order.ends(Timing(durations, [0, *self._hops], [*self._hops, 0]))
-        return max(row[-1] for row in ends if row)
+        return max(self.schedule.event_order.last_ends(Timing(durations, [0, *self._hops], [*self._hops, 0])))
 
     def least(self, cut: Sequence[int]) -> int:
         """Return a lower bound of `makespan`, without a simulation.
