@@ -245,7 +245,7 @@ PRIVATE_USES = {
     ("ranks/launch/fork_server.py", "stop_fork_server", "_stop"): "likewise",
     (
         "ranks/launch/world_membership.py",
-        "_take_groups",
+        "_end_groups",
         "_world",
     ): "no public way to list the process groups",
     (

@@ -100,24 +100,6 @@ def ranks_that_share(most: int, local_size: int, gpus: int) -> int:
     return max(1, local_size // gpus)
 
 
-def _require_new_nccl(count: int) -> None:
-    """Raise `MeshError` unless this process's NCCL lets ranks share a GPU."""
-    version = nccl_version()
-    if version < OLDEST_NCCL:
-        raise MeshError(
-            f"{count} ranks are to share a GPU, which NCCL lets them since 2.30, and this one is "
-            f"{'.'.join(map(str, version))}: {_remedy()}"
-        )
-
-
-def _remedy() -> str:
-    cuda = (torch.version.cuda or "13").partition(".")[0]
-    return (
-        f'pip install "nvidia-nccl-cu{cuda}>=2.30", which replaces torch\'s; or give the path of a newer '
-        f"libnccl.so.2 to plait.launch by {LIBRARY}, under a launcher to all ranks by LD_PRELOAD."
-    )
-
-
 def newer_nccl() -> str | None:
     """Return the path of an NCCL that ranks must preload to share a GPU; None where theirs is new enough.
 
@@ -149,10 +131,17 @@ def _version_of(library: str) -> tuple[int, ...]:
 def share_gpu(device: torch.device, count: int) -> None:
     """Let this process share its GPU with `count - 1` others; call it before a process group is made.
 
-    Sets NCCL's variables, unless they are set, and limits what this process may allocate to its part.
+    Sets NCCL's variables, unless they are set, and limits what this process may allocate to its part. Raises
+    `MeshError` unless this process's NCCL lets ranks share a GPU.
     """
-    if count > 1:
-        _require_new_nccl(count)
+    if count > 1 and (version := nccl_version()) < OLDEST_NCCL:
+        cuda = (torch.version.cuda or "13").partition(".")[0]
+        raise MeshError(
+            f"{count} ranks are to share a GPU, which NCCL lets them since 2.30, and this one is "
+            f'{".".join(map(str, version))}: pip install "nvidia-nccl-cu{cuda}>=2.30", which replaces '
+            f"torch's; or give the path of a newer libnccl.so.2 to plait.launch by {LIBRARY}, under a "
+            "launcher to all ranks by LD_PRELOAD."
+        )
     os.environ[_COUNT] = str(count)
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)

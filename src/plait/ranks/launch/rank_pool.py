@@ -82,14 +82,9 @@ class RankPool:
         device: str = "auto",
         ranks_per_gpu: int = 1,
     ) -> None:
-        """Make a pool, whose processes start at the first run.
+        """Make a pool, whose processes start at the first run. Other arguments are those of `launch`.
 
-        Args:
-            ranks: default number of ranks of a run.
-            threads: of torch, in each rank.
-            timeout: seconds that a rank waits for its peers; by default also the limit of a whole run.
-            device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
-            ranks_per_gpu: the most ranks that share a GPU.
+        `ranks`: default number of ranks of a run. `timeout`: by default also the limit of a whole run.
         """
         self.ranks = ranks
         self.threads = threads
@@ -114,15 +109,9 @@ class RankPool:
     ) -> list[Result]:
         """Call `function(*arguments)` in ranks 0 to `ranks - 1` and return their results, rank 0 first.
 
-        Args:
-            function: called by every rank.
-            arguments: equal on all ranks.
-            ranks: number of ranks; processes are added to the pool as needed.
-            timeout: seconds that the run may take; `math.inf` for no limit.
-
-        Raises:
-            RankError: a rank failed, died or did not finish; names it and shows its traceback.
-            PlaitError: raised by a rank.
+        Processes are added to the pool as needed. `timeout`: seconds that the run may take; `math.inf` for no
+        limit. Raises the `PlaitError` of a rank, and a `RankError` that names a rank which failed, died or
+        did not finish, with its traceback.
         """
         count = self.ranks if ranks is None else ranks
         if count < 1:
@@ -133,7 +122,11 @@ class RankPool:
                 if not self._children:
                     atexit.register(self._at_exit)
                 library = newer_nccl() if self.ranks_per_gpu > 1 else None
-                _grow(self._children, count, function.__module__, library)
+                while len(self._children) < count:
+                    name = f"plait-{len(self._children)}"
+                    self._children.append(
+                        _RankHandle(*start_process(serve, name, function.__module__, library))
+                    )
                 children = dict(enumerate(self._children[:count]))
                 for rank, child in children.items():
                     child.send(self._job(call, folder, rank, count))
@@ -190,13 +183,6 @@ def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
     """Close a pool that is still open, before multiprocessing waits for its processes at exit."""
     if (pool := reference()) is not None:
         pool.close()
-
-
-def _grow(children: list[_RankHandle], count: int, module: str, library: str | None) -> None:
-    """Start rank processes and append them to `children`, until there are `count` of them."""
-    while len(children) < count:
-        process, connection = start_process(serve, f"plait-{len(children)}", module, library)
-        children.append(_RankHandle(process, connection))
 
 
 def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, bytes]:

@@ -151,7 +151,7 @@ def serve(connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])
-    os.register_at_fork(after_in_child=_reset_sigterm)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     # To the pool a rank is a daemon, ended with its parent; but it may start processes (data loaders).
     multiprocessing.current_process().daemon = False
     jobs: queue.SimpleQueue[RankJob] = queue.SimpleQueue()
@@ -166,11 +166,6 @@ def serve(connection: Connection) -> None:
         busy.clear()  # before the parent receives it, and may end
         with suppress(OSError):  # the parent is gone: `_listen` ends this process
             connection.send_bytes(data)
-
-
-def _reset_sigterm() -> None:
-    """Restore the default SIGTERM handler in processes that a rank forks."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:

@@ -21,18 +21,11 @@ from plait.ranks.world import World
 def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks_per_gpu: int = 1) -> None:
     """Make torch's default process group: Gloo for CPU tensors and, if GPUs are used, NCCL for CUDA tensors.
 
-    All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device.
-
-    Args:
-        world: this process's rank and rendezvous.
-        timeout: seconds that a rank waits for its peers, here and in every operation of the group.
-        device: `cpu`, `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows
-            each rank a single one by `CUDA_VISIBLE_DEVICES`.
-        ranks_per_gpu: the most ranks that share a GPU.
-
-    Raises:
-        MeshError: the device is not available, or cannot be shared.
-        CommunicationError: the rendezvous failed.
+    All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device. `timeout`:
+    seconds that a rank waits for its peers, here and in every operation of the group. `device`: `cpu`,
+    `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows each rank a single
+    one by `CUDA_VISIBLE_DEVICES`. `ranks_per_gpu`: the most ranks that share a GPU. Raises MeshError where
+    the device is not available, or cannot be shared, CommunicationError where the rendezvous failed.
     """
     backend = "gloo"
     shared = 1 if ranks_per_gpu == 1 else ranks_that_share(ranks_per_gpu, world.local_size, _usable(device))
@@ -118,16 +111,10 @@ def _end_groups() -> None:
     Gloo waits up to 10 ms for each connection that it closes, when a group is deallocated: for a mesh of
     eight ranks a quarter of a second, one after the other.
     """
-    groups = _take_groups()
+    groups = [[group] for group in dist.distributed_c10d._world.pg_names]  # each the last reference
+    dist.destroy_process_group()
     threads = [threading.Thread(target=group.clear, name="plait-leave", daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def _take_groups() -> list[list[dist.ProcessGroup]]:
-    """Shut down all process groups; return one list per group, which holds the last reference to it."""
-    groups = [[group] for group in dist.distributed_c10d._world.pg_names]
-    dist.destroy_process_group()
-    return groups
