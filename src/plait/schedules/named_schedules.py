@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import SPLIT_KINDS, Action, Kind
-from plait.schedules.schedule import Placement, Schedule
+from plait.schedules.schedule import Placement, Schedule, stages_by_rank
 
 MOST_COUNT = 1_000_000
 """Most ranks, micro-batches or chunks."""
@@ -82,12 +82,13 @@ class BuildingBlock:
         A micro-batch takes `until_input[s]` on stage `s` from its forward to its input gradient, and from
         there to its weight gradient `until_weight[s]`.
         """
-        return max(self._peak_of(rank, until_input, until_weight) for rank in range(max(self.rank_of) + 1))
+        rows = stages_by_rank(self.rank_of, max(self.rank_of) + 1)
+        return max(self._peak_of(stages, until_input, until_weight) for stages in rows)
 
-    def _peak_of(self, rank: int, until_input: PerStage, until_weight: PerStage) -> int:
+    def _peak_of(self, stages: PerStage, until_input: PerStage, until_weight: PerStage) -> int:
         constant = 0
         changes = [0] * self.period
-        for stage in (stage for stage, owner in enumerate(self.rank_of) if owner == rank):
+        for stage in stages:
             begin = self.starts.F[stage]
             middle = self.starts.I[stage] + self.lengths.I[stage]
             end = self.starts.W[stage] + self.lengths.W[stage]
@@ -294,13 +295,8 @@ def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> 
     """Return a schedule of forwards for evaluation and generation, ordered by micro-batch, then by stage."""
     require_positive(ranks=ranks, microbatches=microbatches)
     actions = tuple(
-        tuple(
-            Action(stage, Kind.F, microbatch)
-            for microbatch in range(microbatches)
-            for stage, owner in enumerate(rank_of)
-            if owner == rank
-        )
-        for rank in range(ranks)
+        tuple(Action(stage, Kind.F, microbatch) for microbatch in range(microbatches) for stage in stages)
+        for stages in stages_by_rank(rank_of, ranks)
     )
     return Schedule("forward", microbatches, rank_of, actions)
 

@@ -8,7 +8,7 @@ rank 1   .  1F0 1B0 1F1 1B1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -98,6 +98,14 @@ class Placement(StrEnum):
         return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else down))
 
 
+def stages_by_rank(rank_of: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank, in model order."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(rank_of):
+        found[rank].append(stage)
+    return tuple(map(tuple, found))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of each rank of the `pp` axis in one training step.
@@ -166,10 +174,7 @@ class Schedule:
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.actions]
-        for stage, rank in enumerate(self.rank_of):
-            found[rank].append(stage)
-        return tuple(map(tuple, found))
+        return stages_by_rank(self.rank_of, self.ranks)
 
     @cached_property
     def splits(self) -> bool:

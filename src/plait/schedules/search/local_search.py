@@ -89,7 +89,7 @@ def shortened_problem(problem: Problem) -> Problem:
     """
     share = sum(problem.memory_costs.until_input) // problem.ranks or 1
     enough = problem.ranks + max(problem.ranks, problem.limit // share)
-    return problem.shortened(min(problem.microbatches, enough))
+    return replace(problem, microbatches=min(problem.microbatches, enough))
 
 
 def _screened(problems: Sequence[Problem], budget: float) -> list[Candidate]:
@@ -188,18 +188,10 @@ def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> S
 
     Where rescheduling makes the span longer, return `schedule` itself.
     """
-    ranks, chunks = schedule.ranks, policy.chunks
-    memory_costs = Costs().memory(schedule.ranks, schedule.stages)
-    problem = Problem(
-        policy.placement,
-        ranks,
-        chunks,
-        schedule.microbatches,
-        costs.ticks(schedule.ranks, schedule.stages),
-        memory_costs,
-        limit_in_units(policy.peak(ranks), memory_costs.unit),
-        of_span=True,
-    )
+    ranks, count, stages = schedule.ranks, schedule.microbatches, schedule.stages
+    ticks, holds = costs.ticks(ranks, stages), Costs().memory(ranks, stages)
+    limit = limit_in_units(policy.peak(ranks), holds.unit)
+    problem = Problem(policy.placement, ranks, policy.chunks, count, ticks, holds, limit, of_span=True)
     orders, bound = problem.orders_of(schedule.actions), lower_bound(problem)
     tries: list[tuple[TimedOrders, DispatchRule]] = []
     for rule in _different(DISPATCH_RULES, problem):
