@@ -75,13 +75,12 @@ def listen(host: str, port: int) -> Store | None:
         raise CommunicationError(
             f"rank 0 cannot listen at port {port} ({error.strerror}): set MASTER_PORT to another one."
         ) from None
-    own = host if _is_loopback(host) else "127.0.0.1"
-    return _server(own, port, listener.detach())
+    return _server(host, port, listener.detach())
 
 
 def listen_again(host: str, port: int) -> Store:
     """Return the store server that this process still runs at `port` from an earlier run."""
-    return _server(host if _is_loopback(host) else "127.0.0.1", port, None)
+    return _server(host, port, None)
 
 
 def connect(host: str, port: int) -> Store | str:
@@ -139,15 +138,9 @@ def users_listening_at(port: int) -> set[int]:
 
 
 def _server(host: str, port: int, listener: int | None) -> Store:
+    own, limit = host if _is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
     store: Store = TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=30),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
+        own, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
     )
     return store
 
