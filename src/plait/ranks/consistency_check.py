@@ -19,7 +19,7 @@ differ in several words collide by chance only, at worst (where only signs diffe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from plait.errors import CommunicationError
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.ranks.transport.buffers import describe
+from plait.ranks.transport.buffers import describe, shown
 from plait.ranks.transport.interface import Pending, RangeSizes, Transport
 
 HEADER_BYTES = 256
@@ -82,15 +82,6 @@ def different_texts(
         part = parts[index].decode(errors="replace") or "nothing"
         versions.setdefault(part, []).append(group.ranks[index])
     return versions
-
-
-def shown(versions: Mapping[str, list[int]]) -> str:
-    """Return the result of `different_texts` as text: `rank 0: …; ranks 1, 2: …`."""
-    ranks_of = (
-        (part, f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}")
-        for part, ranks in versions.items()
-    )
-    return "; ".join(f"{ranks}: {part}" for part, ranks in ranks_of)
 
 
 def require_matching_sizes(sizes: RangeSizes, call: str, group: Group, device: torch.device) -> None:
