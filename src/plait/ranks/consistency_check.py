@@ -69,7 +69,12 @@ def different_texts(
     differ, also a broadcast of the first text and 264 bytes a rank. With `optional` a rank without a text
     is not counted. `about` names the call for errors of the exchange, in place of the text.
     """
-    headers = _all_gather_headers(text, group, device, about)
+    transport = group.transport
+    if transport is None:
+        return {}
+    mine = _as_tensor(_encode(text), group.device_for_text(device))
+    rows = _all_gather(mine, about or text[:_FITS], group, transport)
+    headers = [bytes(row.tolist()) for row in rows]
     counted = [index for index, header in enumerate(headers) if not optional or _length(header)]
     if len({headers[index] for index in counted}) < 2:
         return {}
@@ -115,15 +120,6 @@ def all_numbers(number: int, group: Group, device: torch.device, about: str) -> 
     mine = torch.tensor([number], device=group.device_for_text(device))
     numbers: list[int] = _all_gather(mine, about, group, group.transport).flatten().tolist()
     return numbers
-
-
-def _all_gather_headers(text: str, group: Group, device: torch.device, about: str) -> list[bytes]:
-    transport = group.transport
-    if transport is None:
-        return [_encode(text)]
-    mine = _as_tensor(_encode(text), group.device_for_text(device))
-    rows = _all_gather(mine, about or text[:_FITS], group, transport)
-    return [bytes(row.tolist()) for row in rows]
 
 
 def _differing_parts(

@@ -253,7 +253,7 @@ def host_bytes(size: int, *, pinned: bool) -> Tensor:
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Return the most bytes of tensors allocated on a GPU so far, or since `reset_peak_allocated`.
+    """Return the most bytes of tensors allocated on a GPU so far, or since torch's peak was reset.
 
     That is what torch's allocator has given out, less what cuBLAS keeps of it for its products.
     """
@@ -275,11 +275,6 @@ def library_workspace(device: torch.device) -> int:
     """
     newer = torch.cuda.get_device_capability(device)[0] >= 9
     return (32 * 2**20 if newer else 4096 * 2**11 + 16 * 2**13) + 2**20
-
-
-def reset_peak_allocated(device: torch.device) -> None:
-    """Set the peak of `peak_allocated` to the bytes of tensors that are allocated on a GPU now."""
-    torch.cuda.reset_peak_memory_stats(device)
 
 
 def name_of(device: torch.device) -> str:

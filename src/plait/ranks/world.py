@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,9 +227,11 @@ def run_of_launcher(mark: str) -> str:
     The same for all its ranks, and another for each `mpiexec`, which gives its ranks no job id. From the
     command line of its proxy on this host, a parent of the rank. `mark`: as for `parents_up_to_launcher`.
     """
-    for process in _ancestors(_launcher(mark)):
+    process: int | None = _launcher(mark)
+    while process:
         if found := _OPTION_OF_RUN.search(_process_file(process, "cmdline").replace("\0", " ")):
             return found.group(1)
+        process = parent_of(process)
     return ""
 
 
@@ -272,14 +274,6 @@ def environment_of(process: int) -> list[str]:
 
 def _launcher(mark: str) -> int:
     return [os.getpid(), *parents_up_to_launcher(mark).values()][-1]
-
-
-def _ancestors(process: int) -> Iterator[int]:
-    """Yield `process`, its parent, and so on."""
-    parent: int | None = process
-    while parent:
-        yield parent
-        parent = parent_of(parent)
 
 
 def _process_file(process: int, file: str) -> str:

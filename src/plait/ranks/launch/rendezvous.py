@@ -198,9 +198,12 @@ def _gather(store: Store, own: Participant, deadline: float, *, replaces: bool) 
             problem = f"rank {missing} did not arrive: start all ranks, and see what they print."
             break
         other = Participant.read(text)
-        problem = own.contradiction(other)
-        if not replaces and not problem:
-            problem = _second_process(ranks.get(other.rank), other)
+        problem, first = own.contradiction(other), ranks.get(other.rank, other)
+        if not (replaces or problem or first.token == other.token):
+            problem = (
+                f"two processes are rank {other.rank} of {other.world_size}, {first.process} and "
+                f"{other.process}: start each rank once, and give each run a MASTER_PORT of its own."
+            )
         ranks[other.rank] = other
         arrived.add(other.token)
     on_one_host = len({one.host for one in ranks.values()}) == 1
@@ -213,16 +216,6 @@ def _gather(store: Store, own: Participant, deadline: float, *, replaces: bool) 
             _read(store, f"{attempt}/read/{len(arrived)}", time.monotonic() + _SECONDS_TO_READ)
         raise CommunicationError(problem)
     return Meeting(PrefixStore(attempt, store), on_one_host)
-
-
-def _second_process(first: Participant | None, second: Participant) -> str:
-    """Return an error text if two processes claim the same rank; else ""."""
-    if first is None or first.token == second.token:
-        return ""
-    return (
-        f"two processes are rank {second.rank} of {second.world_size}, {first.process} and {second.process}: "
-        "start each rank once, and give each run a MASTER_PORT of its own."
-    )
 
 
 def _report(world: World, own: Participant, deadline: float) -> Meeting:
