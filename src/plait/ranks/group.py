@@ -126,11 +126,6 @@ class Group:
         on_cpu = self.transport is None or self.transport.carries_cpu_tensors
         return torch.device("cpu") if on_cpu else device
 
-    def abort(self, cause: Exception) -> None:
-        """Make pending operations fail soon, on this and the other ranks, after an operation has failed."""
-        if self.transport is not None:
-            self.transport.abort(cause)
-
     def __deepcopy__(self, memo: object) -> Group:
         """Return this group itself, so that a copied module communicates with the same ranks."""
         return self

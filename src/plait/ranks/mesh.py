@@ -320,9 +320,8 @@ class Mesh(GridMesh):
         if plan is not None:
             if (pp, dp, cp, tp, replicate) != (1, 1, 1, 1, 1):
                 raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
-            require_instance(
-                "the mesh's plan", plan, Plan, "give a plait.Plan, or degrees by name", MeshError
-            )
+            remedy = "give a plait.Plan, or degrees by name"
+            require_instance("the mesh's plan", plan, Plan, remedy, MeshError)
             sizes = sizes_of_plan(plan)
         else:
             sizes = sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)

@@ -128,17 +128,9 @@ def _read(names: _Variables, variables: Mapping[str, str]) -> World:
         local_rank = _number(names.local_rank, names, variables)
     job = _job(names, local_size == size, variables)
     address, first, *others = _rendezvous(names, local_size == size, job, variables)
-    return World(
-        rank,
-        size,
-        local_rank,
-        local_size,
-        names.launcher,
-        f"tcp://{address}:{first}",
-        tuple(map(int, others)),
-        job,
-        variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names.launcher == "torchrun",
-    )
+    where, further = f"tcp://{address}:{first}", tuple(map(int, others))
+    by_agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names.launcher == "torchrun"
+    return World(rank, size, local_rank, local_size, names.launcher, where, further, job, by_agent)
 
 
 def _number(name: str, names: _Variables, variables: Mapping[str, str]) -> int:

@@ -198,17 +198,11 @@ def from_exception(rank: int, error: BaseException) -> RankFailure:
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next  # the first frame is plait's own
-    lines = traceback.format_exception(type(error), error, frames)
-    name = "".join(traceback.format_exception_only(error)).strip()
-    return RankFailure(
-        rank,
-        f"failed: {name}",
-        "".join(lines),
-        _pickled(error),
-        _is_secondary(error),
-        time.monotonic(),
-        "".join(traceback.format_tb(frames)),
-    )
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    summary = f"failed: {''.join(traceback.format_exception_only(error)).strip()}"
+    stack = "".join(traceback.format_tb(frames))
+    at, secondary = time.monotonic(), _is_secondary(error)
+    return RankFailure(rank, summary, text, _pickled(error), secondary, at, stack)
 
 
 def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:

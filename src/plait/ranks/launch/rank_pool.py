@@ -122,11 +122,9 @@ class RankPool:
                 if not self._children:
                     atexit.register(self._at_exit)
                 library = newer_nccl() if self.ranks_per_gpu > 1 else None
-                while len(self._children) < count:
-                    name = f"plait-{len(self._children)}"
-                    self._children.append(
-                        _RankHandle(*start_process(serve, name, function.__module__, library))
-                    )
+                for number in range(len(self._children), count):
+                    started = start_process(serve, f"plait-{number}", function.__module__, library)
+                    self._children.append(_RankHandle(*started))
                 children = dict(enumerate(self._children[:count]))
                 for rank, child in children.items():
                     child.send(self._job(call, folder, rank, count))

@@ -47,16 +47,10 @@ class Participant:
     @classmethod
     def of(cls, world: World) -> Self:
         """Return the identity of this process as a rank of `world`."""
-        identity = host_identity()
+        host = " ".join(value for name, value in host_identity().items() if name != "owner")
+        process, token = f"process {os.getpid()} on {socket.gethostname()}", secrets.token_hex(8)
         return cls(
-            world.rank,
-            world.world_size,
-            world.launcher,
-            world.job,
-            os.geteuid(),
-            " ".join(value for name, value in identity.items() if name != "owner"),
-            f"process {os.getpid()} on {socket.gethostname()}",
-            secrets.token_hex(8),
+            world.rank, world.world_size, world.launcher, world.job, os.geteuid(), host, process, token
         )
 
     @classmethod

@@ -151,11 +151,9 @@ class Problem:
     def actions_of(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
         """Convert each rank's order of integer operations to `Action`s, and return the orders."""
         lanes = [(stage, kind) for stage in range(self.stages) for kind in SPLIT_KINDS]
+        count = self.microbatches
         return tuple(
-            tuple(
-                Action(*lanes[operation // self.microbatches], operation % self.microbatches)
-                for operation in order
-            )
+            tuple(Action(*lanes[operation // count], operation % count) for operation in order)
             for order in orders
         )
 

@@ -106,15 +106,10 @@ def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     for layer, cost in enumerate(costs):
         if not (isfinite(cost) and cost >= 0):
             raise PlanError(f"the cost of layer {layer} is {cost}: give a finite number of at least 0.")
-    total = _exact_sums(costs)
-    return _evenest(total, parts, limit=_least_peak(total, parts))
-
-
-def _exact_sums(costs: Sequence[float]) -> list[int]:
-    """Return the cost of the first 0, 1, 2 … layers, in integer multiples of a common unit."""
     exact = [Fraction(cost) for cost in costs]
     unit = lcm(*(cost.denominator for cost in exact))
-    return list(accumulate((int(cost * unit) for cost in exact), initial=0))
+    total = list(accumulate((int(cost * unit) for cost in exact), initial=0))  # of the first 0, 1, 2 … layers
+    return _evenest(total, parts, limit=_least_peak(total, parts))
 
 
 def _least_peak(total: Sequence[int], parts: int) -> int:

@@ -63,9 +63,8 @@ class LocalTransport:
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start an all-reduce, summed in rank order."""
-        return self._call(
-            f"all_reduce {op} {describe(tensor)}", tensor, total, partial(operations.all_reduce, op)
-        )
+        reduced = partial(operations.all_reduce, op)
+        return self._call(f"all_reduce {op} {describe(tensor)}", tensor, total, reduced)
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
         """Start a reduction in rank order; the other ranks' tensors do not change."""
@@ -102,13 +101,12 @@ class LocalTransport:
 
     def scatter(self, ranges: Tensor | None, own: Tensor, source: int) -> Pending:
         """Start a scatter."""
-        return self._call(
-            f"scatter from {source} {describe(own)}", ranges, own, partial(operations.scatter, source)
-        )
+        scattered = partial(operations.scatter, source)
+        return self._call(f"scatter from {source} {describe(own)}", ranges, own, scattered)
 
     def barrier(self) -> Pending:
         """Start a barrier."""
-        return self._call("barrier", None, None, operations.barrier)
+        return self._call("barrier", None, None, lambda inputs: {})
 
     def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
         """Start a send, complete when the receive is posted."""
