@@ -75,12 +75,16 @@ def listen(host: str, port: int) -> Store | None:
         raise CommunicationError(
             f"rank 0 cannot listen at port {port} ({error.strerror}): set MASTER_PORT to another one."
         ) from None
-    return _server(host, port, listener.detach())
+    return server_at(host, port, listener.detach())
 
 
-def listen_again(host: str, port: int) -> Store:
-    """Return the store server that this process still runs at `port` from an earlier run."""
-    return _server(host, port, None)
+def server_at(host: str, port: int, listener: int | None = None) -> Store:
+    """Return the store server that this process runs at `port`: started now by a `listener`, or before."""
+    own, limit = host if _is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
+    store: Store = TCPStore(
+        own, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
+    )
+    return store
 
 
 def connect(host: str, port: int) -> Store | str:
@@ -135,14 +139,6 @@ def users_listening_at(port: int) -> set[int]:
         except OSError:
             continue
     return {int(row[7]) for row in rows if row[3] == _LISTENS and row[1].endswith(f":{port:04X}")}
-
-
-def _server(host: str, port: int, listener: int | None) -> Store:
-    own, limit = host if _is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
-    store: Store = TCPStore(
-        own, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
-    )
-    return store
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from plait.schedules.action import SPLIT_KINDS, Action, Kind
+from plait.schedules.action import Action, Kind
 
 ActionRows: TypeAlias = Sequence[Sequence[Action]]
 """Per rank, its actions in order."""
-_KINDS = (*SPLIT_KINDS, Kind.B)
 
 
 class Timing(NamedTuple):
@@ -38,7 +37,7 @@ class EventOrder:
 
     def durations(self, timing: Timing) -> list[int]:
         """Return the durations of actions, by the indices in `steps`."""
-        return [time for kind in _KINDS for time in timing.durations[kind]]
+        return [time for kind in Kind for time in timing.durations[kind]]
 
     def ends(self, timing: Timing) -> list[list[int]]:
         """Return the end of each rank's actions, if each runs its own in order, as early as possible."""
@@ -69,7 +68,7 @@ def event_order(rows: ActionRows, stages: int) -> EventOrder:
     A forward needs the previous stage's, a backward its own forward and the next stage's backward, a weight
     gradient its own input gradient. Linear in the number of actions.
     """
-    firsts = {kind: number * stages for number, kind in enumerate(_KINDS)}
+    firsts = {kind: number * stages for number, kind in enumerate(Kind)}
     positions: dict[tuple[int, bool, int], int] = {}  # of forwards (True) and input gradients
     waiting: dict[tuple[int, bool, int], list[int]] = {}
     steps: list[tuple[int, int, int, int]] = []

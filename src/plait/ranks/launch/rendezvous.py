@@ -24,7 +24,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from plait.errors import CommunicationError, listed
-from plait.ranks.run_store import connect, listen, listen_again, require_known
+from plait.ranks.run_store import connect, listen, require_known, server_at
 from plait.ranks.transport.shared_memory.group_channels import host_identity
 from plait.ranks.world import World
 
@@ -150,7 +150,7 @@ def _open(host: str, ports: tuple[int, ...], own: Participant) -> Store:
             return store
         holder = _holder(host, port, own)
         if holder is not None and holder.is_process_of(own):
-            return listen_again(host, port)
+            return server_at(host, port)
         taken[port] = f"port {port} is taken by {'another program' if holder is None else holder.run}"
         if len(taken) < len(ports):
             continue

@@ -31,7 +31,7 @@ order on all ranks, so that no two ranks wait for each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -83,7 +83,11 @@ def _lower_rank(schedule: Schedule, spec: LoweringSpec, ending: Ending, rank: in
         program += _lower_action(action, schedule, spec, ending)
     lowered = tuple(program)
     if schedule.trains:
-        lowered = insert_reductions(lowered, spec, list(_tied_units(schedule, spec, rank)))
+        ranks_of = {
+            unit: {schedule.rank_of[layer.stage] for layer in layers} for unit, layers in spec.units.items()
+        }
+        tied = [unit for unit, ranks in ranks_of.items() if rank in ranks and len(ranks) > 1]
+        lowered = insert_reductions(lowered, spec, tied)
     return (*insert_gathers(lowered, spec), Finish())
 
 
@@ -137,14 +141,6 @@ def _input_of(action: Action, schedule: Schedule) -> list[Instruction]:
     owner = schedule.rank_of[source]
     local = owner == schedule.rank_of[action.stage]
     return [LocalTransfer(key) if local else AwaitReceive(key, owner)]
-
-
-def _tied_units(schedule: Schedule, spec: LoweringSpec, rank: int) -> Iterator[str]:
-    """Yield the units (parameters gathered together) that both `rank` and another rank of `pp` use."""
-    for unit, layers in spec.units.items():
-        owners = {schedule.rank_of[layer.stage] for layer in layers}
-        if rank in owners and len(owners) > 1:
-            yield unit
 
 
 def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
