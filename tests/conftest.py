@@ -132,16 +132,17 @@ class ThreadRanks:
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """Return what `function(*arguments)` returns on each rank; one thread of torch each."""
+        from parity.ruled_threads import run_ruled_threads
+        from parity.stream_rules import StreamRules
         from plait.engine.blueprint import Blueprint
         from plait.ranks.launch.rank_threads import run_threads
-        from plait.ranks.transport.local.stream_rules import StreamRules
 
         self._shared_results.pop(Blueprint, None)  # it may come from code that a test has broken
-        if self.make_rules is not None:
-            rules = self.make_rules()
-        else:
-            rules = None if self.completion is None else StreamRules(self.completion)
-        return run_threads(_on_own_core(function), arguments, ranks, 1, self._shared_results, rules)
+        function = _on_own_core(function)
+        if self.make_rules is None and self.completion is None:
+            return run_threads(function, arguments, ranks, 1, self._shared_results)
+        rules = StreamRules(self.completion) if self.make_rules is None else self.make_rules()
+        return run_ruled_threads(function, arguments, ranks, 1, rules, self._shared_results)
 
     def under_rules(self, completion: Any, make_rules: Any = None) -> ThreadRanks:
         """Return such ranks under NCCL's rules, with the same results of meta runs."""

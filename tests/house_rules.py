@@ -38,7 +38,6 @@ WITHOUT_TORCH = (
     "pictures/",
     "estimate/time/",
     "estimate/search/",
-    "ranks/file_lock.py",
     "models/huggingface/weight_files.py",
 )
 """Rooms, parts of rooms and files that decide on numbers and texts."""
@@ -256,7 +255,7 @@ PRIVATE_USES = {
     ("ranks/launch/fork_server.py", "stop_fork_server", "_stop"): "likewise",
     (
         "ranks/launch/world_membership.py",
-        "_take_groups",
+        "_end_groups",
         "_world",
     ): "no public way to list the process groups",
     (

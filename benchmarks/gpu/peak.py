@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plait.ranks.device import is_accelerator, peak_allocated, reset_peak_allocated
+from plait.ranks.device import is_accelerator, peak_allocated
 
 
 class Peak:
@@ -33,7 +33,7 @@ class Peak:
 
     def __enter__(self) -> None:
         if self._count is None:
-            reset_peak_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._count.most = self._count.now()
             self._count.__enter__()

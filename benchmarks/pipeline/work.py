@@ -12,8 +12,7 @@ from torch.nn import functional
 import plait
 from plait.models.initial import initial_value
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
-from plait.schedules.search.layer_costs import LayerCosts
-from plait.schedules.search.stage_cuts import schedule_and_cut
+from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
 from plait.tensor.layer_values import NamedLayer
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT = 8, 512, 8, 8192, 256

@@ -22,7 +22,7 @@ from runs import Case, Setup, even_blocks, gpt, records
 
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan, Recompute
-from plait.schedules.search.layer_costs import balance
+from plait.schedules.search.stage_cuts import balance
 
 
 def cases(part: str) -> list[Case]:

@@ -17,7 +17,7 @@ from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule
-from plait.schedules.search.layer_costs import balance
+from plait.schedules.search.stage_cuts import balance
 
 FOLDER = Path(__file__).parent
 

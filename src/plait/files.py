@@ -1,4 +1,4 @@
-"""Reads regular files, valid JSON and TOML only, and writes through no link: anyone may have made them.
+"""Reads regular files, valid JSON and TOML only; writes and locks through no link: anyone may have made them.
 
 Opening a pipe blocks for ever, reading a device never ends, and writing through a link changes a file
 elsewhere: these are an OSError here, whose `strerror` says what the path is. Bad content is a ValueError.
@@ -7,9 +7,11 @@ elsewhere: these are an OSError here, whose `strerror` says what the path is. Ba
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -58,11 +60,6 @@ def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
     return os.fdopen(handle, "ab" if append else "wb", buffering=0)
 
 
-def open_lock(path: Path) -> BinaryIO:
-    """Open a lock file, which need not exist, to read and append. Raises OSError where it is a link."""
-    return os.fdopen(_opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW), "a+b")
-
-
 def write_bytes(path: Path, data: bytes, *, synchronised: bool = False) -> None:
     """Write a file; `synchronised`: it is on the disk then. Raises OSError, also where `path` is a link."""
     with open_to_write(path) as file:
@@ -99,6 +96,48 @@ def make_folder(path: Path) -> None:
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
     path.mkdir(parents=True, exist_ok=True)
+
+
+def try_lock(path: Path) -> BinaryIO | None:
+    """Lock a file (flock) without waiting, and return it open; None if another process of the host has it.
+
+    The file then contains this process's id and host, and the time; the lock ends with the process. Raises
+    OSError where the folder of `path` takes no files or locks, and where `path` is a link.
+    """
+    while True:
+        file = os.fdopen(_opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW), "a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                break
+        except FileNotFoundError:  # its former owner has removed it meanwhile
+            pass
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError:
+            file.close()
+            raise
+        file.close()
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(f"process {os.getpid()} on {os.uname().nodename} since {since}".encode())
+    file.flush()
+    return file
+
+
+def unlock(path: Path, file: BinaryIO) -> None:
+    """Release the lock that `try_lock` returned, and remove its file."""
+    path.unlink(missing_ok=True)
+    file.close()
+
+
+def owner_of(path: Path) -> str:
+    """Return which process holds the lock of the file `path`, where and since when, from its content."""
+    try:
+        return read_text(path) or "another process"
+    except (OSError, ValueError):
+        return "another process"
 
 
 def is_plain_name(name: object) -> bool:

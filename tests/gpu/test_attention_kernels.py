@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.ranks.device import default_device, forbid_host_waits
+from gpu.host_waits import forbid_host_waits
+from plait.ranks.device import default_device
 from plait.tensor.attention import attention
 from plait.tensor.attention.exchange_plan import Mask, exchange_plan
 from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from gpu.host_waits import forbid_host_waits
 from parity import woven
 from parity.cases import gpt2
 from plait.plan.plan import Plan
-from plait.ranks.device import forbid_host_waits, is_accelerator
+from plait.ranks.device import is_accelerator
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks
@@ -59,3 +60,12 @@ def steady_steps(plan: Plan) -> tuple[bool, bool]:
 def test_the_host_does_not_wait_for_the_gpu_in_a_steady_step(gpu_ranks: GpuRanks, name: str) -> None:
     assert set(gpu_ranks.run(steady_steps, PLANS[name], ranks=PLANS[name].world)) == {(True, True)}
     gpu_ranks.skip_on_cpu("a CPU has nothing to wait for")
+
+
+def test_host_waits_are_forbidden_within_the_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(ZeroDivisionError), forbid_host_waits(torch.device("cuda")):
+        modes.append(1 / 0)
+    assert modes == ["error", 1]

@@ -33,14 +33,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import plait
+from parity import stream_rules, stream_transport
+from parity.stream_rules import Part, StreamOperation, StreamRules
 from plait.checkpoint import saving
 from plait.ranks import device, mesh, rank_device
 from plait.ranks.device import StreamEvent
-from plait.ranks.transport.local.stream_rules import Part, StreamOperation, StreamRules
 from plait.ranks.transport.local.transport import RankThread, current_local_rank
 
 SOURCE = Path(plait.__file__).parent
-RULES = SOURCE / "ranks" / "transport" / "local"
+RULES = {Path(one.__file__ or "") for one in (stream_rules, stream_transport)}
+LOCAL = SOURCE / "ranks" / "transport" / "local"
 Lane: TypeAlias = Hashable
 READ_BY_HOST = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 ON_CPU = ("ranks/text_collectives.py", "tensor/parallel/embedding_and_norm.py")
@@ -239,10 +241,10 @@ def caller(frame: FrameType | None) -> str | None:
     """The innermost function of plait; None within the rules; "user"."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
+        if path in RULES or path.is_relative_to(LOCAL):
+            return None
         if path.is_relative_to(SOURCE) and path.name not in ("device.py", "rank_threads.py"):
-            return (
-                None if path.is_relative_to(RULES) else f"{path.relative_to(SOURCE)} {frame.f_code.co_name}"
-            )
+            return f"{path.relative_to(SOURCE)} {frame.f_code.co_name}"
         frame = frame.f_back
     return "user"
 

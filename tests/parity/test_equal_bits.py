@@ -8,7 +8,7 @@ from parity.case import Recipe
 from parity.cases import ONE_STAGE, USER_CASES, gpt2
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.plan import Plan
-from plait.schedules.search.layer_costs import balance
+from plait.schedules.search.stage_cuts import balance
 
 BY_NAME = {case.name: case for case in USER_CASES}
 LAYOUTS = [(2, 1, 3), (4, 1, 5), (4, 1, 2), (2, 2, 4)]

@@ -29,11 +29,11 @@ from parity.mesh_calls import (
 )
 from parity.pairs import covering_rows, in_quick
 from parity.rows import name_of
+from parity.stream_rules import StreamRules
 from plait.engine import Engine
 from plait.engine.blueprint import Blueprint
 from plait.plan import axes
 from plait.plan.plan import Plan
-from plait.ranks.transport.local.stream_rules import StreamRules
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import LayerIndex
 from plait.schedules.lowering.stream_replay import Call, Operation, Queued, deadlock_of

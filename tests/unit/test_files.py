@@ -19,10 +19,10 @@ from plait.files import (
     open_to_write,
     read_json,
     require_file,
+    try_lock,
     validated,
     write_bytes,
 )
-from plait.ranks.file_lock import try_lock
 
 
 def made_pipe(path: Path) -> None:

@@ -20,7 +20,7 @@ from plait.engine.sharding.reducer import Reducer
 from plait.ranks.collectives import all_reduce, reduce_scatter
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.schedules.lowering import unit_passes
+from plait.schedules.lowering import lower as lowering
 from plait.schedules.lowering.program import LoweringSpec
 from plait.verification.location import StepPhase
 from zoo import cases
@@ -145,7 +145,7 @@ def one_unit_scattered_for_one_microbatch() -> Iterator[None]:
 
 def scattered_before_the_last_microbatch() -> Any:
     """The program takes the MLP's first micro-batch for its last."""
-    original = unit_passes._ends
+    original = lowering._ends
 
     def ends(program: Any, spec: LoweringSpec) -> Any:
         timings = {unit: replace(timing, scatters="each") for unit, timing in spec.timings.items()}
@@ -157,7 +157,7 @@ def scattered_before_the_last_microbatch() -> Any:
             found[at].append((cases.MLP, True))
         return found
 
-    return patch.object(unit_passes, "_ends", ends)
+    return patch.object(lowering, "_ends", ends)
 
 
 def shards_of_the_step_before_stay() -> Any:

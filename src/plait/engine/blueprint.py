@@ -38,8 +38,7 @@ from plait.schedules.lowering.lower import Ending, lower
 from plait.schedules.lowering.program import LayerIndex, LoweringSpec, Program
 from plait.schedules.named_schedules import forward_only
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.layer_costs import LayerCosts
-from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
+from plait.schedules.search.stage_cuts import LayerCosts, StageCut, schedule_and_cut
 from plait.tensor.chunked_cross_entropy import output_linear_name
 from plait.tensor.layer_values import DTYPES, named_dtype
 from plait.tensor.parallel.apply_rules import layouts_of, match_modules

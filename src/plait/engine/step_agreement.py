@@ -25,7 +25,8 @@ from plait.errors import CommunicationError, PlaitError
 from plait.models.layers.value_text import ValueTexts
 from plait.plan.axes import STAGE_AXES
 from plait.proof.optimizer_proof import is_free_of_order
-from plait.ranks.consistency_check import all_numbers, different_texts, shown
+from plait.ranks.consistency_check import all_numbers, different_texts
+from plait.ranks.transport.buffers import shown
 
 
 class StepAgreement:

@@ -7,39 +7,17 @@ from typing import TYPE_CHECKING, Any
 from plait.package import public_name
 
 if TYPE_CHECKING:
-    from plait.ranks.collectives import (
-        all_gather as all_gather,
-    )
-    from plait.ranks.collectives import (
-        all_reduce as all_reduce,
-    )
-    from plait.ranks.collectives import (
-        all_to_all as all_to_all,
-    )
-    from plait.ranks.collectives import (
-        all_to_all_uneven as all_to_all_uneven,
-    )
-    from plait.ranks.collectives import (
-        barrier as barrier,
-    )
-    from plait.ranks.collectives import (
-        broadcast as broadcast,
-    )
-    from plait.ranks.collectives import (
-        gather as gather,
-    )
-    from plait.ranks.collectives import (
-        reduce as reduce,
-    )
-    from plait.ranks.collectives import (
-        reduce_scatter as reduce_scatter,
-    )
-    from plait.ranks.collectives import (
-        scatter as scatter,
-    )
-    from plait.ranks.collectives import (
-        shared_zeros as shared_zeros,
-    )
+    from plait.ranks.collectives import all_gather as all_gather
+    from plait.ranks.collectives import all_reduce as all_reduce
+    from plait.ranks.collectives import all_to_all as all_to_all
+    from plait.ranks.collectives import all_to_all_uneven as all_to_all_uneven
+    from plait.ranks.collectives import barrier as barrier
+    from plait.ranks.collectives import broadcast as broadcast
+    from plait.ranks.collectives import gather as gather
+    from plait.ranks.collectives import reduce as reduce
+    from plait.ranks.collectives import reduce_scatter as reduce_scatter
+    from plait.ranks.collectives import scatter as scatter
+    from plait.ranks.collectives import shared_zeros as shared_zeros
     from plait.ranks.group import Count as Count
     from plait.ranks.group import Group as Group
     from plait.ranks.group import Traffic as Traffic

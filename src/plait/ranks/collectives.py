@@ -157,16 +157,10 @@ def all_to_all_uneven(
     sizes = RangeSizes(tuple(sent), tuple(received), most)
     shape = (sum(received),)
     error = _sizes_error(sizes, tensor, group) or _buffer_error(out, shape, tensor)
-    payload = sum(sent[: group.index]) + sum(sent[group.index + 1 :])
+    own = tensor.itemsize * (sum(sent[: group.index]) + sum(sent[group.index + 1 :]))
+    detail = "in uneven ranges" + ("" if most is None else f" with most={most}")
     _check_and_count(
-        "all_to_all",
-        tensor,
-        group,
-        detail="in uneven ranges" if most is None else f"in uneven ranges with most={most}",
-        error=error,
-        checked=checked,
-        payload=payload * tensor.itemsize,
-        sizes=sizes,
+        "all_to_all", tensor, group, detail=detail, error=error, checked=checked, payload=own, sizes=sizes
     )
     if group.transport is None:
         return Handle.done(_copy_to(tensor, out), group)
@@ -197,11 +191,8 @@ def gather(
         return Handle.done(_copy_to(tensor.reshape(shape), out), group)
     mine = dense(tensor)
     whole = output_buffer(out, shape, mine) if group.index == destination else None
-
-    def finish() -> Tensor | None:
-        return None if whole is None else copy_out(whole, out)
-
-    return _start("gather", group, partial(group.transport.gather, mine, whole, destination), finish)
+    launch = partial(group.transport.gather, mine, whole, destination)
+    return _start("gather", group, launch, lambda: None if whole is None else copy_out(whole, out))
 
 
 def scatter(

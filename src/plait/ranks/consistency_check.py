@@ -19,7 +19,7 @@ differ in several words collide by chance only, at worst (where only signs diffe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from plait.errors import CommunicationError
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.ranks.transport.buffers import describe
+from plait.ranks.transport.buffers import describe, shown
 from plait.ranks.transport.interface import Pending, RangeSizes, Transport
 
 HEADER_BYTES = 256
@@ -69,7 +69,12 @@ def different_texts(
     differ, also a broadcast of the first text and 264 bytes a rank. With `optional` a rank without a text
     is not counted. `about` names the call for errors of the exchange, in place of the text.
     """
-    headers = _all_gather_headers(text, group, device, about)
+    transport = group.transport
+    if transport is None:
+        return {}
+    mine = _as_tensor(_encode(text), group.device_for_text(device))
+    rows = _all_gather(mine, about or text[:_FITS], group, transport)
+    headers = [bytes(row.tolist()) for row in rows]
     counted = [index for index, header in enumerate(headers) if not optional or _length(header)]
     if len({headers[index] for index in counted}) < 2:
         return {}
@@ -82,15 +87,6 @@ def different_texts(
         part = parts[index].decode(errors="replace") or "nothing"
         versions.setdefault(part, []).append(group.ranks[index])
     return versions
-
-
-def shown(versions: Mapping[str, list[int]]) -> str:
-    """Return the result of `different_texts` as text: `rank 0: …; ranks 1, 2: …`."""
-    ranks_of = (
-        (part, f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}")
-        for part, ranks in versions.items()
-    )
-    return "; ".join(f"{ranks}: {part}" for part, ranks in ranks_of)
 
 
 def require_matching_sizes(sizes: RangeSizes, call: str, group: Group, device: torch.device) -> None:
@@ -124,15 +120,6 @@ def all_numbers(number: int, group: Group, device: torch.device, about: str) -> 
     mine = torch.tensor([number], device=group.device_for_text(device))
     numbers: list[int] = _all_gather(mine, about, group, group.transport).flatten().tolist()
     return numbers
-
-
-def _all_gather_headers(text: str, group: Group, device: torch.device, about: str) -> list[bytes]:
-    transport = group.transport
-    if transport is None:
-        return [_encode(text)]
-    mine = _as_tensor(_encode(text), group.device_for_text(device))
-    rows = _all_gather(mine, about or text[:_FITS], group, transport)
-    return [bytes(row.tolist()) for row in rows]
 
 
 def _differing_parts(

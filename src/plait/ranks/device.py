@@ -11,8 +11,8 @@ import ctypes
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
 import torch
 import torch.distributed as dist
@@ -253,7 +253,7 @@ def host_bytes(size: int, *, pinned: bool) -> Tensor:
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Return the most bytes of tensors allocated on a GPU so far, or since `reset_peak_allocated`.
+    """Return the most bytes of tensors allocated on a GPU so far, or since torch's peak was reset.
 
     That is what torch's allocator has given out, less what cuBLAS keeps of it for its products.
     """
@@ -275,11 +275,6 @@ def library_workspace(device: torch.device) -> int:
     """
     newer = torch.cuda.get_device_capability(device)[0] >= 9
     return (32 * 2**20 if newer else 4096 * 2**11 + 16 * 2**13) + 2**20
-
-
-def reset_peak_allocated(device: torch.device) -> None:
-    """Set the peak of `peak_allocated` to the bytes of tensors that are allocated on a GPU now."""
-    torch.cuda.reset_peak_memory_stats(device)
 
 
 def name_of(device: torch.device) -> str:
@@ -338,24 +333,6 @@ def accelerator_versions() -> dict[str, str]:
     if dist.is_nccl_available():
         found["NCCL"] = ".".join(map(str, nccl_version()))
     return found
-
-
-@contextmanager
-def forbid_host_waits(device: torch.device) -> Iterator[None]:
-    """Within the context, torch's operations that block the host until a GPU is done raise RuntimeError.
-
-    These are reads of values (`item`, `nonzero`) and copies between a GPU and pageable memory; waits for
-    events and `synchronize` are not among them. Applies to all threads of the process; on a CPU to none.
-    """
-    if not is_accelerator(device):
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def keep_random_state(device: torch.device) -> AbstractContextManager[None]:

@@ -134,11 +134,6 @@ class Group:
         if self.on_skip is not None and self.size > 1:
             self.on_skip(self, kind, tensor)
 
-    def abort(self, cause: Exception) -> None:
-        """Make pending operations fail soon, on this and the other ranks, after an operation has failed."""
-        if self.transport is not None:
-            self.transport.abort(cause)
-
     def __deepcopy__(self, memo: object) -> Group:
         """Return this group itself, so that a copied module communicates with the same ranks."""
         return self

@@ -11,7 +11,7 @@ from typing import Generic, Self, TypeVar
 from plait.errors import CommunicationError
 from plait.ranks.failure.failures import FailureTrace
 from plait.ranks.group import Group
-from plait.ranks.launch.ranks_per_gpu import hang_hint
+from plait.ranks.rank_device import hang_hint
 from plait.ranks.transport.interface import Pending
 
 _PATIENCE = 0.5
@@ -34,7 +34,8 @@ class GroupOperation:
         """Write this rank's record to the failure log, and make the group's other operations fail soon."""
         if self.group.failure_log is not None:
             self.group.failure_log.record(self.awaited, self.suspects)
-        self.group.abort(cause)
+        if self.group.transport is not None:
+            self.group.transport.abort(cause)
 
     def error_of(self, cause: Exception) -> CommunicationError:
         """Return the error to raise for `cause`; search the failure log for the rank that failed first.

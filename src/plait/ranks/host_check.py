@@ -103,17 +103,12 @@ def _shared_memory() -> HostFinding:
         return HostFinding("shared memory", f"no {SHARED_MEMORY}: ranks of one host communicate over Gloo")
     usage = shutil.disk_usage(SHARED_MEMORY)
     found = f"{usage.free / 1e9:.2g} of {usage.total / 1e9:.2g} GB free in {SHARED_MEMORY}"
+    remedy = ""
     if usage.total < _ENOUGH_SHARED:
-        return HostFinding(
-            "shared memory",
-            found,
-            "start the container with --shm-size=8g or --ipc=host: ranks share tensors there.",
-        )
-    if usage.free < usage.total / 10:
-        return HostFinding(
-            "shared memory", found, f"remove what earlier processes have left in {SHARED_MEMORY}."
-        )
-    return HostFinding("shared memory", found)
+        remedy = "start the container with --shm-size=8g or --ipc=host: ranks share tensors there."
+    elif usage.free < usage.total / 10:
+        remedy = f"remove what earlier processes have left in {SHARED_MEMORY}."
+    return HostFinding("shared memory", found, remedy)
 
 
 def _limits() -> Iterator[HostFinding]:
@@ -123,12 +118,9 @@ def _limits() -> Iterator[HostFinding]:
     ):
         soft, hard = resource.getrlimit(limit)
         found = " of at most ".join(map(_limit_text, (soft, hard)))
-        low = soft != resource.RLIM_INFINITY and soft < enough
-        remedy = (
-            f"raise it, `ulimit -{option} {enough * 4}`: each rank opens several for each peer."
-            if low
-            else ""
-        )
+        remedy = ""
+        if soft != resource.RLIM_INFINITY and soft < enough:
+            remedy = f"raise it, `ulimit -{option} {enough * 4}`: each rank opens several for each peer."
         yield HostFinding(about, found, remedy)
 
 
@@ -162,8 +154,5 @@ def _clock() -> HostFinding:
     source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     name = source.read_text().strip() if source.is_file() else "monotonic"
     found = f"{name}, {each:.0f} ns a reading"
-    if each > _SLOW_CLOCK:
-        return HostFinding(
-            "clock", found, "boot with a faster clock source, such as tsc: recorded times are coarse."
-        )
-    return HostFinding("clock", found)
+    slow = "boot with a faster clock source, such as tsc: recorded times are coarse."
+    return HostFinding("clock", found, slow if each > _SLOW_CLOCK else "")

@@ -36,9 +36,10 @@ from plait.ranks.failure.operation_watch import OperationWatch
 from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import Handle
 from plait.ranks.point_to_point import receive, send
-from plait.ranks.rank_device import device_of_rank, require_joined
+from plait.ranks.rank_device import device_of_rank
 from plait.ranks.transport.torch_distributed import TorchTransport
 from plait.ranks.transport.world_ranks import Processes, current_ranks, joined_processes
+from plait.ranks.world import require_joined
 from plait.schedules.lowering.messages import Channel
 
 CHANNEL_CTAS = 8
@@ -102,7 +103,9 @@ class GridMesh:
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
         self._discover()
-        self._operation_watch = self._watch_operations()
+        self._operation_watch: OperationWatch | None = None
+        if self.uses_nccl:  # elsewhere waits block the host, and raise errors themselves
+            self._operation_watch = OperationWatch(self.rank, self.timeout, partial(StreamEvent, self.device))
         self._groups: dict[str, Group] = {}
         for axis in (*self.sizes, *combined_axes(self.sizes)):  # in one order on all ranks
             self._groups[axis] = self._group_along(axis)
@@ -244,8 +247,7 @@ class GridMesh:
             return
         everyone = tuple(range(self.world))
         world = Group("world", everyone, self.rank, self._ranks.world(), self.traffic, self.timeout)
-        others = ", ".join(str(rank) for rank in everyone if rank != self.rank)
-        awaited = f"host discovery over world with ranks {others}"
+        awaited = f"host discovery over world with ranks {', '.join(map(str, world.others))}"
         Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
 
     def _group_along(self, axis: str) -> Group:
@@ -279,30 +281,13 @@ class GridMesh:
         mine = next((group for group in groups if self.rank in group), None)
         if mine is None:
             return None
-        failure_log = None if ranks is None else ranks.failure_log
+        log, watch = None if ranks is None else ranks.failure_log, self._operation_watch
         index = mine.index(self.rank)
-        group = Group(
-            name,
-            mine,
-            index,
-            transport,
-            self.traffic,
-            self.timeout,
-            failure_log,
-            self.guarded,
-            self._operation_watch,
-        )
-        if (
-            transport is not None and self.uses_nccl and name != "pp"
-        ):  # channels have a first message of their own
+        group = Group(name, mine, index, transport, self.traffic, self.timeout, log, self.guarded, watch)
+        # Channels, of `pp`, have a first message of their own.
+        if transport is not None and self.uses_nccl and name != "pp":
             _reduce_first(group, self.device)
         return group
-
-    def _watch_operations(self) -> OperationWatch | None:
-        """Return an `OperationWatch` for this rank's GPU; None without NCCL, where waits block the host."""
-        if not self.uses_nccl:
-            return None
-        return OperationWatch(self.rank, self.timeout, partial(StreamEvent, self.device))
 
 
 class Mesh(GridMesh):
@@ -335,9 +320,8 @@ class Mesh(GridMesh):
         if plan is not None:
             if (pp, dp, cp, tp, replicate) != (1, 1, 1, 1, 1):
                 raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
-            require_instance(
-                "the mesh's plan", plan, Plan, "give a plait.Plan, or degrees by name", MeshError
-            )
+            remedy = "give a plait.Plan, or degrees by name"
+            require_instance("the mesh's plan", plan, Plan, remedy, MeshError)
             sizes = sizes_of_plan(plan)
         else:
             sizes = sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)

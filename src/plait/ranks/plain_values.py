@@ -145,10 +145,6 @@ def _class(name: Any, base: type) -> Any:
     return found
 
 
-def _named(held: Any) -> Any:
-    return _class(held[0], tuple)(*map(_value, held[1]))
-
-
 def _object(held: Any) -> Any:
     kind = _class(held[0], object)
     names = [one.name for one in fields(kind)]
@@ -184,7 +180,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "path": Path,
     "enum": lambda held: _class(held[0], Enum)[held[1]],
     "error": _error,
-    "named": _named,
+    "named": lambda held: _class(held[0], tuple)(*map(_value, held[1])),
     "object": _object,
 }
 """By tag, the function of what it holds."""

@@ -64,9 +64,6 @@ def _peer(index: int, group: Group, what: str) -> tuple[int, Transport]:
 PINGS = 16
 """Exchanges with each rank; the fastest is used."""
 
-Clock = Callable[[], int]
-"""Returns nanoseconds since an arbitrary time."""
-
 
 class ClockOffset(NamedTuple):
     """The first rank's clock minus this rank's, in nanoseconds, and the largest possible error of it."""
@@ -76,19 +73,17 @@ class ClockOffset(NamedTuple):
     """Largest possible error: half of the fastest round trip."""
 
 
-def clock_offset(group: Group, device: torch.device) -> ClockOffset:
-    """Return the first rank's `time.perf_counter_ns` minus this rank's. All ranks of `group` call it.
+def clock_offset(
+    group: Group, device: torch.device, clock: Callable[[], int] = time.perf_counter_ns
+) -> ClockOffset:
+    """Return the first rank's `clock`, in nanoseconds, minus this rank's. All ranks of `group` call it.
 
     `device` is used for messages where Gloo is not available. Communication: none within one host, else
     `PINGS` messages of 8 bytes to the first rank and back, one rank after the other.
     """
     if group.on_one_host:
         return ClockOffset(0, 0)
-    return compare_clocks(group, group.device_for_text(device), time.perf_counter_ns)
-
-
-def compare_clocks(group: Group, device: torch.device, clock: Clock) -> ClockOffset:
-    """Return the first rank's `clock` minus this rank's, measured by messages. All ranks call it."""
+    device = group.device_for_text(device)
     if group.index:
         return min((_ping(group, device, clock) for _ in range(PINGS)), key=lambda offset: offset.uncertainty)
     for other in range(1, group.size):
@@ -97,7 +92,7 @@ def compare_clocks(group: Group, device: torch.device, clock: Clock) -> ClockOff
     return ClockOffset(0, 0)
 
 
-def _ping(group: Group, device: torch.device, clock: Clock) -> ClockOffset:
+def _ping(group: Group, device: torch.device, clock: Callable[[], int]) -> ClockOffset:
     """Return the clock offset from one ping, as if the first rank read its clock at half the round trip."""
     token = torch.zeros(1, dtype=torch.int64, device=device)
     before = clock()
@@ -108,7 +103,7 @@ def _ping(group: Group, device: torch.device, clock: Clock) -> ClockOffset:
     return ClockOffset(remote - (before + after) // 2, (after - before + 1) // 2)
 
 
-def _answer(other: int, group: Group, device: torch.device, clock: Clock) -> None:
+def _answer(other: int, group: Group, device: torch.device, clock: Callable[[], int]) -> None:
     token = torch.zeros(1, dtype=torch.int64, device=device)
     int(receive(token, group, other, label="a ping").wait())  # on a GPU, waits until it is received
     token.fill_(clock())

@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from plait.errors import CommunicationError
@@ -62,12 +62,6 @@ def require_known(host: str, deadline: float) -> None:
         time.sleep(min(left, 0.5))
 
 
-def private_store(file: str, world_size: int) -> Store:
-    """Return the store in a file that no other user can read, for ranks on one host."""
-    store: Store = FileStore(file, world_size)
-    return store
-
-
 def listen(host: str, port: int) -> Store | None:
     """Start a store server in this process at `port`, and return the store; None if the port is taken.
 
@@ -81,13 +75,16 @@ def listen(host: str, port: int) -> Store | None:
         raise CommunicationError(
             f"rank 0 cannot listen at port {port} ({error.strerror}): set MASTER_PORT to another one."
         ) from None
-    own = host if _is_loopback(host) else "127.0.0.1"
-    return _server(own, port, listener.detach())
+    return server_at(host, port, listener.detach())
 
 
-def listen_again(host: str, port: int) -> Store:
-    """Return the store server that this process still runs at `port` from an earlier run."""
-    return _server(host if _is_loopback(host) else "127.0.0.1", port, None)
+def server_at(host: str, port: int, listener: int | None = None) -> Store:
+    """Return the store server that this process runs at `port`: started now by a `listener`, or before."""
+    own, limit = host if _is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
+    store: Store = TCPStore(
+        own, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
+    )
+    return store
 
 
 def connect(host: str, port: int) -> Store | str:
@@ -142,20 +139,6 @@ def users_listening_at(port: int) -> set[int]:
         except OSError:
             continue
     return {int(row[7]) for row in rows if row[3] == _LISTENS and row[1].endswith(f":{port:04X}")}
-
-
-def _server(host: str, port: int, listener: int | None) -> Store:
-    store: Store = TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=30),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
-    return store
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -21,9 +21,9 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from plait.errors import MeshError
-from plait.ranks.launcher_process import process_of_launcher, run_of_launcher
 
 _LOOPBACK = "127.0.0.1"
 _DERIVED_PORTS = 4
@@ -37,6 +37,8 @@ _JOB_IDS = (
     "PBS_JOBID",
     "LSB_JOBID",
 )
+_OPTION_OF_RUN = re.compile(r"--(?:control-port|upstream-port)[ =](\S+)")
+"""Of a proxy of the `mpiexec` of MPICH or Intel MPI: where `mpiexec` listens, on whichever host."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,11 @@ _LAUNCHERS = (
 _SLURM = _Variables("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
-def find_world(environment: Mapping[str, str] | None = None) -> World | None:
+def find_world(variables: Mapping[str, str] = os.environ) -> World | None:
     """Return the world of the launcher that started this process, or None. Without communication.
 
-    Args:
-        environment: read instead of `os.environ`.
-
-    Raises:
-        MeshError: the environment is incomplete or contradictory.
+    Raises `MeshError` where the environment, `variables`, is incomplete or contradictory.
     """
-    variables = os.environ if environment is None else environment
     for names in _LAUNCHERS:
         if names.rank in variables or names.size in variables:
             return _read(names, variables)
@@ -106,6 +103,17 @@ def find_world(environment: Mapping[str, str] | None = None) -> World | None:
         names = _Variables("slurm", names.rank, "SLURM_NTASKS", names.local_rank, "")
     world = _read(names, variables) if names.size in variables else None
     return world if world is not None and world.world_size > 1 else None
+
+
+def require_joined() -> None:
+    """Raise `MeshError` where a launcher started this process as one of several that are not joined yet."""
+    world = find_world()
+    if world is not None and world.world_size > 1:
+        raise MeshError(
+            f"{world.launcher} started this process as rank {world.rank} of {world.world_size}, and it has "
+            "not joined the others: run the function by plait.launch, which joins them, or call "
+            "torch.distributed.init_process_group first; alone=True makes a mesh of this process only."
+        )
 
 
 def _read(names: _Variables, variables: Mapping[str, str]) -> World:
@@ -120,17 +128,9 @@ def _read(names: _Variables, variables: Mapping[str, str]) -> World:
         local_rank = _number(names.local_rank, names, variables)
     job = _job(names, local_size == size, variables)
     address, first, *others = _rendezvous(names, local_size == size, job, variables)
-    return World(
-        rank,
-        size,
-        local_rank,
-        local_size,
-        names.launcher,
-        f"tcp://{address}:{first}",
-        tuple(map(int, others)),
-        job,
-        variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names.launcher == "torchrun",
-    )
+    where, further = f"tcp://{address}:{first}", tuple(map(int, others))
+    by_agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names.launcher == "torchrun"
+    return World(rank, size, local_rank, local_size, names.launcher, where, further, job, by_agent)
 
 
 def _number(name: str, names: _Variables, variables: Mapping[str, str]) -> int:
@@ -211,3 +211,66 @@ def _first_host(nodes: str) -> str:
 def _ports(job: str) -> list[int]:
     """Return ports below the ephemeral range, derived from the job: the same on all its ranks."""
     return [10_000 + zlib.crc32(f"{job}/{turn}".encode()) % 20_000 for turn in range(_DERIVED_PORTS)]
+
+
+def run_of_launcher(mark: str) -> str:
+    """Return the address at which the MPICH or Intel `mpiexec` of this rank listens; "" for other launchers.
+
+    The same for all its ranks, and another for each `mpiexec`, which gives its ranks no job id. From the
+    command line of its proxy on this host, a parent of the rank. `mark`: as for `parents_up_to_launcher`.
+    """
+    process: int | None = _launcher(mark)
+    while process:
+        if found := _OPTION_OF_RUN.search(_process_file(process, "cmdline").replace("\0", " ")):
+            return found.group(1)
+        process = parent_of(process)
+    return ""
+
+
+def process_of_launcher(mark: str) -> str:
+    """Return the id and start time of the launcher's process on this host, which identify one run of it."""
+    launcher = _launcher(mark)
+    started = _process_file(launcher, "stat").rpartition(")")[2].split()[19:20]
+    return "-".join([str(launcher), *started])
+
+
+def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
+    """Return parent ids by process id, from this process up to the launcher, which lacks the variable `mark`.
+
+    The launcher is the first ancestor that was started without the environment variable `mark`, or whose
+    environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the
+    parent of this process is known.
+    """
+    process = os.getpid()
+    parents: dict[int, int] = {}
+    while (parent := parent_of(process)) is not None:
+        parents[process] = parent
+        if not any(entry.startswith(f"{mark}=") for entry in environment_of(parent)):
+            break
+        process = parent
+    return parents
+
+
+def parent_of(process: int) -> int | None:
+    """Return the id of a process's parent; None where that is unknown."""
+    if process == os.getpid():
+        return os.getppid()
+    stat = _process_file(process, "stat")
+    return int(stat.rpartition(")")[2].split()[1]) if stat else None
+
+
+def environment_of(process: int) -> list[str]:
+    """Return the environment with which a process was started; nothing where the system does not tell."""
+    return list(filter(None, _process_file(process, "environ").split("\0")))
+
+
+def _launcher(mark: str) -> int:
+    return [os.getpid(), *parents_up_to_launcher(mark).values()][-1]
+
+
+def _process_file(process: int, file: str) -> str:
+    """Return a file of `/proc` about a process; "" where it cannot be read."""
+    try:
+        return Path("/proc", str(process), file).read_text(errors="replace")
+    except OSError:
+        return ""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from plait.errors import ScheduleError
 from plait.plan.arguments import require_instance
 from plait.schedules.action import Action, Kind
-from plait.schedules.costs import MemoryCosts, even_memory_costs, limit_in_units, memory_use
+from plait.schedules.costs import Costs, MemoryCosts, limit_in_units, memory_use
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import LoweringSpec
@@ -38,7 +38,8 @@ def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCo
         for violation in violations(schedule):
             raise _error(rule, violation, schedule)
     if limit is not None:
-        for violation in _over_limit(limit, memory_costs or even_memory_costs(schedule), schedule):
+        memory_costs = memory_costs or Costs().memory(schedule.ranks, schedule.stages)
+        for violation in _over_limit(limit, memory_costs, schedule):
             raise _error("memory limit", violation, schedule)
     check_programs(lower(schedule, LoweringSpec((0,) * schedule.stages, {})))
 

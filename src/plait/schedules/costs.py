@@ -35,12 +35,6 @@ class MemoryCosts(NamedTuple):
     """From the end of the input gradient to the end of the weight gradient."""
 
 
-def even_memory_costs(schedule: Schedule) -> MemoryCosts:
-    """Return the default memory costs: a micro-batch takes the same activation memory on every stage."""
-    ones = (1,) * schedule.stages
-    return MemoryCosts(Fraction(schedule.ranks, schedule.stages), ones, ones)
-
-
 def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[int, int]]:
     """Yield for each action of a rank the peak memory during it and the memory after it, in `costs.unit`."""
     use = 0
@@ -60,7 +54,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
     """Return each rank's peak activation memory; 1 is that of a micro-batch on all stages of one rank."""
-    costs = costs or even_memory_costs(schedule)
+    costs = costs or Costs().memory(schedule.ranks, schedule.stages)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)
         for actions in schedule.actions
@@ -95,7 +89,7 @@ class Ticks(NamedTuple):
     comm: int
 
     def timing(self, rank_of: Sequence[int]) -> Timing:
-        """Return the durations for `simulate_events`, where messages within one rank take no time."""
+        """Return the durations for simulations, where messages within one rank take no time."""
         hops = [0 if here == there else self.comm for here, there in pairwise(rank_of)]
         return Timing(self.durations, [0, *hops], [*hops, 0])
 

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from plait.errors import ScheduleError
-from plait.schedules.action import SPLIT_KINDS, Action, Kind
+from plait.schedules.action import Action, Kind
 
 ActionRows: TypeAlias = Sequence[Sequence[Action]]
 """Per rank, its actions in order."""
-_KINDS = (*SPLIT_KINDS, Kind.B)
 
 
 class Timing(NamedTuple):
@@ -25,85 +23,26 @@ class Timing(NamedTuple):
     """From the end of the next stage's input gradient to the earliest start of this stage's."""
 
 
-class EventTimes(NamedTuple):
-    """End times of each rank's actions; for each deadlocked rank, the action that it waits for."""
-
-    ends: list[list[int]]
-    missing: dict[int, Action]
-
-
-def simulate_events(rows: ActionRows, timing: Timing) -> EventTimes:
-    """Return the end time of each action if each rank runs its row of `rows` in order, as early as possible.
-
-    A forward needs the previous stage's, a backward its own forward and the next stage's backward, a weight
-    gradient its own input gradient. Linear in the number of actions.
-    """
-    stages = len(timing.forward_hops)
-    ends: list[list[int]] = [[] for _ in rows]
-    # Keys are plain tuples, equal to the actions and faster to make. A `B` is entered as its `I`.
-    done: dict[tuple[int, Kind, int], int] = {}
-    waiting: dict[tuple[int, Kind, int], list[int]] = {}
-    left = [iter(row) for row in rows]
-    heads = [next(row, None) for row in left]
-    ready = deque(range(len(rows)))
-    while ready:
-        rank = ready.popleft()
-        row, own_ends, action = left[rank], ends[rank], heads[rank]
-        now = own_ends[-1] if own_ends else 0
-        while action is not None:
-            stage, kind, microbatch = action
-            result: tuple[int, Kind, int] = action
-            own = other = None
-            hop = 0
-            if kind is Kind.F:
-                if stage:
-                    other, hop = (stage - 1, Kind.F, microbatch), timing.forward_hops[stage]
-            elif kind is Kind.W:
-                own = (stage, Kind.I, microbatch)
-            else:
-                own, result = (stage, Kind.F, microbatch), (stage, Kind.I, microbatch)
-                if stage + 1 < stages:
-                    other, hop = (stage + 1, Kind.I, microbatch), timing.backward_hops[stage]
-            if own is not None and own not in done:
-                waiting.setdefault(own, []).append(rank)
-                break
-            if other is not None:
-                if other not in done:
-                    waiting.setdefault(other, []).append(rank)
-                    break
-                now = max(now, done[other] + hop)
-            now += timing.durations[kind][stage]
-            own_ends.append(now)
-            if kind is not Kind.W:
-                done[result] = now
-                if result in waiting:
-                    ready.extend(waiting.pop(result))
-            action = next(row, None)
-        heads[rank] = action
-    return EventTimes(ends, {rank: Action(*key) for key, ranks in waiting.items() for rank in ranks})
-
-
 @dataclass(frozen=True)
 class EventOrder:
-    """The actions of all ranks in one sequence, in which every action follows those that it needs.
-
-    `simulate_events` finds out which action can run next; with this sequence a simulation is a single loop.
-    """
+    """The actions of all ranks in one sequence, in which every action follows those that it needs."""
 
     ranks: int
     stages: int
     steps: tuple[tuple[int, int, int, int], ...]
     """For each action: its rank, the position of the action whose message it needs (-1: none), the index of
     the message's duration, and the index of its own, see `durations`."""
+    missing: Mapping[int, Action]
+    """For each rank in a deadlock, the action that it waits for; its own from there on are left out."""
 
     def durations(self, timing: Timing) -> list[int]:
         """Return the durations of actions, by the indices in `steps`."""
-        return [time for kind in _KINDS for time in timing.durations[kind]]
+        return [time for kind in Kind for time in timing.durations[kind]]
 
-    def last_ends(self, timing: Timing) -> list[int]:
-        """Return the end of each rank's last action, as `simulate_events` computes it."""
-        durations = self.durations(timing)
-        hops = [*timing.forward_hops, *timing.backward_hops]
+    def ends(self, timing: Timing) -> list[list[int]]:
+        """Return the end of each rank's actions, if each runs its own in order, as early as possible."""
+        durations, hops = self.durations(timing), [*timing.forward_hops, *timing.backward_hops]
+        rows: list[list[int]] = [[] for _ in range(self.ranks)]
         now, ends = [0] * self.ranks, list[int]()
         append = ends.append
         for rank, needed, hop, duration in self.steps:
@@ -115,48 +54,56 @@ class EventOrder:
             end += durations[duration]
             now[rank] = end
             append(end)
-        return now
+            rows[rank].append(end)
+        return rows
+
+    def last_ends(self, timing: Timing) -> list[int]:
+        """Return the end of each rank's last action, 0 for a rank without actions."""
+        return [row[-1] if row else 0 for row in self.ends(timing)]
 
 
 def event_order(rows: ActionRows, stages: int) -> EventOrder:
-    """Return the actions of `rows` in an order in which they can run. Raises ScheduleError for a deadlock."""
-    firsts = {kind: number * stages for number, kind in enumerate(_KINDS)}
+    """Return the actions of `rows` in an order in which they can run, and what ranks in a deadlock wait for.
+
+    A forward needs the previous stage's, a backward its own forward and the next stage's backward, a weight
+    gradient its own input gradient. Linear in the number of actions.
+    """
+    firsts = {kind: number * stages for number, kind in enumerate(Kind)}
     positions: dict[tuple[int, bool, int], int] = {}  # of forwards (True) and input gradients
     waiting: dict[tuple[int, bool, int], list[int]] = {}
     steps: list[tuple[int, int, int, int]] = []
-    done = [0] * len(rows)
+    left = [iter(row) for row in rows]
+    heads = [next(row, None) for row in left]
     ready = deque(range(len(rows)))
     while ready:
         rank = ready.popleft()
-        row, index = rows[rank], done[rank]
-        while index < len(row):
-            stage, kind, microbatch = row[index]
-            needed, hop, forward = -1, 0, kind is Kind.F
-            source = stage - 1 if forward else stage + 1
-            if kind is not Kind.W and 0 <= source < stages:
-                key = (source, forward, microbatch)
-                if key not in positions:
-                    waiting.setdefault(key, []).append(rank)
+        action = heads[rank]
+        while action is not None:
+            stage, kind, microbatch = action
+            forward, weights = kind is Kind.F, kind is Kind.W
+            needed, hop, source = -1, 0, stage - 1 if forward else stage + 1
+            own, other = (stage, not weights, microbatch), (source, forward, microbatch)
+            if not forward and own not in positions:
+                waiting.setdefault(own, []).append(rank)
+                break
+            if not weights and 0 <= source < stages:
+                if other not in positions:
+                    waiting.setdefault(other, []).append(rank)
                     break
-                needed, hop = positions[key], stage if forward else stages + stage
-            if kind is not Kind.W:
+                needed, hop = positions[other], stage if forward else stages + stage
+            if not weights:
                 result = (stage, forward, microbatch)
                 positions[result] = len(steps)
                 ready.extend(waiting.pop(result, ()))
             steps.append((rank, needed, hop, firsts[kind] + stage))
-            index += 1
-        done[rank] = index
-    _require_all(rows, done)
-    return EventOrder(len(rows), stages, tuple(steps))
-
-
-def _require_all(rows: ActionRows, done: Sequence[int]) -> None:
-    for rank, (row, index) in enumerate(zip(rows, done, strict=True)):
-        if index < len(row):
-            raise ScheduleError(
-                f"the schedule has a deadlock: rank {rank} waits at {row[index]}; change the order of the "
-                "actions, plait.check names the rule."
-            )
+            action = next(left[rank], None)
+        heads[rank] = action
+    missing = {
+        rank: Action(stage, Kind.F if forward else Kind.I, microbatch)
+        for (stage, forward, microbatch), ranks in waiting.items()
+        for rank in ranks
+    }
+    return EventOrder(len(rows), stages, tuple(steps), missing)
 
 
 class SharedTimes(NamedTuple):

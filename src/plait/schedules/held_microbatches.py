@@ -92,13 +92,9 @@ def _rank_held(schedule: Schedule, rank: int) -> HeldCounts:
             starts[ActionStart(place, kind, False)] = larger
     in_use = _most_received(schedule, rank, starts)
     peers = {schedule.rank_of[stage - 1] for stage in stages if schedule.exchanges_before(stage)}
-    return HeldCounts(
-        stages,
-        starts,
-        in_use.total(),
-        sum(min(used + 1, _messages(schedule, rank, channel)) for channel, used in in_use.items()),
-        len(peers) * min(SENDS_IN_FLIGHT, schedule.microbatches),
-    )
+    buffers = sum(min(used + 1, _messages(schedule, rank, channel)) for channel, used in in_use.items())
+    sending = len(peers) * min(SENDS_IN_FLIGHT, schedule.microbatches)
+    return HeldCounts(stages, starts, in_use.total(), buffers, sending)
 
 
 _Channel = tuple[int, Kind]

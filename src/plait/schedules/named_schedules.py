@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import SPLIT_KINDS, Action, Kind
-from plait.schedules.schedule import Placement, Schedule
+from plait.schedules.schedule import Placement, Schedule, stages_by_rank
 
 MOST_COUNT = 1_000_000
 """Most ranks, micro-batches or chunks."""
@@ -82,12 +82,13 @@ class BuildingBlock:
         A micro-batch takes `until_input[s]` on stage `s` from its forward to its input gradient, and from
         there to its weight gradient `until_weight[s]`.
         """
-        return max(self._peak_of(rank, until_input, until_weight) for rank in range(max(self.rank_of) + 1))
+        rows = stages_by_rank(self.rank_of, max(self.rank_of) + 1)
+        return max(self._peak_of(stages, until_input, until_weight) for stages in rows)
 
-    def _peak_of(self, rank: int, until_input: PerStage, until_weight: PerStage) -> int:
+    def _peak_of(self, stages: PerStage, until_input: PerStage, until_weight: PerStage) -> int:
         constant = 0
         changes = [0] * self.period
-        for stage in self._stages_of(rank):
+        for stage in stages:
             begin = self.starts.F[stage]
             middle = self.starts.I[stage] + self.lengths.I[stage]
             end = self.starts.W[stage] + self.lengths.W[stage]
@@ -106,19 +107,13 @@ class BuildingBlock:
 
     def orders(self, microbatches: int) -> list[list[Action]]:
         """Return the actions of each rank for `microbatches` micro-batches, in the order of their starts."""
-        return [
-            [action for _, action in sorted(self._timed(rank, microbatches))]
-            for rank in range(max(self.rank_of) + 1)
-        ]
-
-    def _timed(self, rank: int, microbatches: int) -> Iterator[tuple[int, Action]]:
-        for stage in self._stages_of(rank):
+        rows: list[list[tuple[int, Action]]] = [[] for _ in range(max(self.rank_of) + 1)]
+        for stage, rank in enumerate(self.rank_of):
             for kind, starts in zip(SPLIT_KINDS, self.starts, strict=True):
                 for microbatch in range(microbatches):
-                    yield starts[stage] + microbatch * self.period, Action(stage, kind, microbatch)
-
-    def _stages_of(self, rank: int) -> list[int]:
-        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+                    start = starts[stage] + microbatch * self.period
+                    rows[rank].append((start, Action(stage, kind, microbatch)))
+        return [[action for _, action in sorted(row)] for row in rows]
 
 
 def build_block(
@@ -300,13 +295,8 @@ def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> 
     """Return a schedule of forwards for evaluation and generation, ordered by micro-batch, then by stage."""
     require_positive(ranks=ranks, microbatches=microbatches)
     actions = tuple(
-        tuple(
-            Action(stage, Kind.F, microbatch)
-            for microbatch in range(microbatches)
-            for stage, owner in enumerate(rank_of)
-            if owner == rank
-        )
-        for rank in range(ranks)
+        tuple(Action(stage, Kind.F, microbatch) for microbatch in range(microbatches) for stage in stages)
+        for stages in stages_by_rank(rank_of, ranks)
     )
     return Schedule("forward", microbatches, rank_of, actions)
 

@@ -8,7 +8,7 @@ rank 1   .  1F0 1B0 1F1 1B1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.event_simulation import ActionRows, EventOrder, Timing, event_order, simulate_events
+from plait.schedules.event_simulation import ActionRows, EventOrder, Timing, event_order
 
 GridCell: TypeAlias = tuple[int, int]
 """A rank, and the position of one of its actions."""
@@ -47,8 +47,9 @@ def fill_grid(rows: ActionRows, stages: int) -> Grid:
     """Return the time steps of actions; a row ends before its first action on a stage that does not exist."""
     ones, zeros = (1,) * stages, (0,) * stages
     known = [list(takewhile(lambda action: 0 <= action.stage < stages, row)) for row in rows]
-    ends, missing = simulate_events(known, Timing(dict.fromkeys(Kind, ones), zeros, zeros))
-    return Grid(tuple(tuple(end - 1 for end in row) for row in ends), missing)
+    order = event_order(known, stages)
+    ends = order.ends(Timing(dict.fromkeys(Kind, ones), zeros, zeros))
+    return Grid(tuple(tuple(end - 1 for end in row) for row in ends), order.missing)
 
 
 def draw_grid(
@@ -95,6 +96,14 @@ class Placement(StrEnum):
         down = tuple(range(ranks))
         back = down[::-1] if self is Placement.V else down
         return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else down))
+
+
+def stages_by_rank(rank_of: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank, in model order."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(rank_of):
+        found[rank].append(stage)
+    return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,10 @@ class Schedule:
     @cached_property
     def event_order(self) -> EventOrder:
         """The actions in an order in which they can run, for simulations; ScheduleError for a deadlock."""
-        return event_order(self.actions, self.stages)
+        order = event_order(self.actions, self.stages)
+        if order.missing:
+            raise _deadlock(order, self)
+        return order
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, in model order."""
@@ -162,10 +174,7 @@ class Schedule:
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.actions]
-        for stage, rank in enumerate(self.rank_of):
-            found[rank].append(stage)
-        return tuple(map(tuple, found))
+        return stages_by_rank(self.rank_of, self.ranks)
 
     @cached_property
     def splits(self) -> bool:
@@ -188,3 +197,13 @@ def _split(row: tuple[Action, ...]) -> Iterator[Action]:
         yield action.message_key
         if action.kind is Kind.B:
             yield action._replace(kind=Kind.W)
+
+
+def _deadlock(order: EventOrder, schedule: Schedule) -> ScheduleError:
+    rank = min(order.missing)
+    action = schedule.actions[rank][sum(step[0] == rank for step in order.steps)]
+    others = f", and {len(order.missing) - 1} more wait" if len(order.missing) > 1 else ""
+    return ScheduleError(
+        f"the schedule has a deadlock: rank {rank} waits at {action} for {order.missing[rank]}, which never "
+        f"runs{others}; change the order of the actions, plait.check names the rule."
+    )

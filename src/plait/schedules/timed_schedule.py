@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -13,7 +13,6 @@ from typing import NamedTuple
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs, MemoryCosts, memory_use, peak_memory
-from plait.schedules.event_simulation import simulate_events
 from plait.schedules.schedule import Schedule
 
 
@@ -188,16 +187,13 @@ def simulated(schedule: Schedule, costs: Costs) -> TimedSchedule:
     _require_stages(schedule)
     ticks = costs.ticks(schedule.ranks, schedule.stages)
     timing = ticks.timing(schedule.rank_of)
-    ends, missing = simulate_events(schedule.actions, timing)
-    if missing:
-        raise _deadlock(missing, ends, schedule)
     durations = ticks.durations
     cells = tuple(
         tuple(
             Cell(action, end - durations[action.kind][action.stage], end)
             for action, end in zip(*row, strict=True)
         )
-        for row in zip(schedule.actions, ends, strict=True)
+        for row in zip(schedule.actions, schedule.event_order.ends(timing), strict=True)
     )
     memory_costs = costs.memory(schedule.ranks, schedule.stages)
     return TimedSchedule(schedule, ticks.tick, cells, memory_costs, max(timing.forward_hops))
@@ -211,15 +207,3 @@ def _require_stages(schedule: Schedule) -> None:
                     f"rank {rank} runs {action}, but rank_of names stages 0 to {schedule.stages - 1} only: "
                     "change the action, or add its stage to rank_of."
                 )
-
-
-def _deadlock(
-    missing: Mapping[int, Action], ends: Sequence[Sequence[int]], schedule: Schedule
-) -> ScheduleError:
-    rank = min(missing)
-    action = schedule.actions[rank][len(ends[rank])]
-    others = f", and {len(missing) - 1} more wait" if len(missing) > 1 else ""
-    return ScheduleError(
-        f"the schedule has a deadlock: rank {rank} waits at {action} for {missing[rank]}, which never runs"
-        f"{others}; change the order of the actions, plait.check names the rule."
-    )

@@ -8,18 +8,25 @@ from typing import Any
 
 import torch
 
+from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
-from plait.ranks.point_to_point import PINGS, ClockOffset, clock_offset, compare_clocks
+from plait.ranks.point_to_point import PINGS, ClockOffset, clock_offset
 
 APART = 5_000_000_000
 """By how many nanoseconds each rank's clock goes ahead of the one before."""
+
+
+def over_messages(group: Any) -> Group:
+    """A group that knows of no common host."""
+    return replace(group, transport=group.transport.over_torch())
 
 
 def test_the_clock_offset_is_found_within_its_uncertainty(rank_pool: Any) -> None:
     def body() -> tuple[ClockOffset, int]:
         mesh = Mesh(pp=3)
         ahead = APART * mesh.index("pp")
-        offset = compare_clocks(mesh.group("pp"), mesh.device, lambda: time.perf_counter_ns() + ahead)
+        group = over_messages(mesh.group("pp"))
+        offset = clock_offset(group, mesh.device, lambda: time.perf_counter_ns() + ahead)
         return offset, mesh.traffic.snapshot()["pp"]["send"].calls
 
     first, *others = rank_pool.run(body, ranks=3)
@@ -41,13 +48,9 @@ def test_ranks_of_one_host_have_clock_offset_0_without_messages(rank_pool: Any) 
 
 
 def test_ranks_without_a_common_host_compare_clocks_by_messages(rank_pool: Any) -> None:
-    """A group that knows of no common host."""
-
     def body() -> tuple[bool, int]:
         mesh = Mesh(pp=2)
-        group = mesh.group("pp")
-        over_messages = replace(group, transport=group.transport.over_torch())
-        offset = clock_offset(over_messages, torch.device("cpu"))
+        offset = clock_offset(over_messages(mesh.group("pp")), torch.device("cpu"))
         return abs(offset.nanoseconds) <= offset.uncertainty, mesh.traffic.snapshot()["pp"]["send"].calls
 
     assert rank_pool.run(body, ranks=2) == [(True, PINGS)] * 2

@@ -47,7 +47,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("set_device", None),
         ("current_stream", stream),
         ("device", nullcontext()),
-        ("reset_peak_memory_stats", None),
         ("get_device_name", "H100"),
         ("get_device_properties", SimpleNamespace(total_memory=80, multi_processor_count=132)),
         ("set_per_process_memory_fraction", None),
@@ -64,7 +63,6 @@ def test_each_device_function_calls_its_torch_cuda_function_for_the_given_gpu(ca
         device.synchronize,
         device.synchronize_stream,
         device.make_current,
-        device.reset_peak_allocated,
     ):
         ask(CUDA)
     assert (device.name_of(CUDA), device.total_memory(CUDA)) == ("H100", 80)
@@ -76,7 +74,6 @@ def test_each_device_function_calls_its_torch_cuda_function_for_the_given_gpu(ca
         ("current_stream", CUDA),
         "synchronize stream",
         ("set_device", CUDA),
-        ("reset_peak_memory_stats", CUDA),
         ("get_device_name", CUDA),
         *[("get_device_properties", CUDA)] * 3,
         ("set_per_process_memory_fraction", 30 / 80, CUDA),

@@ -29,7 +29,7 @@ def test_a_fork_server_without_a_preloaded_library_is_replaced(
     wanted = "new.so" if before is None else "new.so old.so"
     environment, stopped, children = [f"LD_PRELOAD={wanted} more.so"], list[int](), list[int]()
     monkeypatch.setattr(fork_server, "_server_process", lambda: 7)
-    monkeypatch.setattr(fork_server, "_environment_of", lambda process: environment)
+    monkeypatch.setattr(fork_server, "environment_of", lambda process: environment)
     monkeypatch.setattr(fork_server, "stop_fork_server", lambda: stopped.append(1))
     monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
     with fork_server._preloaded(None):
@@ -49,11 +49,6 @@ def test_a_fork_server_without_a_preloaded_library_is_replaced(
     with fork_server._preloaded("new.so"):
         assert (preload(), stopped) == (wanted, [1])
     assert preload() == before
-
-
-def test_the_initial_environment_of_a_process_is_read_from_proc() -> None:
-    assert f"PATH={os.environ['PATH']}" in fork_server._environment_of(os.getpid())
-    assert fork_server._environment_of(2**30) == []
 
 
 def test_the_main_module_and_the_signals_are_put_back() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from plait.ranks import rank_device
 from plait.ranks.failure.failures import FailureRecord, FailureTrace
 from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import GroupOperation
-from plait.ranks.launch import ranks_per_gpu
 
 CLOSED, LATE = RuntimeError("[pair.cc:5] Connection closed by peer [::1]"), RuntimeError("Timed out: 5 ms")
 RECORDS = {1: FailureRecord("1F0 from rank 2", (2,)), 2: FailureRecord("all", (0, 1, 3))}
@@ -87,7 +87,7 @@ def operation(log: Any, suspects: tuple[int, ...], has_log: bool = True) -> Grou
 def test_a_failed_operations_error_names_the_cause_and_the_first_failed_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(ranks_per_gpu._COUNT, raising=False)
+    monkeypatch.delenv(rank_device._COUNT, raising=False)
     for cause, suspects, trace, told in REASONS:
         log = Log(trace)
         error = operation(log, suspects).error_of(cause)

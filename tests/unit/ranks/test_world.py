@@ -7,12 +7,11 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the 
 
 from plait.errors import CommunicationError, MeshError
 from plait.plan import axes
-from plait.ranks import launcher_process
+from plait.ranks import world as world_module
 from plait.ranks.launch.world_membership import join_world
-from plait.ranks.launcher_process import parents_up_to_launcher
 from plait.ranks.mesh import Mesh
 from plait.ranks.transport import world_ranks
-from plait.ranks.world import World, find_world
+from plait.ranks.world import World, environment_of, find_world, parents_up_to_launcher
 from plait.schedules.lowering.messages import channels_of
 from plait.schedules.named_schedules import policy_schedule
 
@@ -150,9 +149,15 @@ def test_ranks_of_pmi_know_which_launcher_started_them(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     world = find_world()
     assert world.job.split("-")[0] == str(parents_up_to_launcher("PMI_RANK")[os.getpid()])
-    monkeypatch.setattr(launcher_process, "_read", lambda process, file: "proxy\0--control-port\0host:77\0")
+    told = "proxy\0--control-port\0host:77\0"
+    monkeypatch.setattr(world_module, "_process_file", lambda process, file: told)
     assert find_world().job == "host:77"
     assert find_world().init_method != world.init_method
+
+
+def test_the_initial_environment_of_a_process_is_read_from_proc():
+    assert f"PATH={os.environ['PATH']}" in environment_of(os.getpid())
+    assert environment_of(2**30) == []
 
 
 def test_a_batch_script_and_a_single_task_stand_alone():

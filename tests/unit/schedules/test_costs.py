@@ -23,7 +23,6 @@ from plait.schedules.costs import (
     Costs,
     MemoryCosts,
     Ticks,
-    even_memory_costs,
     limit_in_units,
     memory_use,
     peak_memory,
@@ -200,7 +199,7 @@ def test_memory_use_gives_the_amount_during_and_after_each_action() -> None:
 
 def test_memory_of_a_ranks_stages_adds_up() -> None:
     made = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2I0 1B0 2W0"], rank_of=(0, 1, 1, 0), microbatches=1)
-    assert even_memory_costs(made) == MemoryCosts(Fraction(1, 2), (1,) * 4, (1,) * 4)
+    assert Costs().memory(made.ranks, made.stages) == MemoryCosts(Fraction(1, 2), (1,) * 4, (1,) * 4)
     assert peak_memory(made) == (1, 1)
     assert peak_memory(made, MemoryCosts(Fraction(1, 4), (1, 2, 3, 4), (1, 2, 5, 4))) == (
         Fraction(5, 4),
@@ -214,7 +213,7 @@ def test_a_rank_without_actions_holds_nothing() -> None:
 
 def test_chunks_that_divide_no_decimal() -> None:
     made = policy_schedule("interleaved", 2, 4, 3)
-    assert even_memory_costs(made).unit == Fraction(1, 3)
+    assert Costs().memory(made.ranks, made.stages).unit == Fraction(1, 3)
     assert peak_memory(made) == (Fraction(7, 3), Fraction(5, 3))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedule_cases import UNHURRIED, done_by_tokens, legal_schedules, with_row, written
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.event_simulation import EventTimes, Timing, simulate_events, simulate_shared
+from plait.schedules.event_simulation import ActionRows, Timing, event_order, simulate_shared
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import schedule
@@ -24,6 +24,16 @@ def steady(stages: int, *, forward: int, inputs: int, weights: int, hop: int = 0
     lengths = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: inputs + weights}
     between = [hop] * (stages - 1)
     return Timing({kind: [length] * stages for kind, length in lengths.items()}, [0, *between], [*between, 0])
+
+
+class EventTimes(NamedTuple):
+    ends: list[list[int]]
+    missing: Mapping[int, Action]
+
+
+def simulate_events(rows: ActionRows, timing: Timing) -> EventTimes:
+    order = event_order(rows, len(timing.forward_hops))
+    return EventTimes(order.ends(timing), order.missing)
 
 
 def test_a_full_backward_on_two_ranks() -> None:
@@ -178,7 +188,7 @@ def problems(draw: Any) -> tuple[Schedule, Timing]:
 def test_without_a_speedup_actions_take_their_durations(problem: tuple[Schedule, Timing]) -> None:
     made, timing = problem
     found = simulate_shared(made.event_order, timing, 1.0)
-    assert [ends[-1] for ends in found.ends] == made.event_order.last_ends(timing)
+    assert found.ends == made.event_order.ends(timing)
 
 
 @given(problem=problems(), speedup=st.floats(1.0, 4.0))

@@ -16,8 +16,7 @@ from plait.app.data.document_sources import SourceRange
 from plait.app.data.encoded_documents import TextEncoding
 from plait.app.data.whole_files import partial_path, write_text
 from plait.errors import DataError
-from plait.files import json_value, read_text
-from plait.ranks.file_lock import owner_of, try_lock, unlock
+from plait.files import json_value, owner_of, read_text, try_lock, unlock
 
 LOCK = "preparation.lock"
 """Names the process that prepares a corpus in the folder."""

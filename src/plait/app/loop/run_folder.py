@@ -15,13 +15,12 @@ from typing import BinaryIO
 
 from plait.app.loop.loggers import unwritable
 from plait.errors import ConfigError
-from plait.files import make_folder
+from plait.files import make_folder, owner_of, try_lock, unlock
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import REPORT_FILE
 from plait.pictures.report.recorded_step import STEP_FILE
 from plait.pictures.report.run_description import RUN_FILE
 from plait.pictures.report.run_record import EVENTS_FILE, METRICS_FILE
-from plait.ranks.file_lock import owner_of, try_lock, unlock
 from plait.ranks.mesh import GridMesh
 from plait.ranks.text_collectives import broadcast_result
 

@@ -24,8 +24,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from plait.errors import PlanError
+from plait.files import owner_of, try_lock, unlock
 from plait.ranks.device import keep_stand_in_for_gpus
-from plait.ranks.file_lock import owner_of, try_lock, unlock
 
 PATIENCE = 600.0
 """Seconds, as torch waits for its own locks."""

@@ -24,8 +24,7 @@ from plait.ranks.consistency_check import require_same_text
 from plait.ranks.device import synchronize
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
-from plait.schedules.search.layer_costs import LayerCosts
-from plait.schedules.search.stage_cuts import schedule_and_cut
+from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import (

@@ -15,7 +15,7 @@ from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.pictures.quantities import count_text
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
-from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import LayerCosts
 
 
 class PredictedModel(ABC):

@@ -23,7 +23,7 @@ from plait.plan.arguments import require_whole
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
-from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import LayerCosts
 from plait.tensor.layer_values import Value, tensors_of
 from plait.tensor.losses import cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss

@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import pickle
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +20,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from plait.errors import CommunicationError, PlaitError, RankError
-from plait.ranks.run_store import is_gone
+from plait.ranks.run_store import is_gone, within
 
 T = TypeVar("T")
 
@@ -145,22 +143,10 @@ class FailureLog:
             self._within(self.seconds_left(), lambda: self._store.set(key, text))
 
     def _within(self, seconds: float, function: Callable[[], T]) -> T | None:
-        """Return the result of `function`, called in a thread; None if it fails or exceeds `seconds`.
-
-        After None the store counts as gone and is not used any more.
-        """
-        results: list[T] = []
-
-        def call() -> None:
-            with suppress(RuntimeError, ValueError, OSError):  # the store is gone
-                if not is_gone(self._store):
-                    results.append(function())
-
-        thread = threading.Thread(target=call, name="plait-failure-log", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        self._store_answers = bool(results)
-        return results[0] if results else None
+        """Return the result of `function`; None, and the store is not used again, if it fails or is late."""
+        answer = within(seconds, lambda: None if is_gone(self._store) else (function(),))
+        self._store_answers = answer is not None
+        return None if answer is None else answer[0]
 
 
 def failure_log_of_world(rank: int, timeout: float) -> FailureLog | None:
@@ -212,17 +198,11 @@ def from_exception(rank: int, error: BaseException) -> RankFailure:
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next  # the first frame is plait's own
-    lines = traceback.format_exception(type(error), error, frames)
-    name = "".join(traceback.format_exception_only(error)).strip()
-    return RankFailure(
-        rank,
-        f"failed: {name}",
-        "".join(lines),
-        _pickled(error),
-        _is_secondary(error),
-        time.monotonic(),
-        "".join(traceback.format_tb(frames)),
-    )
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    summary = f"failed: {''.join(traceback.format_exception_only(error)).strip()}"
+    stack = "".join(traceback.format_tb(frames))
+    at, secondary = time.monotonic(), _is_secondary(error)
+    return RankFailure(rank, summary, text, _pickled(error), secondary, at, stack)
 
 
 def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:

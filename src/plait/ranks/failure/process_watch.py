@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn, Self
 
-from plait.ranks.launcher_process import parent_of, parents_up_to_launcher
-from plait.ranks.world import World
+from plait.ranks.world import World, parent_of, parents_up_to_launcher
 
 _MARKS = {
     "torchrun": "TORCHELASTIC_RUN_ID",  # a rank that was started by hand has RANK, and no agent

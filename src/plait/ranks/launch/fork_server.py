@@ -14,10 +14,10 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any
 
 from plait.errors import MeshError
+from plait.ranks.world import environment_of
 
 
 def start_process(
@@ -52,7 +52,7 @@ def _preloaded(library: str | None) -> Iterator[None]:
     before = os.environ.get("LD_PRELOAD")
     wanted = " ".join(filter(None, (library, before)))
     server = _server_process()
-    if server is not None and f"LD_PRELOAD={wanted}" not in _environment_of(server):
+    if server is not None and f"LD_PRELOAD={wanted}" not in environment_of(server):
         if multiprocessing.active_children():
             raise MeshError(
                 f"ranks that share a GPU need {library}, and processes without it run already: start the "
@@ -65,13 +65,6 @@ def _preloaded(library: str | None) -> Iterator[None]:
     finally:
         os.environ.pop("LD_PRELOAD")
         os.environ |= {} if before is None else {"LD_PRELOAD": before}
-
-
-def _environment_of(process: int) -> list[str]:
-    """Return the environment with which a process was started; nothing where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
-    return []
 
 
 def _server_process() -> int | None:

@@ -6,6 +6,7 @@ import atexit
 import math
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,9 +17,9 @@ from plait.ranks.device import CPU, default_device, finish_queued_work, visible_
 from plait.ranks.failure.process_watch import OrphanWatch, Watchdog
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.launch.rank_threads import run_threads
-from plait.ranks.launch.ranks_per_gpu import explained_sharing
 from plait.ranks.launch.result_exchange import all_gather_results
 from plait.ranks.launch.world_membership import join_world, leave_world
+from plait.ranks.rank_device import explained_sharing
 from plait.ranks.transport.interface import RankTransports
 from plait.ranks.transport.world_ranks import current_ranks, joined_processes
 from plait.ranks.world import World, find_world
@@ -72,13 +73,13 @@ def launch(
     threads = None if threads is None else whole("threads", threads, MeshError)
     ranks_per_gpu = whole("ranks_per_gpu", ranks_per_gpu, MeshError)
     _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu)
-    inside = current_ranks()
-    if inside is not None:
-        return _run_inside(inside, function, arguments, ranks, threads, timeout, device)
-    world = find_world()
-    if world is not None:
+    call = partial(function, *arguments)
+    if (inside := current_ranks()) is not None:
+        _require_world_inside(inside, ranks, device)
+        return _results(inside, call, threads, timeout)
+    if (world := find_world()) is not None:
         _require_agreement(world, ranks, ranks_as)
-        return _run_joined(world, function, arguments, threads, timeout, device, ranks_per_gpu)
+        return _run_joined(world, call, threads, timeout, device, ranks_per_gpu)
     ranks = ranks or _default_ranks(device if ranks_as == "processes" else "cpu", ranks_per_gpu)
     threads = threads or max(1, torch.get_num_threads() // ranks)
     if ranks_as == "threads":
@@ -123,16 +124,8 @@ def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
         )
 
 
-def _run_inside(
-    inside: RankTransports,
-    function: Callable[..., Result],
-    arguments: tuple[Any, ...],
-    ranks: int | None,
-    threads: int | None,
-    timeout: float,
-    device: str,
-) -> list[Result]:
-    """Call the function in a rank of a world that has been made already, such as by Ray."""
+def _require_world_inside(inside: RankTransports, ranks: int | None, device: str) -> None:
+    """Raise MeshError where `launch`, called in a rank of an existing world, asks for another one."""
     if ranks not in (None, inside.size):
         raise MeshError(
             f"launch was called inside rank {inside.rank} of {inside.size}, for {ranks} ranks: give that "
@@ -144,16 +137,15 @@ def _run_inside(
             f"launch was called for device {device} inside rank {inside.rank} of {inside.size}, whose world "
             f"has {has}: leave device out, or make that world for the device."
         )
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return _results(inside, function, arguments, timeout)
 
 
 def _results(
-    ranks: RankTransports, function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float
+    ranks: RankTransports, call: Callable[[], Result], threads: int | None, timeout: float
 ) -> list[Result]:
-    """Call the function, and return what it returns on all ranks."""
-    result = function(*arguments)
+    """Return the results of `call()` on all ranks; `threads`: of torch, if they are to change."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    result = call()
     everyone = tuple(range(ranks.size))
     transport = ranks.world() or ranks.connect([everyone], "launch", timeout)
     on_cpu = transport is None or transport.carries_cpu_tensors
@@ -163,21 +155,18 @@ def _results(
 
 def _run_joined(
     world: World,
-    function: Callable[..., Result],
-    arguments: tuple[Any, ...],
+    call: Callable[[], Result],
     threads: int | None,
     timeout: float,
     device: str,
     ranks_per_gpu: int,
 ) -> list[Result]:
-    if threads is not None:
-        torch.set_num_threads(threads)
     with Watchdog(f"rank {world.rank}"), OrphanWatch(world), explained_sharing():
         try:
             join_world(world, timeout, device, ranks_per_gpu)
             joined = joined_processes()
             assert joined is not None
-            results = _results(joined, function, arguments, timeout)
+            results = _results(joined, call, threads, timeout)
         except BaseException:
             _abandon(patience=min(2.0, 0.05 * timeout))
             raise

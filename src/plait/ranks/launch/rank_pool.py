@@ -23,16 +23,8 @@ from typing import Any, TypeVar
 from plait.errors import MeshError, PlaitError, RankError
 from plait.ranks.failure.failures import RankFailure, from_exit, root_cause
 from plait.ranks.launch.fork_server import start_process
-from plait.ranks.launch.rank_process import (
-    END,
-    STACK_SIGNAL,
-    RankJob,
-    RankResult,
-    dumps_call,
-    serve,
-    stack_file,
-)
-from plait.ranks.launch.ranks_per_gpu import newer_nccl
+from plait.ranks.launch.rank_process import END, STACK_SIGNAL, RankJob, dumps_call, serve, stack_file
+from plait.ranks.rank_device import newer_nccl
 from plait.ranks.world import World
 
 Result = TypeVar("Result")
@@ -60,11 +52,11 @@ class _RankHandle:
             if select.select([], [self.connection], [], 0)[1]:
                 self.connection.send_bytes(pickle.dumps(END))
 
-    def receive(self, rank: int, folder: str) -> RankResult | RankFailure:
-        """Return the result or failure that the rank has sent; if none, a failure with its exit code."""
+    def receive(self, rank: int, folder: str) -> bytes | RankFailure:
+        """Return the pickled result or the failure that the rank has sent, else one with its exit code."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
-                report: RankResult | RankFailure = pickle.loads(self.connection.recv_bytes())
+                report: bytes | RankFailure = pickle.loads(self.connection.recv_bytes())
                 return report
         self.process.join(_GRACE)
         return from_exit(rank, self.process.exitcode, _written(folder, rank))
@@ -90,14 +82,9 @@ class RankPool:
         device: str = "auto",
         ranks_per_gpu: int = 1,
     ) -> None:
-        """Make a pool, whose processes start at the first run.
+        """Make a pool, whose processes start at the first run. Other arguments are those of `launch`.
 
-        Args:
-            ranks: default number of ranks of a run.
-            threads: of torch, in each rank.
-            timeout: seconds that a rank waits for its peers; by default also the limit of a whole run.
-            device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
-            ranks_per_gpu: the most ranks that share a GPU.
+        `ranks`: default number of ranks of a run. `timeout`: by default also the limit of a whole run.
         """
         self.ranks = ranks
         self.threads = threads
@@ -122,15 +109,9 @@ class RankPool:
     ) -> list[Result]:
         """Call `function(*arguments)` in ranks 0 to `ranks - 1` and return their results, rank 0 first.
 
-        Args:
-            function: called by every rank.
-            arguments: equal on all ranks.
-            ranks: number of ranks; processes are added to the pool as needed.
-            timeout: seconds that the run may take; `math.inf` for no limit.
-
-        Raises:
-            RankError: a rank failed, died or did not finish; names it and shows its traceback.
-            PlaitError: raised by a rank.
+        Processes are added to the pool as needed. `timeout`: seconds that the run may take; `math.inf` for no
+        limit. Raises the `PlaitError` of a rank, and a `RankError` that names a rank which failed, died or
+        did not finish, with its traceback.
         """
         count = self.ranks if ranks is None else ranks
         if count < 1:
@@ -141,12 +122,14 @@ class RankPool:
                 if not self._children:
                     atexit.register(self._at_exit)
                 library = newer_nccl() if self.ranks_per_gpu > 1 else None
-                _grow(self._children, count, function.__module__, library)
+                for number in range(len(self._children), count):
+                    started = start_process(serve, f"plait-{number}", function.__module__, library)
+                    self._children.append(_RankHandle(*started))
                 children = dict(enumerate(self._children[:count]))
                 for rank, child in children.items():
                     child.send(self._job(call, folder, rank, count))
                 results = _collect(children, folder, self.timeout if timeout is None else timeout)
-                return [_unpickled(results[rank]) for rank in range(count)]
+                return [_unpickled(results[rank], rank) for rank in range(count)]
             except BaseException:  # Ctrl-C too
                 self.close()
                 raise
@@ -200,18 +183,11 @@ def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
         pool.close()
 
 
-def _grow(children: list[_RankHandle], count: int, module: str, library: str | None) -> None:
-    """Start rank processes and append them to `children`, until there are `count` of them."""
-    while len(children) < count:
-        process, connection = start_process(serve, f"plait-{len(children)}", module, library)
-        children.append(_RankHandle(process, connection))
-
-
-def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, RankResult]:
-    """Block until every rank has finished; return the results, or raise the failures' root cause."""
+def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, bytes]:
+    """Block until every rank has finished; return the pickled results, or raise the failures' root cause."""
     deadline = time.monotonic() + timeout
     waiting = dict(children)
-    results: dict[int, RankResult] = {}
+    results: dict[int, bytes] = {}
     failures: list[RankFailure] = []
     while waiting and all(failure.secondary for failure in failures):
         remaining = deadline - time.monotonic()
@@ -222,7 +198,7 @@ def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -
         ready = wait(list(handles), None if math.isinf(remaining) else remaining)
         for rank in {handles[handle] for handle in ready}:
             report = waiting.pop(rank).receive(rank, folder)
-            if isinstance(report, RankResult):
+            if isinstance(report, bytes):
                 results[rank] = report
                 continue
             failures.append(report)
@@ -267,11 +243,11 @@ def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _unpickled(done: RankResult) -> Any:
+def _unpickled(result: bytes, rank: int) -> Any:
     try:
-        return pickle.loads(done.result)
+        return pickle.loads(result)
     except Exception as error:
         raise PlaitError(
-            f"rank {done.rank}'s result cannot be read here ({type(error).__name__}: {error}): "
+            f"rank {rank}'s result cannot be read here ({type(error).__name__}: {error}): "
             "return numbers, text, tensors and containers of them."
         ) from error

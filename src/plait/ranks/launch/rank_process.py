@@ -33,8 +33,8 @@ from plait.ranks.device import finish_queued_work
 from plait.ranks.failure.failures import RankFailure, from_exception
 from plait.ranks.failure.process_watch import end_orphan, end_process
 from plait.ranks.gradient_hooks import first_gradient_hook
-from plait.ranks.launch.ranks_per_gpu import explained_sharing
 from plait.ranks.launch.world_membership import join_world, leave_world
+from plait.ranks.rank_device import explained_sharing
 from plait.ranks.world import World
 
 FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -138,14 +138,6 @@ class RankJob:
     ranks_per_gpu: int = 1
 
 
-@dataclass(frozen=True)
-class RankResult:
-    """The pickled return value of one rank."""
-
-    rank: int
-    result: bytes
-
-
 def stack_file(folder: str, rank: int) -> Path:
     """Return the file to which a rank writes its stack on `STACK_SIGNAL` or when it crashes."""
     return Path(folder, f"stack-{rank}")
@@ -159,7 +151,7 @@ def serve(connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])
-    os.register_at_fork(after_in_child=_reset_sigterm)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     # To the pool a rank is a daemon, ended with its parent; but it may start processes (data loaders).
     multiprocessing.current_process().daemon = False
     jobs: queue.SimpleQueue[RankJob] = queue.SimpleQueue()
@@ -174,11 +166,6 @@ def serve(connection: Connection) -> None:
         busy.clear()  # before the parent receives it, and may end
         with suppress(OSError):  # the parent is gone: `_listen` ends this process
             connection.send_bytes(data)
-
-
-def _reset_sigterm() -> None:
-    """Restore the default SIGTERM handler in processes that a rank forks."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:
@@ -202,7 +189,8 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
         end_process(1)
 
 
-def _run(job: RankJob) -> RankResult | RankFailure:
+def _run(job: RankJob) -> bytes | RankFailure:
+    """Return the pickled result of the function that the rank called, or how the rank failed."""
     rank = job.world.rank
     with stack_file(job.folder, rank).open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
@@ -216,7 +204,7 @@ def _run(job: RankJob) -> RankResult | RankFailure:
             faulthandler.disable()
 
 
-def _call(job: RankJob) -> RankResult | RankFailure:
+def _call(job: RankJob) -> bytes | RankFailure:
     _restore_parent_state(job)
     join_world(job.world, job.timeout, job.device, job.ranks_per_gpu)
     _mark(job, "joined")
@@ -237,7 +225,7 @@ def _call(job: RankJob) -> RankResult | RankFailure:
             f"rank {job.world.rank} returned while operations of its own were still pending: wait for every "
             "asynchronous operation before the function returns."
         )
-    return RankResult(job.world.rank, payload)
+    return payload
 
 
 def _mark(job: RankJob, event: str) -> None:

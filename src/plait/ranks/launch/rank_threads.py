@@ -16,9 +16,14 @@ from plait.ranks.device import keep_stand_in_for_gpus
 from plait.ranks.failure.failures import RankFailure, from_exception, root_cause
 from plait.ranks.transport.local.cooperative_scheduler import CooperativeScheduler
 from plait.ranks.transport.local.operations import GroupOperations
-from plait.ranks.transport.local.stream_rules import StreamRules
-from plait.ranks.transport.local.stream_transport import StreamTransport
-from plait.ranks.transport.local.transport import Key, LocalRank, RankThread, current_local_rank
+from plait.ranks.transport.local.transport import (
+    Key,
+    LocalRank,
+    LocalTransport,
+    MakeTransport,
+    RankThread,
+    current_local_rank,
+)
 
 Result = TypeVar("Result")
 
@@ -32,21 +37,20 @@ def run_threads(
     ranks: int,
     threads: int,
     shared_results: dict[Hashable, Any] | None = None,
-    rules: StreamRules | None = None,
+    make_transport: MakeTransport = LocalTransport,
 ) -> list[Result]:
     """Call `function(*arguments)` on `ranks` threads, running one at a time; return results, rank 0 first.
 
     All ranks get the same argument objects, and share the state of the process: modules, the environment,
     torch's default dtype. torch's and Python's random generators are each rank's own, seeded with the rank.
     `threads`: torch's threads per rank. `shared_results`: shared by their meshes, see `GridMesh`; empty by
-    default. Raises the first rank's error, as `RankPool.run` does.
+    default. `make_transport`: of each group. Raises the first rank's error, as `RankPool.run` does.
     """
     if ranks < 1:
         raise MeshError(f"{ranks} ranks were asked for: give at least 1.")
     keep_stand_in_for_gpus()
     scheduler, groups = CooperativeScheduler(ranks), dict[Key, GroupOperations]()
     shared_results = {} if shared_results is None else shared_results
-    make_transport = None if rules is None else partial(StreamTransport, rules=rules)
     results: dict[int, Result] = {}
     failures: dict[int, tuple[RankFailure, BaseException]] = {}
 
@@ -56,8 +60,6 @@ def run_threads(
             torch.manual_seed(rank)
             random.seed(rank)
             results[rank] = function(*arguments)
-            if rules is not None:
-                rules.require_awaited(rank)
         except BaseException as error:
             failures[rank] = from_exception(rank, error), error
         finally:

@@ -24,7 +24,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from plait.errors import CommunicationError, listed
-from plait.ranks.run_store import connect, listen, listen_again, require_known
+from plait.ranks.run_store import connect, listen, require_known, server_at
 from plait.ranks.transport.shared_memory.group_channels import host_identity
 from plait.ranks.world import World
 
@@ -47,16 +47,10 @@ class Participant:
     @classmethod
     def of(cls, world: World) -> Self:
         """Return the identity of this process as a rank of `world`."""
-        identity = host_identity()
+        host = " ".join(value for name, value in host_identity().items() if name != "owner")
+        process, token = f"process {os.getpid()} on {socket.gethostname()}", secrets.token_hex(8)
         return cls(
-            world.rank,
-            world.world_size,
-            world.launcher,
-            world.job,
-            os.geteuid(),
-            " ".join(value for name, value in identity.items() if name != "owner"),
-            f"process {os.getpid()} on {socket.gethostname()}",
-            secrets.token_hex(8),
+            world.rank, world.world_size, world.launcher, world.job, os.geteuid(), host, process, token
         )
 
     @classmethod
@@ -156,7 +150,7 @@ def _open(host: str, ports: tuple[int, ...], own: Participant) -> Store:
             return store
         holder = _holder(host, port, own)
         if holder is not None and holder.is_process_of(own):
-            return listen_again(host, port)
+            return server_at(host, port)
         taken[port] = f"port {port} is taken by {'another program' if holder is None else holder.run}"
         if len(taken) < len(ports):
             continue
@@ -198,9 +192,12 @@ def _gather(store: Store, own: Participant, deadline: float, *, replaces: bool) 
             problem = f"rank {missing} did not arrive: start all ranks, and see what they print."
             break
         other = Participant.read(text)
-        problem = own.contradiction(other)
-        if not replaces and not problem:
-            problem = _second_process(ranks.get(other.rank), other)
+        problem, first = own.contradiction(other), ranks.get(other.rank, other)
+        if not (replaces or problem or first.token == other.token):
+            problem = (
+                f"two processes are rank {other.rank} of {other.world_size}, {first.process} and "
+                f"{other.process}: start each rank once, and give each run a MASTER_PORT of its own."
+            )
         ranks[other.rank] = other
         arrived.add(other.token)
     on_one_host = len({one.host for one in ranks.values()}) == 1
@@ -213,16 +210,6 @@ def _gather(store: Store, own: Participant, deadline: float, *, replaces: bool) 
             _read(store, f"{attempt}/read/{len(arrived)}", time.monotonic() + _SECONDS_TO_READ)
         raise CommunicationError(problem)
     return Meeting(PrefixStore(attempt, store), on_one_host)
-
-
-def _second_process(first: Participant | None, second: Participant) -> str:
-    """Return an error text if two processes claim the same rank; else ""."""
-    if first is None or first.token == second.token:
-        return ""
-    return (
-        f"two processes are rank {second.rank} of {second.world_size}, {first.process} and {second.process}: "
-        "start each rank once, and give each run a MASTER_PORT of its own."
-    )
 
 
 def _report(world: World, own: Participant, deadline: float) -> Meeting:

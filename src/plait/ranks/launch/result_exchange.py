@@ -46,9 +46,10 @@ def all_gather_results(
     if transport is None:
         return [result]
     ranks = _ByteGather(rank, size, transport, device)
-    mine = _first_message(result, rank)
-    texts = ranks.all_gather(mine)
-    _raise_first_error(texts)
+    texts = ranks.all_gather(_first_message(result, rank))
+    for text in texts:
+        if text[:1] == _FAILED:
+            raise PlaitError(text[1:].decode(errors="replace"))
     others = {number: text[1:].decode() for number, text in enumerate(texts) if text[:1] == _PICKLED}
     pickles = _gathered_pickles(ranks, result if rank in others else None, others) if others else {}
     return [
@@ -71,12 +72,6 @@ def _first_message(result: object, rank: int) -> bytes:
     except PlaitError as error:
         return _FAILED + str(error).encode()
     return _PICKLED + name.encode()
-
-
-def _raise_first_error(texts: list[bytes]) -> None:
-    for text in texts:
-        if text[:1] == _FAILED:
-            raise PlaitError(text[1:].decode(errors="replace"))
 
 
 class _ByteGather:

@@ -13,27 +13,19 @@ import torch.distributed as dist
 
 from plait.errors import CommunicationError, MeshError
 from plait.ranks.device import accelerator_of_rank, make_current, visible_accelerators
-from plait.ranks.launch.ranks_per_gpu import ranks_that_share, share_gpu
-from plait.ranks.launch.rendezvous import meet
-from plait.ranks.run_store import private_store
+from plait.ranks.launch.rendezvous import Meeting, meet
+from plait.ranks.rank_device import ranks_that_share, share_gpu
 from plait.ranks.world import World
 
 
 def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks_per_gpu: int = 1) -> None:
     """Make torch's default process group: Gloo for CPU tensors and, if GPUs are used, NCCL for CUDA tensors.
 
-    All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device.
-
-    Args:
-        world: this process's rank and rendezvous.
-        timeout: seconds that a rank waits for its peers, here and in every operation of the group.
-        device: `cpu`, `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows
-            each rank a single one by `CUDA_VISIBLE_DEVICES`.
-        ranks_per_gpu: the most ranks that share a GPU.
-
-    Raises:
-        MeshError: the device is not available, or cannot be shared.
-        CommunicationError: the rendezvous failed.
+    All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device. `timeout`:
+    seconds that a rank waits for its peers, here and in every operation of the group. `device`: `cpu`,
+    `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows each rank a single
+    one by `CUDA_VISIBLE_DEVICES`. `ranks_per_gpu`: the most ranks that share a GPU. Raises MeshError where
+    the device is not available, or cannot be shared, CommunicationError where the rendezvous failed.
     """
     backend = "gloo"
     shared = 1 if ranks_per_gpu == 1 else ranks_that_share(ranks_per_gpu, world.local_size, _usable(device))
@@ -45,16 +37,16 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks
         backend = "cpu:gloo,cuda:nccl"
     file = world.init_method.removeprefix("file://")
     if file != world.init_method:
-        store, on_one_host = private_store(file, world.world_size), True
+        meeting = Meeting(dist.FileStore(file, world.world_size), True)  # type: ignore[attr-defined]
     else:
-        store, on_one_host = meet(world, timeout)
-    if on_one_host:
+        meeting = meet(world, timeout)
+    if meeting.on_one_host:
         _communicate_within_host()
     limit = datetime.timedelta(seconds=float(timeout))
-    store.set_timeout(limit)
+    meeting.store.set_timeout(limit)
     try:
         dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=limit
+            backend, store=meeting.store, rank=world.rank, world_size=world.world_size, timeout=limit
         )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
@@ -119,16 +111,10 @@ def _end_groups() -> None:
     Gloo waits up to 10 ms for each connection that it closes, when a group is deallocated: for a mesh of
     eight ranks a quarter of a second, one after the other.
     """
-    groups = _take_groups()
+    groups = [[group] for group in dist.distributed_c10d._world.pg_names]  # each the last reference
+    dist.destroy_process_group()
     threads = [threading.Thread(target=group.clear, name="plait-leave", daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def _take_groups() -> list[list[dist.ProcessGroup]]:
-    """Shut down all process groups; return one list per group, which holds the last reference to it."""
-    groups = [[group] for group in dist.distributed_c10d._world.pg_names]
-    dist.destroy_process_group()
-    return groups

@@ -1,7 +1,7 @@
 """Transports, which move the bytes of a group: one interface, three implementations.
 
 interface            `Transport`, `RankTransports`, `Pending`
-reduction            reductions of the ranks' tensors, in rank order
+buffers              contiguous buffers, their bytes, and their reduction in rank order
 torch_distributed    process groups of torch: Gloo, NCCL
 shared_memory        shared memory and sockets between processes of one host; the rest goes over torch
 local                ranks that are threads of one process

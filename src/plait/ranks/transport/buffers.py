@@ -47,6 +47,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shown(versions: Mapping[str, Sequence[int]]) -> str:
+    """Return texts with the ranks that have each: `rank 0: …; ranks 1, 2: …`."""
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in versions.items()
+    )
+
+
 Op = Literal["sum", "mean", "product", "min", "max"]
 
 BLOCK = 2**16

@@ -133,11 +133,7 @@ class RankTransports(Protocol):
         return
 
     def connect(
-        self,
-        groups: Sequence[tuple[int, ...]],
-        name: str,
-        timeout: float,
-        max_ctas: int | None = None,
+        self, groups: Sequence[tuple[int, ...]], name: str, timeout: float, max_ctas: int | None = None
     ) -> Transport | None:
         """Return a transport over the group that has this rank; None without such a group, or peers in it.
 

@@ -30,7 +30,8 @@ class Processes:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.shared_results: dict[Hashable, Any] = {}
-        self._failure_log: FailureLog | None = None
+        self.failure_log: FailureLog | None = None
+        """The failure log in the store of the rendezvous, available after `discover`."""
         self._host: HostRanks | None = None
         self._made: list[dist.ProcessGroup] = []
         self._connected = 0
@@ -40,11 +41,6 @@ class Processes:
     def uses_nccl(self) -> bool:
         """Whether the world's default group has NCCL."""
         return "nccl" in backends_of(None)
-
-    @property
-    def failure_log(self) -> FailureLog | None:
-        """The failure log in the store of the rendezvous, available after `discover`."""
-        return self._failure_log
 
     def world(self) -> Transport | None:
         """Return a transport over the default process group; None for one rank alone."""
@@ -56,22 +52,18 @@ class Processes:
     def discover(self, timeout: float) -> None:
         """Find the ranks that share this rank's host. Blocks until all ranks have called it."""
         assert dist.group.WORLD is not None
-        self._failure_log = failure_log_of_world(self.rank, timeout)
+        self.failure_log = failure_log_of_world(self.rank, timeout)
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
     def connect(
-        self,
-        groups: Sequence[tuple[int, ...]],
-        name: str,
-        timeout: float,
-        max_ctas: int | None = None,
+        self, groups: Sequence[tuple[int, ...]], name: str, timeout: float, max_ctas: int | None = None
     ) -> Transport | None:
         """Create the group that has this rank; return its transport. None without a group, or peers in it.
 
         Only the ranks of a group take part, so that a rank's start does not depend on the size of the world;
         all ranks where communicators are split from the world's (`device_id`), as NCCL requires.
         """
-        mesh = "plait/alone" if self._failure_log is None else self._failure_log.prefix
+        mesh = "plait/alone" if self.failure_log is None else self.failure_log.prefix
         key = f"{mesh}/{self._connected}"
         self._connected += 1
         mine: Transport | None = None

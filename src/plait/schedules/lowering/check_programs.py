@@ -6,7 +6,7 @@ operations in order on a stream of the GPU (NCCL, see `stream_replay`).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -33,12 +33,7 @@ def own(channel: Channel) -> Hashable:
     return channel
 
 
-def check_programs(
-    programs: Sequence[Program],
-    communicator_of: Callable[[Channel], Hashable] = own,
-    *,
-    rendezvous: bool = True,
-) -> None:
+def check_programs(programs: Sequence[Program], *, rendezvous: bool = True) -> None:
     """Raise ScheduleError if the ranks' programs could deadlock, on CPUs or on GPUs.
 
     On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
@@ -48,16 +43,15 @@ def check_programs(
     channels = _check_channel_order(programs)
     if rendezvous:
         _check_rendezvous(programs)
-    calls = stream_calls(programs, communicator_of)
-    connected = {communicator_of(channel) for channel in channels}  # when the engine is made
-    cycle = deadlock_of(calls) or deadlock_of(first_uses(calls, connected))
+    calls = stream_calls(programs)
+    cycle = deadlock_of(calls) or deadlock_of(first_uses(calls, channels))  # connected with the engine
     if cycle is not None:
         raise ScheduleError(f"rule 'no deadlock on GPU streams' is broken: {cycle}.")
 
 
 def stream_calls(
     programs: Sequence[Program],
-    communicator_of: Callable[[Channel], Hashable],
+    communicator_of: Callable[[Channel], Hashable] = own,
     collectives: CollectiveCalls | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[list[Call]]:
@@ -104,10 +98,7 @@ def _reductions_of_tied(programs: Sequence[Program]) -> CollectiveCalls:
 
 
 def _calls_of(
-    rank: int,
-    program: Program,
-    message: Callable[[Channel, Action], Operation],
-    collectives: CollectiveCalls,
+    rank: int, program: Program, message: Callable[[Channel, Action], Operation], collectives: CollectiveCalls
 ) -> Iterator[Call]:
     sends: dict[Channel, deque[Operation]] = defaultdict(deque)
     for instruction in program:
@@ -128,49 +119,37 @@ def _calls_of(
 
 
 def _check_rendezvous(programs: Sequence[Program]) -> None:
-    run = _ProgramRun(programs)
-    moved = 1
-    while moved:
-        moved = sum(run.advance(rank) for rank in range(len(programs)))
-    stuck = [
-        f"rank {rank} at {program[run.counters[rank]]}"
-        for rank, program in enumerate(programs)
-        if run.counters[rank] < len(program)
-    ]
-    if stuck:
-        raise ScheduleError(f"rule 'no deadlock' is broken: {'; '.join(stuck)} wait for each other.")
+    """Run the programs, each until it blocks, until none can go on. ScheduleError if one has not ended."""
+    counters = [0] * len(programs)
+    posted, sent = Counter[Channel](), Counter[Channel]()
+    arrived = set[tuple[int, Action]]()
 
-
-class _ProgramRun:
-    """Simulated run of all ranks' programs: each rank's next instruction, and each channel's messages."""
-
-    def __init__(self, programs: Sequence[Program]) -> None:
-        self.programs = programs
-        self.counters = [0] * len(programs)
-        self.posted: dict[Channel, int] = defaultdict(int)
-        self.sent: dict[Channel, int] = defaultdict(int)
-        self.arrived: set[tuple[int, Action]] = set()
-
-    def advance(self, rank: int) -> int:
-        """Run the program of `rank` until it blocks; return the number of instructions that were run."""
-        program, start = self.programs[rank], self.counters[rank]
-        while self.counters[rank] < len(program) and self._run(rank, program[self.counters[rank]]):
-            self.counters[rank] += 1
-        return self.counters[rank] - start
-
-    def _run(self, rank: int, instruction: Instruction) -> bool:
+    def run(rank: int, instruction: Instruction) -> bool:
+        """Carry out an instruction; return False, and change nothing, where it blocks the rank."""
         match instruction:
             case PostReceive(action, peer):
-                self.posted[peer, rank, action.kind] += 1
+                posted[peer, rank, action.kind] += 1
             case Send(action, peer):
                 channel = rank, peer, action.kind
-                if self.posted[channel] <= self.sent[channel]:
+                if posted[channel] <= sent[channel]:
                     return False
-                self.sent[channel] += 1
-                self.arrived.add((peer, _consumer(action)))
+                sent[channel] += 1
+                arrived.add((peer, _consumer(action)))
             case AwaitReceive(action):
-                return (rank, action) in self.arrived
+                return (rank, action) in arrived
         return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while counters[rank] < len(program) and run(rank, program[counters[rank]]):
+                counters[rank] += 1
+                moved = True
+    rows = zip(programs, counters, strict=True)
+    stuck = [f"rank {rank} at {row[at]}" for rank, (row, at) in enumerate(rows) if at < len(row)]
+    if stuck:
+        raise ScheduleError(f"rule 'no deadlock' is broken: {'; '.join(stuck)} wait for each other.")
 
 
 def _consumer(sent: Action) -> Action:

@@ -67,42 +67,35 @@ def inboxes(schedule: Schedule, *, late: bool = False) -> tuple[Inbox, ...]:
                 receiver = schedule.rank_of[consumer.stage]
                 channels[rank, receiver, consumer.kind].append(StageMessage(consumer, rank, position))
     inbox = _late_inbox if late else _early_inbox
-    return tuple(inbox(rank, channels, positions, schedule) for rank in range(schedule.ranks))
+    incoming: list[list[list[StageMessage]]] = [[] for _ in schedule.actions]
+    for (_, receiver, _), messages in channels.items():
+        incoming[receiver].append(messages)
+    return tuple(inbox(rank, incoming[rank], positions, schedule) for rank in range(schedule.ranks))
 
 
 def _late_inbox(
-    rank: int,
-    channels: Mapping[Channel, list[StageMessage]],
-    positions: Mapping[Action, int],
-    schedule: Schedule,
+    rank: int, channels: Sequence[list[StageMessage]], positions: Mapping[Action, int], schedule: Schedule
 ) -> Inbox:
     posted: dict[int, list[StageMessage]] = defaultdict(list)
-    for (_, receiver, _), messages in channels.items():
+    for messages in channels:
         position = len(schedule.actions[rank])
-        for message in (
-            reversed(messages) if receiver == rank else ()
-        ):  # no later than one that is sent after it
+        for message in reversed(messages):  # no later than one that is sent after it
             position = min(position, positions[message.consumer] - 1)
             posted[position].insert(0, message)
     return {position: tuple(messages) for position, messages in posted.items()}
 
 
 def _early_inbox(
-    rank: int,
-    channels: Mapping[Channel, list[StageMessage]],
-    positions: Mapping[Action, int],
-    schedule: Schedule,
+    rank: int, channels: Sequence[list[StageMessage]], positions: Mapping[Action, int], schedule: Schedule
 ) -> Inbox:
     posted: dict[int, list[StageMessage]] = defaultdict(list)
-    steps = schedule.grid.steps[rank]
-    for (sender, receiver, _), messages in channels.items():
-        if receiver != rank:
-            continue
+    steps = schedule.grid.steps
+    for messages in channels:
         posted[AT_START].append(messages[0])
         position = reached = AT_START
         for previous, message in pairwise(messages):
-            made = schedule.grid.steps[sender][message.made]
-            while reached + 1 < len(steps) and steps[reached + 1] <= made:
+            made = steps[message.sender][message.made]
+            while reached + 1 < len(steps[rank]) and steps[rank][reached + 1] <= made:
                 reached += 1
             position = max(position, min(positions[previous.consumer], reached))
             posted[position].append(message)

@@ -78,9 +78,11 @@ class _Search:
         self.nodes -= 1
         if self.nodes < 0:
             raise _BudgetExceeded
-        if not any(self.guard.done[lane] < self.problem.microbatches for lane in range(len(self.guard.done))):
+        if min(self.guard.done) == self.problem.microbatches:
             self.best = max(map(int.__add__, self.free, self.tables.end_offsets))
-            self.found = self._orders()
+            self.found = [[] for _ in self.free]
+            for operation in self.path:
+                self.found[self.tables.rank[operation]].append(operation)
             return
         choices = min(filter(None, map(self._choices, range(self.problem.ranks))), default=None)
         if choices is None:
@@ -161,12 +163,6 @@ class _Search:
         others[:] = [other for other in others if not all(map(int.__le__, times, other))]
         others.append(times)
         return False
-
-    def _orders(self) -> Orders:
-        orders: Orders = [[] for _ in range(self.problem.ranks)]
-        for operation in self.path:
-            orders[self.tables.rank[operation]].append(operation)
-        return orders
 
 
 def _tails(problem: Problem) -> list[int]:

@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from plait.schedules.action import SPLIT_KINDS
-from plait.schedules.event_simulation import simulate_events
+from plait.schedules.event_simulation import event_order
 from plait.schedules.named_schedules import (
     BuildingBlock,
     Delays,
@@ -71,10 +71,12 @@ def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
 def orders_from(problem: Problem, start: InitialOrder) -> Orders:
     """Return each rank's operations ordered by `start`, modified where they deadlock or exceed the limit."""
     if isinstance(start.origin, str):
-        rows = policy_schedule(start.origin, problem.ranks, problem.microbatches, problem.chunks).actions
-        keys = positions_in(problem.orders_of(rows), problem.size)
+        made = policy_schedule(start.origin, problem.ranks, problem.microbatches, problem.chunks)
+        keys = positions_in(problem.orders_of(made.actions), problem.size)
     else:
-        keys = _times(problem, block_for(problem, start.origin))
+        block = block_for(problem, start.origin)  # repeated for each micro-batch
+        rows = [row[stage] for stage in range(problem.stages) for row in block.starts]
+        keys = [first + number * block.period for first in rows for number in range(problem.microbatches)]
     orders = _within_limit(problem, keys)
     shifted = _shifted(problem, keys, orders, start)
     return orders if shifted == keys else _within_limit(problem, shifted)
@@ -106,8 +108,7 @@ def _within_limit(problem: Problem, keys: list[int]) -> Orders:
     orders: Orders = [[] for _ in range(problem.ranks)]
     for operation in operations:
         orders[tables.rank[operation]].append(operation)
-    timing = problem.ticks.timing(problem.rank_of)
-    runnable = not simulate_events(problem.actions_of(orders), timing).missing
+    runnable = not event_order(problem.actions_of(orders), problem.stages).missing
     held = max(max(accumulate(tables.memory_change[operation] for operation in order)) for order in orders)
     return orders if held <= problem.limit and runnable else admit_in_order(problem, keys)
 
@@ -137,12 +138,6 @@ def _lengths(problem: Problem, cells: int) -> Lengths:
     work = max(sum(sum(row[stage] for row in rows) for stage in stages) for stages in problem.stages_of)
     cell = max(work / (3 * problem.chunks * cells), 1e-9)
     return Lengths(*(tuple(max(round(time / cell), 1) for time in row) for row in rows))
-
-
-def _times(problem: Problem, block: BuildingBlock) -> list[int]:
-    """Return the start of each operation, in time cells, if building `block` is repeated."""
-    rows = [row[stage] for stage in range(problem.stages) for row in block.starts]
-    return [start + number * block.period for start in rows for number in range(problem.microbatches)]
 
 
 def admit_in_order(problem: Problem, keys: list[int]) -> Orders:

@@ -89,7 +89,7 @@ def shortened_problem(problem: Problem) -> Problem:
     """
     share = sum(problem.memory_costs.until_input) // problem.ranks or 1
     enough = problem.ranks + max(problem.ranks, problem.limit // share)
-    return problem.shortened(min(problem.microbatches, enough))
+    return replace(problem, microbatches=min(problem.microbatches, enough))
 
 
 def _screened(problems: Sequence[Problem], budget: float) -> list[Candidate]:
@@ -128,9 +128,8 @@ def _justified(
 def _at_full_length(problem: Problem, candidate: Candidate, budget: Budget) -> Candidate:
     if problem.microbatches == candidate.problem.microbatches:
         return replace(candidate, problem=problem)
-    timed = list_schedule(
-        problem.tables, orders_from(problem, candidate.start), problem.limit, candidate.rule
-    )
+    orders = orders_from(problem, candidate.start)
+    timed = list_schedule(problem.tables, orders, problem.limit, candidate.rule)
     return _justified(replace(candidate, problem=problem, timed=timed), candidate.rule, 3, budget)
 
 
@@ -155,14 +154,13 @@ def _perturbed(candidate: Candidate, budget: float) -> Candidate:
 def _perturb_once(candidate: Candidate, now: TimedOrders, rng: Random) -> TimedOrders:
     """Reschedule `now` backward, then forward, by random rules for all ranks or only the one ending last."""
     problem, rule = candidate.problem, candidate.rule
+    tables, mirrored, limit = problem.tables, problem.mirrored_tables, problem.limit
     if rng.random() < FOCUS:
-        late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)
+        late = list_schedule(mirrored, now.reversed(), limit, rule)
         other = {_last_rank(problem, now): _random_rule(rng)}
-        return list_schedule(problem.tables, late.reversed(), problem.limit, rule, rng, other)
-    late = list_schedule(
-        problem.mirrored_tables, now.reversed(), problem.limit, _perturbed_rule(candidate, rng), rng
-    )
-    return list_schedule(problem.tables, late.reversed(), problem.limit, _perturbed_rule(candidate, rng), rng)
+        return list_schedule(tables, late.reversed(), limit, rule, rng, other)
+    late = list_schedule(mirrored, now.reversed(), limit, _perturbed_rule(candidate, rng), rng)
+    return list_schedule(tables, late.reversed(), limit, _perturbed_rule(candidate, rng), rng)
 
 
 def _last_rank(problem: Problem, timed: TimedOrders) -> int:
@@ -188,18 +186,10 @@ def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> S
 
     Where rescheduling makes the span longer, return `schedule` itself.
     """
-    ranks, chunks = schedule.ranks, policy.chunks
-    memory_costs = Costs().memory(schedule.ranks, schedule.stages)
-    problem = Problem(
-        policy.placement,
-        ranks,
-        chunks,
-        schedule.microbatches,
-        costs.ticks(schedule.ranks, schedule.stages),
-        memory_costs,
-        limit_in_units(policy.peak(ranks), memory_costs.unit),
-        of_span=True,
-    )
+    ranks, count, stages = schedule.ranks, schedule.microbatches, schedule.stages
+    ticks, holds = costs.ticks(ranks, stages), Costs().memory(ranks, stages)
+    limit = limit_in_units(policy.peak(ranks), holds.unit)
+    problem = Problem(policy.placement, ranks, policy.chunks, count, ticks, holds, limit, of_span=True)
     orders, bound = problem.orders_of(schedule.actions), lower_bound(problem)
     tries: list[tuple[TimedOrders, DispatchRule]] = []
     for rule in _different(DISPATCH_RULES, problem):

@@ -11,7 +11,7 @@ memory grows where it shrank. So a method that improves schedules from the front
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import ceil
@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from plait.schedules.action import SPLIT_KINDS, Action, Kind
 from plait.schedules.costs import MemoryCosts, Ticks
-from plait.schedules.schedule import Placement
+from plait.schedules.schedule import Placement, stages_by_rank
 
 StageLayout: TypeAlias = tuple[Placement, int]
 """Placement of stages, and their number per rank."""
@@ -93,10 +93,7 @@ class Problem:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, in model order."""
-        return tuple(
-            tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
-            for rank in range(self.ranks)
-        )
+        return stages_by_rank(self.rank_of, self.ranks)
 
     @cached_property
     def first_starts(self) -> tuple[int, ...]:
@@ -136,10 +133,6 @@ class Problem:
         """`tables` of the problem with time reversed: dependencies point the other way."""
         return _mirror(self.tables)
 
-    def shortened(self, microbatches: int) -> Problem:
-        """Return the same problem with fewer micro-batches."""
-        return replace(self, microbatches=microbatches)
-
     def orders_of(self, rows: Iterable[Iterable[Action]]) -> Orders:
         """Convert the `Action`s of `rows`, one row per rank, to integer operations, and return the orders."""
         count = self.microbatches
@@ -158,11 +151,9 @@ class Problem:
     def actions_of(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
         """Convert each rank's order of integer operations to `Action`s, and return the orders."""
         lanes = [(stage, kind) for stage in range(self.stages) for kind in SPLIT_KINDS]
+        count = self.microbatches
         return tuple(
-            tuple(
-                Action(*lanes[operation // self.microbatches], operation % self.microbatches)
-                for operation in order
-            )
+            tuple(Action(*lanes[operation // count], operation % count) for operation in order)
             for order in orders
         )
 

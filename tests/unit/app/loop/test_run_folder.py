@@ -20,15 +20,15 @@ from plait.app.loop.loggers import Csv, JsonLines
 from plait.app.loop.run_folder import EARLIER, locked_folder, set_aside
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
+from plait.files import try_lock
 from plait.pictures.report.run_record import write_event
-from plait.ranks.file_lock import try_lock
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import GridMesh
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from plait.ranks.file_lock import try_lock
+from plait.files import try_lock
 file = try_lock(Path(sys.argv[1]))
 if os.fork():  # a worker of a killed rank lives a little longer, and has the lock too
     print(flush=True)

@@ -24,7 +24,7 @@ from plait.ranks.launch.rank_pool import RankPool
 FIRST = """
 import sys
 from pathlib import Path
-from plait.ranks.file_lock import try_lock
+from plait.files import try_lock
 file = try_lock(Path(sys.argv[1]))
 print(flush=True)
 input()

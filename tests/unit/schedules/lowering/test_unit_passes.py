@@ -18,7 +18,7 @@ from sharded_cases import (
 
 from plait.plan.parameter_units import UnitTiming
 from plait.schedules.lowering.check_programs import check_programs
-from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.lower import insert_gathers, lower
 from plait.schedules.lowering.program import (
     ComputeLoss,
     GatherParameters,
@@ -28,7 +28,6 @@ from plait.schedules.lowering.program import (
     ReleaseParameters,
     SeedGradient,
 )
-from plait.schedules.lowering.unit_passes import insert_gathers
 from plait.schedules.named_schedules import forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
 

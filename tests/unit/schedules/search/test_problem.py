@@ -77,13 +77,6 @@ def test_with_one_stage_a_rank_all_placements_give_the_same_problem() -> None:
     assert v.tables == loop.tables == line.tables
 
 
-def test_a_shortened_problem_has_fewer_micro_batches_and_the_same_layout() -> None:
-    problem = problem_of(V, 2, 8, limit=6)
-    assert problem.size == 3 * 4 * 8
-    assert problem.shortened(3) == problem_of(V, 2, 3, limit=6)
-    assert problem.shortened(3).layout == problem.layout == V
-
-
 def test_a_full_backward_becomes_input_and_weight_gradient_operations() -> None:
     problem = problem_of(LINEAR, 1, 2)
     (order,) = problem.orders_of([[Action(0, Kind.F, 0), Action(0, Kind.B, 0)]])

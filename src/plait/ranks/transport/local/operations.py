@@ -193,11 +193,6 @@ def scatter(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
     return dict(enumerate(_flat(inputs[source]).clone().tensor_split(len(inputs))))
 
 
-def barrier(inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return an empty mapping: a barrier has no outputs."""
-    return {}
-
-
 def _flat(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return dense(tensor).view(-1)

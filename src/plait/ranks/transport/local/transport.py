@@ -51,12 +51,7 @@ class LocalTransport:
     on_one_host = True
 
     def __init__(
-        self,
-        posted: GroupOperations,
-        scheduler: CooperativeScheduler,
-        index: int,
-        timeout: float,
-        name: str,
+        self, posted: GroupOperations, scheduler: CooperativeScheduler, index: int, timeout: float, name: str
     ) -> None:
         self.ranks, self.index, self.name = posted.ranks, index, name
         self._posted, self._scheduler, self._timeout = posted, scheduler, timeout
@@ -68,9 +63,8 @@ class LocalTransport:
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start an all-reduce, summed in rank order."""
-        return self._call(
-            f"all_reduce {op} {describe(tensor)}", tensor, total, partial(operations.all_reduce, op)
-        )
+        reduced = partial(operations.all_reduce, op)
+        return self._call(f"all_reduce {op} {describe(tensor)}", tensor, total, reduced)
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
         """Start a reduction in rank order; the other ranks' tensors do not change."""
@@ -107,13 +101,12 @@ class LocalTransport:
 
     def scatter(self, ranges: Tensor | None, own: Tensor, source: int) -> Pending:
         """Start a scatter."""
-        return self._call(
-            f"scatter from {source} {describe(own)}", ranges, own, partial(operations.scatter, source)
-        )
+        scattered = partial(operations.scatter, source)
+        return self._call(f"scatter from {source} {describe(own)}", ranges, own, scattered)
 
     def barrier(self) -> Pending:
         """Start a barrier."""
-        return self._call("barrier", None, None, operations.barrier)
+        return self._call("barrier", None, None, lambda inputs: {})
 
     def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
         """Start a send, complete when the receive is posted."""
@@ -161,24 +154,17 @@ class LocalRank(RankTransports):
         scheduler: CooperativeScheduler,
         groups: dict[Key, GroupOperations],
         shared_results: dict[Hashable, Any],
-        make_transport: MakeTransport | None = None,
+        make_transport: MakeTransport = LocalTransport,
     ) -> None:
-        """`groups`, `shared_results`: dictionaries that all ranks of the process share.
-
-        `make_transport` makes the transports of groups, by default `LocalTransport`.
-        """
+        """`groups`, `shared_results`: dictionaries that all ranks of the process share."""
         self.shared_results = shared_results
-        self._make_transport = make_transport or LocalTransport
+        self._make_transport = make_transport
         self.rank, self.size = rank, scheduler.size
         self._scheduler, self._groups = scheduler, groups
         self._made: dict[tuple[int, ...], int] = {}
 
     def connect(
-        self,
-        groups: Sequence[tuple[int, ...]],
-        name: str,
-        timeout: float,
-        max_ctas: int | None = None,
+        self, groups: Sequence[tuple[int, ...]], name: str, timeout: float, max_ctas: int | None = None
     ) -> LocalTransport | None:
         """Return this rank's transport in the group of `groups` that contains it, or None."""
         mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)

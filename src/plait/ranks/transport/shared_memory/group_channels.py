@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from plait.ranks.transport.buffers import shown
 from plait.ranks.transport.shared_memory.channel import (
     NO_SEQUENCE,
     ChannelMessage,
@@ -117,15 +118,12 @@ class Channels:
         others = [channel.received.get(sequence) for channel in self._channels]
         calls = [None if one is None else one.call for one in others]
         calls.insert(self.index, mine)
-        ranks_of: dict[bytes, list[str]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, call in zip(self._ranks, calls, strict=True):
             if call is not None:
-                ranks_of.setdefault(call, []).append(str(rank))
-        parts = "; ".join(
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {call.decode(errors='replace')}"
-            for call, ranks in ranks_of.items()
-        )
-        return f"the ranks make different calls ({parts}): make the same call with the same shapes on each."
+                ranks_of.setdefault(call.decode(errors="replace"), []).append(rank)
+        told = f"the ranks make different calls ({shown(ranks_of)})"
+        return f"{told}: make the same call with the same shapes on each."
 
     def acknowledge(self, *sequences: int) -> None:
         """Mark all messages of these sequence numbers as no longer needed by this rank.

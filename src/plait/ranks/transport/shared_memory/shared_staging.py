@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -70,42 +71,36 @@ class SharedSegments:
         return torch.from_file(name, shared=True, size=self._nbytes, dtype=torch.uint8)
 
 
+@dataclass(eq=False)
 class PendingRead:
     """A pending collective: once every rank has staged its tensor, `wait` calls `read` with all of them."""
 
-    def __init__(
-        self,
-        staging: SharedStagingBuffers,
-        sequences: tuple[int, ...],
-        offset: int,
-        dtype: torch.dtype,
-        nbytes: int,
-        read: Read,
-    ) -> None:
-        self._staging = staging
-        self.sequences = sequences
-        self._offset = offset
-        self._dtype, self._nbytes = dtype, nbytes
-        self._read: Read | None = read
+    staging: SharedStagingBuffers
+    sequences: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    nbytes: int
+    read: Read | None
+    """None once it was called, or is not to be."""
 
     def wait(self, awaited: str = "") -> None:
         """Block until the others have staged their tensors, then read once. Raises as `Channels.receive`."""
-        if self._read is None:
+        if self.read is None:
             return
-        self._staging.finish_before(self.sequences[0])
-        segments = self._staging.segments.all_segments()
-        messages = self._staging.channels.receive(self.sequences[0], ChannelMessage(self._offset))
+        self.staging.finish_before(self.sequences[0])
+        segments = self.staging.segments.all_segments()
+        messages = self.staging.channels.receive(self.sequences[0], ChannelMessage(self.offset))
         pairs = zip(segments, messages, strict=True)
-        self._read([segment[message.value :][: self._nbytes].view(self._dtype) for segment, message in pairs])
-        self._read = None
-        self._staging.done(self.sequences)
+        self.read([segment[message.value :][: self.nbytes].view(self.dtype) for segment, message in pairs])
+        self.read = None
+        self.staging.done(self.sequences)
 
     def abandon(self) -> bool:
         """Skip the read; return True, since this rank's tensors are not used any more."""
-        if self._read is not None:
-            self._read = None
+        if self.read is not None:
+            self.read = None
             with suppress(OSError):  # after an error the channels are closed
-                self._staging.done(self.sequences)
+                self.staging.done(self.sequences)
         return True
 
 

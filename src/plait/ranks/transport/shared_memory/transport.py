@@ -153,35 +153,23 @@ def all_to_all_uneven_staged(
     return staging.stage_parts((table, tensor), table.nbytes + most, read)
 
 
-def reduce_scatter_in_place(
-    tensors: Sequence[Tensor], own_range: Tensor, op: Op, channels: Channels
+def reduce_in_place(
+    tensors: Sequence[Tensor], op: Op, channels: Channels, own_range: Tensor | None = None
 ) -> BarrieredStep:
-    """Start a reduce-scatter of flat tensors in shared memory, one per rank, into this rank's `own_range`.
+    """Start the reduction of flat tensors in shared memory, one per rank; each rank reduces one range.
 
-    `own_range`, contiguous, may be this rank's range of its own tensor, which no other rank reads.
+    It writes it to the contiguous `own_range`, which may be that range of its own tensor (a reduce-scatter);
+    without one to that range of every rank's tensor (an all-reduce).
     """
-    flat = own_range.view(-1)
 
     def reduce_range() -> None:
         ranges = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
-        for *block, total in blocks((*ranges, flat)):
-            summed = torch.empty_like(total)
-            fold(block, op, summed)
-            total.copy_(summed)
-
-    return BarrieredStep(channels, reduce_range)
-
-
-def all_reduce_in_place(tensors: Sequence[Tensor], op: Op, channels: Channels) -> BarrieredStep:
-    """Start an in-place all-reduce of one flat shared tensor per rank; a rank reduces one range for all."""
-
-    def reduce_range() -> None:
-        ranges = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
-        for block in blocks(ranges):
+        targets = ranges if own_range is None else [own_range.view(-1)]
+        for block in blocks((*ranges, *targets)):
             total = torch.empty_like(block[0])
-            fold(block, op, total)
-            for one in block:
-                one.copy_(total)
+            fold(block[: len(ranges)], op, total)
+            for target in block[len(ranges) :]:
+                target.copy_(total)
 
     return BarrieredStep(channels, reduce_range)
 
@@ -258,7 +246,7 @@ class SharedMemoryTransport(TorchTransport):
         self._call("all_reduce", tensor, op)
         algorithm = self.algorithm("all_reduce", tensor)
         if algorithm == "in place" and total.data_ptr() == tensor.data_ptr():
-            return all_reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels)
+            return reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels)
         if algorithm in ("exchange", "backend"):
             return self._announced(tensor, partial(super().all_reduce, tensor, total, op))
         reduction = all_reduce_whole if algorithm == "whole" else all_reduce_in_ranges
@@ -274,7 +262,7 @@ class SharedMemoryTransport(TorchTransport):
         self._call("reduce_scatter", tensor, op)
         algorithm = self.algorithm("reduce_scatter", tensor)
         if algorithm == "in place":
-            return reduce_scatter_in_place(self._tensors_of_all_ranks(tensor), own_range, op, self.channels)
+            return reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels, own_range)
         if algorithm != "whole":
             return self._announced(tensor, partial(super().reduce_scatter, tensor, own_range, op))
         return reduce_scatter_staged(tensor, own_range, op, self.staging)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from parity.ruled_threads import run_ruled_threads
+from parity.stream_rules import Completion, StreamRules
 from plait.errors import CommunicationError, RankError
 from plait.ranks.collectives import (
     all_gather,
@@ -20,13 +22,12 @@ from plait.ranks.collectives import (
 from plait.ranks.launch.rank_threads import run_threads
 from plait.ranks.mesh import Mesh
 from plait.ranks.point_to_point import receive, send
-from plait.ranks.transport.local.stream_rules import Completion, StreamRules
 
 COMPLETIONS: tuple[Completion, ...] = ("early", "late", 1, 2, 3)
 
 
 def run(body: Callable[..., Any], completion: Completion = "late", ranks: int = 2, **options: bool) -> Any:
-    return run_threads(body, (), ranks, 1, rules=StreamRules(completion, **options))
+    return run_ruled_threads(body, (), ranks, 1, StreamRules(completion, **options))
 
 
 def group(axis: str = "dp") -> Any:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from plait.ranks.file_lock import owner_of, try_lock, unlock
+from plait.files import owner_of, try_lock, unlock
 
 HOLDING = """
 import sys, time
 from pathlib import Path
-from plait.ranks.file_lock import try_lock
+from plait.files import try_lock
 file = try_lock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)

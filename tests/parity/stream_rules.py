@@ -1,9 +1,9 @@
 """NCCL's rules for ranks as threads: communicators run their operations in order, on a stream of each rank.
 
 `StreamRules` holds the streams of all ranks. An operation starts on a rank when those queued before it on the
-communicator are complete, and completes when it has started on all its ranks (see `schedules.stream_replay`,
-which replays programs under the same rules). Three things then turn a mistake into an error or a wrong
-number, whatever the moment at which a real GPU would complete the operation:
+communicator are complete, and completes when it has started on all its ranks, as programs are replayed by
+`plait.schedules.lowering.stream_replay`. Three things then turn a mistake into an error or a wrong number,
+whatever the moment at which a real GPU would complete the operation:
 
 - outputs hold NaN (integers -1) from the start of an operation until it is complete;
 - inputs must be the same at completion as at the start, and their memory still be allocated;
@@ -74,7 +74,6 @@ class StreamOperation:
     compute: ComputeOutputs
     parts: dict[int, Part] = field(default_factory=dict)
     """By index."""
-    awaited_by: set[int] = field(default_factory=set)
     outputs: dict[int, Tensor] | None = None
     error: str | None = None
 
@@ -151,7 +150,6 @@ class StreamRules:
 
     def wait(self, operation: StreamOperation, index: int) -> None:
         """Record that a rank's compute stream waits for an operation."""
-        operation.awaited_by.add(index)
         self._calls[operation.ranks[index]].append(Awaited(operation.as_call))
         if isinstance(self._completion, int):
             self._complete_some()

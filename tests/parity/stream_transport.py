@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from parity.stream_rules import Part, StreamOperation, StreamRules
 from plait.ranks.transport.buffers import dense, describe
 from plait.ranks.transport.interface import Pending
 from plait.ranks.transport.local.cooperative_scheduler import (
@@ -16,7 +17,6 @@ from plait.ranks.transport.local.cooperative_scheduler import (
     WaitCondition,
 )
 from plait.ranks.transport.local.operations import ComputeOutputs, GroupOperations, Inputs
-from plait.ranks.transport.local.stream_rules import Part, StreamOperation, StreamRules
 from plait.ranks.transport.local.transport import LocalTransport
 
 
