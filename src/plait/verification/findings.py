@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 
 import torch
@@ -47,8 +46,8 @@ def box_of(layout: Layout, coordinate: Mapping[str, int]) -> ComparedBox:
     return ComparedBox(layout.shape, lambda whole: shard(whole, layout, coordinate))
 
 
-Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Returns values that a tensor may have by mistake, each after a sentence."""
+Alternatives = Iterable[tuple[str, Tensor]]
+"""Values that a tensor may have by mistake, each after a sentence; iterated for a first difference only."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Findings:
         tolerance: Tolerance,
         *,
         box: ComparedBox | None = None,
-        alternatives: Alternatives = tuple,
+        alternatives: Alternatives = (),
         base: Tensor | None = None,
         rounding: float | None = None,
         inside: Callable[[], InnerDifference | None] = lambda: None,
@@ -150,8 +149,8 @@ class Findings:
         largest = torch.inf if _misfit(actual, expected) else largest_difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
         if narrower is not None and (largest <= tolerance.allowed or _is_near(actual, expected, narrower)):
-            text, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
-            alternatives = partial(one_alternative, text, actual)
+            tolerance = Tolerance(tolerance.size, 0.0)
+            alternatives = [(f"it was rounded to {narrower} on the way", actual)]
         if largest <= tolerance.allowed:
             tally.used = max(tally.used, largest / tolerance.allowed if largest else 0.0)
             tally.relative = max(
@@ -221,18 +220,11 @@ def has_only_small_digits_of_float16(actual: Tensor, expected: Tensor) -> bool:
     return own.numel() >= MIN_ROUNDED_ELEMENTS and has_few_digits and float(near.double().mean()) > NEAR_SHARE
 
 
-def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return `[(text, value)]`, as the `alternatives` of `compare` where only one mistake is considered."""
-    return [(text, value)]
-
-
 def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: Alternatives) -> str:
     """Return a sentence on a wrong shape or dtype, or on the mistake whose value `actual` equals; else ""."""
     if misfit := _misfit(actual, expected):
         return misfit
-    fitting = (
-        text for text, value in alternatives() if largest_difference(actual, value) <= tolerance.allowed
-    )
+    fitting = (text for text, value in alternatives if largest_difference(actual, value) <= tolerance.allowed)
     return next(fitting, "")
 
 

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,7 +79,7 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
             expected,
             Tolerance(largest_magnitude(expected), 0.0),
             box=box,
-            alternatives=partial(_after_mistakes, name, first, loaded, saved),
+            alternatives=_after_mistakes(name, first, loaded, saved),
         )
     return run
 

@@ -23,7 +23,7 @@ def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:
     found: list[Any] = []
 
     def compared(location: Any, actual: Any, expected: Any, tolerance: Tolerance, **told: Any) -> bool:
-        found.append((tolerance.allowed, [name for name, _ in told["alternatives"]()]))
+        found.append((tolerance.allowed, [name for name, _ in told["alternatives"]]))
         return False
 
     def judged(phase: StepPhase, actual: torch.Tensor, dtype: torch.dtype, used_scale: float) -> Any:
@@ -70,7 +70,7 @@ def test_a_parameter_that_the_last_step_left_as_it_was_is_named() -> None:
     found: list[Any] = []
 
     def compared(location: Any, actual: Any, expected: Any, *_: Any, **told: Any) -> bool:
-        found.extend(told["alternatives"]())
+        found.extend(told["alternatives"])
         return True
 
     own: Any = SimpleNamespace(

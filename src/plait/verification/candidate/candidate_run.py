@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
-from plait.verification.findings import one_alternative
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference.recording import NO_TOLERANCE
 from plait.verification.reference.reference_update import CLIP_EPSILON
@@ -188,7 +186,7 @@ class CandidateUpdate:
         other.grad = torch.ones_like(other)
         norm = self.engine.step(torch.optim.SGD([other], lr=1.0), bound)
         location = Location(step, StepPhase.OPTIMIZER, name="an optimizer of one step")
-        mistake = partial(one_alternative, "it was not updated", torch.zeros_like(other))
+        mistake = [("it was not updated", torch.zeros_like(other))]
         expected = torch.full_like(other, -1.0)
         self.comparison.findings.compare(location, other, expected, NO_TOLERANCE, alternatives=mistake)
         return norm

@@ -5,7 +5,6 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import chain
 
 import torch
@@ -37,7 +36,7 @@ from plait.verification.diagnosis.values_after_mistakes import (
     with_local_positions,
     with_other_parameters,
 )
-from plait.verification.findings import ComparedBox, one_alternative
+from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.norm_precision import RMSNorms, rounded_otherwise
 from plait.verification.reference.recording import NO_TOLERANCE
@@ -161,7 +160,7 @@ class InstructionChecker:
             expected,
             tolerance,
             box=box,
-            alternatives=alternatives,
+            alternatives=alternatives(),
         )
         if not equal and self.isolate:
             parameter.data.copy_(expected)
@@ -206,7 +205,7 @@ class InstructionChecker:
                 actual,
                 right,
                 NO_TOLERANCE,
-                alternatives=partial(one_alternative, sentence, actual),
+                alternatives=[(sentence, actual)],
             )
 
     def _compare_loss(self, action: Action) -> None:
@@ -224,7 +223,7 @@ class InstructionChecker:
             actual,
             expected,
             tolerance,
-            alternatives=lambda: chain(
+            alternatives=chain(
                 self._alternatives(StepPhase.LOSS, scope, key, actual),
                 self._other_losses(number, scope, expected),
             ),
@@ -287,7 +286,7 @@ class InstructionChecker:
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
             box=box,
-            alternatives=lambda: self._alternatives(phase, scope, key, actual),
+            alternatives=self._alternatives(phase, scope, key, actual),
             base=base,
             inside=lambda: (
                 self._inner_difference(action, key.layer, scope) if phase is StepPhase.FORWARD else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,13 +10,7 @@ from torch import Tensor
 from plait.engine.engine import Engine
 from plait.models.layers.layer_sequence import LayerSequence
 from plait.verification.expected_dtypes import NumberFormats, epsilon_of
-from plait.verification.findings import (
-    ComparedBox,
-    Findings,
-    box_of,
-    has_only_small_digits_of_float16,
-    one_alternative,
-)
+from plait.verification.findings import ComparedBox, Findings, box_of, has_only_small_digits_of_float16
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.recording import NO_TOLERANCE, ReferenceRecording
@@ -103,7 +96,7 @@ class StepComparison:
             expected,
             tolerance,
             box=box,
-            alternatives=lambda: alternatives,
+            alternatives=alternatives,
             rounding=rounding,
             base=base,
         )
@@ -122,7 +115,7 @@ class StepComparison:
         self, location: Location, actual: Tensor, before: Tensor, box: ComparedBox | None, mistake: str
     ) -> None:
         """Compare a tensor with its value before a call that must not change it."""
-        alternatives = partial(one_alternative, mistake, actual)
+        alternatives = [(mistake, actual)]
         self.findings.compare(location, actual, before, NO_TOLERANCE, box=box, alternatives=alternatives)
 
     def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:

@@ -270,7 +270,7 @@ class WeightGradientChecker:
             expected,
             tracked.tolerance,
             box=self.box(name),
-            alternatives=lambda: self._alternatives(name, use, tracked.expected),
+            alternatives=self._alternatives(name, use, tracked.expected),
             base=None if contribution is None else tracked.expected - contribution[0],
             rounding=rounding,
         )
