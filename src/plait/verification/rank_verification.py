@@ -21,7 +21,7 @@ from plait.tensor.chunked_cross_entropy import output_linear_name
 from plait.tensor.layer_values import Value, map_tensors
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.case import Case, prepared
+from plait.verification.case import Case, batches_of_steps, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
 from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
@@ -29,7 +29,6 @@ from plait.verification.reference.recording import ReferenceRecording, broadcast
 from plait.verification.reference.reference_run import Batch, ReferenceRun
 from plait.verification.reference.start_values import Perturbation
 from plait.verification.resumed_run import MakeEngine, NotSavedError, resumed
-from plait.verification.step_batches import batches_of_steps
 
 RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
 """Recordings by the number of micro-batches of the global batch, and by the linear whose input is recorded as

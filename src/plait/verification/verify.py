@@ -19,7 +19,7 @@ from plait.tensor.chunked_cross_entropy import output_linear_name, require_cross
 from plait.tensor.layer_values import Value
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
-from plait.verification.case import Case, rows_of
+from plait.verification.case import Case, batches_of_steps, rows_of
 from plait.verification.diagnosis.cause import likely_cause
 from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.findings import Tally
@@ -30,7 +30,6 @@ from plait.verification.location import Location, StepPhase
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import FirstDifference, VerificationReport
-from plait.verification.step_batches import batches_of_steps
 from plait.verification.sweep import RefusedPlan, ReportProgress, Sweep, plans_on, verify_plans
 
 

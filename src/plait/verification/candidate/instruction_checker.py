@@ -26,16 +26,9 @@ from plait.schedules.lowering.program import (
     TakeBatch,
 )
 from plait.tensor.layer_values import Value, tensors_of, with_tensors
-from plait.verification.attention_mistakes import KIND, fitting_mistakes
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker
-from plait.verification.diagnosis.values_after_mistakes import (
-    NamedTensors,
-    with_another_loss,
-    with_local_positions,
-    with_other_parameters,
-)
 from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.norm_precision import RMSNorms, rounded_otherwise
@@ -44,6 +37,14 @@ from plait.verification.reference.tensor_sketches import (
     InnerDifference,
     ModuleSketches,
     first_inner_difference,
+)
+from plait.verification.values_after_mistakes import (
+    MISTAKEN,
+    NamedTensors,
+    fitting_mistakes,
+    with_another_loss,
+    with_local_positions,
+    with_other_parameters,
 )
 
 
@@ -314,7 +315,7 @@ class InstructionChecker:
             sums = [
                 (one.name, self._expected(value, actual, key)[0])
                 for one, value in self.recording.values[scope].items()
-                if one[:2] == (KIND, key.layer) and key.name == "0"
+                if one[:2] == (MISTAKEN, key.layer) and key.name == "0"
             ]
             yield from fitting_mistakes(actual, self.recording.tolerances[scope][key].allowed, sums)
         if phase is StepPhase.FORWARD and not self.parts.is_partitioned(key):

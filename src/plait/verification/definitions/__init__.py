@@ -6,7 +6,3 @@ rotary         frequencies, their scaling, the rotation of pairs
 layers         the layers of plait's own models; `huggingface`: those around modules of transformers
 functions      `plait.attention`, `plait.positions` and the others that layers of users call
 """
-
-from plait.verification.definitions.functions import Definitions
-
-__all__ = ["Definitions"]

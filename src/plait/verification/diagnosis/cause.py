@@ -8,19 +8,17 @@ from itertools import combinations
 
 import torch
 
-from plait.verification.diagnosis.misplaced_values import (
-    part_of_a_dim,
-    permuted,
-    positions,
-    shifted,
-    transposed,
-)
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.single_tensor import (
     factor,
     multiple_of_input,
     no_number,
+    part_of_a_dim,
+    permuted,
+    positions,
     same_for_all,
+    shifted,
+    transposed,
     zero,
 )
 from plait.verification.diagnosis.symptoms import (

@@ -29,7 +29,6 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, ten
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
-from plait.verification.attention_mistakes import other_documents, sums_after_mistakes
 from plait.verification.definitions.attention import separated
 from plait.verification.definitions.functions import Definitions
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
@@ -40,24 +39,22 @@ from plait.verification.expected_dtypes import (
     ReferenceLossScale,
     epsilon_of,
 )
-from plait.verification.hidden_inputs import (
-    require_function_of_output,
-    require_no_hidden_input,
-    require_values,
-)
 from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
-from plait.verification.reference.narrowing_casts import NarrowingCasts
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (
     build_layers,
     failure_named,
     input_replaced,
     random_refused,
+    require_function_of_output,
+    require_no_hidden_input,
+    require_values,
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
-from plait.verification.reference.start_values import Perturbation, ValueChange
+from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.tensor_sketches import sketched
+from plait.verification.values_after_mistakes import other_documents, sums_after_mistakes
 
 
 @dataclass(frozen=True)

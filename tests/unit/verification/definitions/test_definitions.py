@@ -18,7 +18,7 @@ from plait.models.layers.layer_sequence import sequence_of
 from plait.tensor.attention.attention import attend, share_keys
 from plait.tensor.autograd.replaceable import replaceable, replacing
 from plait.tensor.running_sequence import ContextParallelism, running
-from plait.verification.definitions import Definitions, attention
+from plait.verification.definitions import attention
 from plait.verification.definitions.attention import (
     Visibility,
     numbers_of,
@@ -26,6 +26,7 @@ from plait.verification.definitions.attention import (
     separated,
     softmax_attention,
 )
+from plait.verification.definitions.functions import Definitions
 from plait.verification.definitions.huggingface import FORWARDS
 from plait.verification.definitions.rotary import angles_at, base_frequencies, rotated, scaled_frequencies
 
