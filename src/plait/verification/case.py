@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from plait.models.layers.lost_settings import refuse_lost_settings
+from plait.plan.plan import Plan
 from plait.plan.rules import Rules
+from plait.ranks.mesh import Mesh
 from plait.tensor.layer_values import Microbatches, Value, list_of_tensors, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
 from plait.verification.options import VerifyOptions
@@ -52,6 +54,10 @@ class Case:
             torch.default_generator.manual_seed(self.options.seed)
             return self.model()
 
+    def mesh(self, plan: Plan) -> Mesh:
+        """Return a mesh of `plan` on the device of the case, with its timeout."""
+        return Mesh(plan, device=None if self.device == "auto" else self.device, timeout=self.timeout)
+
     def rules_of(self, model: nn.Module) -> Rules | None:
         """Return the tensor-parallel rules given in the case, or else those in `model.rules`, if any."""
         return getattr(model, "rules", None) if self.rules is None else self.rules
@@ -77,7 +83,8 @@ def prepared(case: Case) -> Iterator[Case]:
     inputs, _ = case.batches[0]
     batch = integer_batch(inputs, rows_of(inputs))
     start = with_values(model, seed, integer_parameter(seed), integer_buffer)
-    plain = replace(options, clip=None, weight_decay=0.0, optimizer=integer_sgd)
+    whole_steps = partial(torch.optim.SGD, lr=1.0)  # which keeps integer parameters integer
+    plain = replace(options, clip=None, weight_decay=0.0, optimizer=whole_steps)
     with IntegerMode():
         yield replace(case, model=start, loss=WeightedSum(), batches=[batch], options=plain)
 
@@ -86,11 +93,6 @@ def rows_of(inputs: Value) -> int:
     """Return the number of rows of a batch; DataError if its tensors differ in it, PlanError if it is 0."""
     split(inputs, 1, "inputs")
     return next(tensors_of(inputs)).shape[0]
-
-
-def integer_sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return SGD with learning rate 1, which keeps integer parameters integer."""
-    return torch.optim.SGD(groups, lr=1.0)
 
 
 def batches_of_steps(inputs: Value, targets: Value, steps: int, microbatches: int) -> list[Batch]:

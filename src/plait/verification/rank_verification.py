@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -28,7 +28,7 @@ from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, 
 from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
 from plait.verification.reference.reference_run import Batch, ReferenceRun
 from plait.verification.reference.start_values import Perturbation
-from plait.verification.resumed_run import MakeEngine, NotSavedError, resumed
+from plait.verification.resumed_run import NotSavedError, resumed
 
 RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
 """Recordings by the number of micro-batches of the global batch, and by the linear whose input is recorded as
@@ -56,16 +56,12 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
     `recordings` are kept on rank 0, for further plans with the same micro-batches.
     """
     begun = perf_counter()
-    mesh = Mesh(plan, device=None if case.device == "auto" else case.device, timeout=case.timeout)
-    try:
-        with prepared(case) as ready:
-            plan = case.options.applied_to(plan)
-            paths = tuple(layer.path for layer in sequence_of(ready.build()).layers)
-            findings, clip = _compared(ready, plan, mesh, {} if recordings is None else recordings)
+    with closing(case.mesh(plan)) as mesh, prepared(case) as ready:
+        plan = case.options.applied_to(plan)
+        paths = tuple(layer.path for layer in sequence_of(ready.build()).layers)
+        findings, clip = _compared(ready, plan, mesh, {} if recordings is None else recordings)
         seconds = perf_counter() - begun
         return RankOutcome(mesh.rank, dict(mesh.coordinate), paths, findings, clip, seconds)
-    finally:
-        mesh.close()
 
 
 def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) -> tuple[Findings, float]:
@@ -95,20 +91,13 @@ def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) ->
     if case.options.mode == "exact":  # after a step in whole numbers, parameters are too large to go on
         return comparison.findings, recording.number(0, "clip")
     if batches[last:]:
-        _compare_resumed(candidate, make_engine, last, batches[last])
+        try:
+            resumed(candidate, make_engine, last).train(last, *batches[last])
+        except NotSavedError as error:
+            comparison.findings.left_out = str(error)
     candidate.update.overflow(last)
     candidate.evaluate(last, *batches[last - 1])
     return comparison.findings, recording.number(0, "clip")
-
-
-def _compare_resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int, batch: Batch) -> None:
-    """Save the candidate, load it into a new engine, and compare this and its next step."""
-    try:
-        run = resumed(candidate, make_engine, step)
-    except NotSavedError as error:
-        candidate.comparison.findings.left_out = str(error)
-    else:
-        run.train(step, *batch)
 
 
 def _recorded(

@@ -23,12 +23,11 @@ from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import Partitioning
 from plait.ranks.mesh import Mesh
-from plait.ranks.text_collectives import broadcast_text
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, StepPhase
-from plait.verification.reference.recording import Tolerance, largest_magnitude
+from plait.verification.reference.recording import Tolerance, broadcast_object, largest_magnitude
 
 MakeEngine = Callable[[Plan, Mesh], Engine]
 """Returns a new engine of the model, with its initial values."""
@@ -150,22 +149,20 @@ def another_plan(plan: Plan, layers: int) -> Plan | None:
 def _require_space(folder: Path, candidate: CandidateRun) -> None:
     """Raise NotSavedError, on all ranks, where the disk may have no room for a checkpoint."""
     mesh = candidate.engine.mesh
-    world, text = mesh.group("world"), ""
+    text = ""
     if mesh.rank == 0:
         elements = sum(parameter.numel() for parameter in candidate.comparison.sequence.parameters.values())
         needed, free = BYTES_OF_PARAMETER * elements, shutil.disk_usage(folder).free
         if free < 2 * needed:
             text = f"{folder.parent} has {free / 1e9:.1f} GB free, for a checkpoint of {needed / 1e9:.1f} GB"
-    if text := broadcast_text(text, world, world.device_for_text(mesh.device)):
+    if text := broadcast_object(text, mesh):
         raise NotSavedError(text)
 
 
 @contextmanager
 def _shared_folder(mesh: Mesh) -> Iterator[Path]:
     """Context: yield a new folder, the same on all ranks, which is removed at exit."""
-    world = mesh.group("world")
-    made = tempfile.mkdtemp(prefix="plait-verify-") if mesh.rank == 0 else ""
-    path = Path(broadcast_text(made, world, world.device_for_text(mesh.device)))
+    path = Path(broadcast_object(tempfile.mkdtemp(prefix="plait-verify-") if mesh.rank == 0 else "", mesh))
     try:
         yield path
     finally:
