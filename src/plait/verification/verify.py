@@ -170,15 +170,14 @@ def verify(
         reference: an independent model, any callable from `inputs`: its outputs, loss, gradients in float64.
     """
     _require_types(model, plan, timeout)
-    _require_usual(reference, mode=mode, steps=steps, clip=clip, isolate=isolate, optimizer=optimizer)
+    other = _independent(reference, mode=mode, steps=steps, clip=clip, isolate=isolate, optimizer=optimizer)
     if steps is None:
-        steps = usual_steps(mode) if reference is None else 1
+        steps = usual_steps(mode) if other is None else 1
     options = VerifyOptions(
         mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=True
     )
     batches = batches_of_steps(inputs, targets, steps, plan.dp * plan.microbatches)
     case = Case(model, as_loss(loss), batches, options, rules, device, timeout, ranks_as, ranks_per_gpu)
-    other = None if reference is None else IndependentReference(partial(_itself, reference))
     return verify_case(case, plan, other, threads=threads)
 
 
@@ -205,10 +204,10 @@ def _itself(reference: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return reference
 
 
-def _require_usual(reference: object, **given: object) -> None:
-    """Raise PlanError for an argument of `verify` that a comparison with a given reference does not use."""
+def _independent(reference: Callable[[Any], Any] | None, **given: object) -> IndependentReference | None:
+    """Return the reference of `verify`, if any; PlanError for another argument that does not go with it."""
     if reference is None:
-        return
+        return None
     if not callable(reference):
         raise PlanError(f"the reference is {reference!r}: give an nn.Module, or a function of the inputs.")
     usual = {"mode": "float64", "steps": None, "clip": None, "isolate": False, "optimizer": adamw}
@@ -218,6 +217,7 @@ def _require_usual(reference: object, **given: object) -> None:
                 f"{name} = {value!r} does not go with a reference, whose forward and backward run in "
                 "float64 for one batch: leave it out, and verify the rest without a reference."
             )
+    return IndependentReference(partial(_itself, reference))
 
 
 def verify_all(
