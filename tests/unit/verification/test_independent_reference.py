@@ -370,8 +370,8 @@ def test_the_report_combines_the_comparisons_of_all_ranks() -> None:
         return Compared(batch, what, name, off, 2.0, 0.25, (3,), (1.0 + off, 1.0))
 
     ranks = [
-        RankComparison(0, {}, (one(1, "loss"), one(0, "gradient", "a"), one(0, "loss")), 2, "a place", 1.5),
-        RankComparison(1, {}, (one(0, "output", off=0.125), one(1, "output")), 7, "another", 2.5),
+        RankComparison((one(1, "loss"), one(0, "gradient", "a"), one(0, "loss")), 2, "a place", 1.5),
+        RankComparison((one(0, "output", off=0.125), one(1, "output")), 7, "another", 2.5),
     ]
     report = independent_report(ranks, ONE, "the reference")
     order = [(each.batch, each.what) for each in report.compared_tensors]
