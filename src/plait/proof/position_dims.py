@@ -26,6 +26,11 @@ class PositionDim:
         """Return the same positions in another dim."""
         return PositionDim(dim, self.outer, self.inner)
 
+    def without(self, dims: Iterable[int]) -> PositionDim | None:
+        """Return the positions after `dims` are removed from the tensor; None if theirs is one of them."""
+        removed = set(dims)
+        return None if self.dim in removed else self.at(self.dim - sum(dim < self.dim for dim in removed))
+
     def fits(self, shape: Sequence[int], length: int) -> bool:
         """Return whether a tensor of `shape` can contain `length` positions in this way."""
         return self.dim < len(shape) and shape[self.dim] == self.outer * length * self.inner
@@ -157,10 +162,8 @@ class Selection:
 
     def of_others(self, at: PositionDim) -> PositionDim | None:
         """Return where the dim `at` of `self` is in the result; None where it is indexed."""
-        if at.dim in self.dims:
-            return None
-        other = at.dim - sum(dim < at.dim for dim in self.dims)
-        return at.at(other if other < self.first else other + self.index_ndim)
+        other = at.without(self.dims)
+        return other if other is None or other.dim < self.first else at.at(other.dim + self.index_ndim)
 
     def ndim(self, before: int) -> int:
         """Return the number of dims of the result for a tensor with `before` dims."""
@@ -204,11 +207,6 @@ def part_replaced(call: OperationCall) -> PositionDim | None:
         return None
     removed = call.name == "select_scatter" and dim < at.dim
     return at if call.of("src") == at.at(at.dim - removed) else None
-
-
-def taken(call: OperationCall) -> PositionDim | None:
-    """Rule of `take`: `self`, flattened, is read at `index`."""
-    return call.only("index")
 
 
 def indexed(call: OperationCall) -> PositionDim | None:
