@@ -24,7 +24,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, count, islice, zip_longest
 from typing import Any
 
@@ -51,26 +50,25 @@ SLICES = frozenset({"slice", "slice_scatter"})
 SOME_POSITIONS = "with context parallelism a rank has some of the positions"
 
 
-@dataclass(frozen=True)
-class DistinctiveSizes:
-    """Two lengths and a number of rows: different primes that divide no other size of a layer."""
+def distinctive_sizes(path: str, module: nn.Module, like: Value) -> tuple[int, int, int]:
+    """Return two lengths and a number of rows for the layer at `path`: primes that divide no other size of it.
 
-    lengths: tuple[int, int]
-    """Up to the length of the given input where there are such primes, the largest first."""
-    rows: int
-
-    @staticmethod
-    def of(path: str, module: nn.Module, like: Value) -> DistinctiveSizes:
-        """Return sizes for the layer at `path` and an input like `like`.
-
-        Raises ModelError unless all tensors in `like` with two or more dims have the same size in dim 1.
-        """
-        length, sizes = _length_of(path, like), set(_sizes(module, like))
-        smaller = filter(_is_prime, range(length, SMALLEST_LENGTH - 1, -1))
-        larger = filter(_is_prime, count(max(length + 1, SMALLEST_LENGTH)))
-        first, second = islice(_without_multiples(chain(smaller, larger), sizes), 2)
-        rows = next(_without_multiples(filter(_is_prime, count(3)), {first, second} | sizes))
-        return DistinctiveSizes((first, second), rows)
+    The lengths are up to that of the input `like` where there are such primes, the largest first. Raises
+    ModelError unless all tensors in `like` with two or more dims have the same size in dim 1.
+    """
+    lengths = {tensor.shape[1] for tensor in tensors_of(like) if tensor.dim() > 1}
+    if len(lengths) != 1:
+        raise ModelError(
+            f"layer {path!r} is given tensors of shapes {[list(one.shape) for one in tensors_of(like)]}, but "
+            "context parallelism cuts dim 1, the sequence: give it tensors [rows, length, ...] that agree in "
+            "length, or set plan.cp to 1."
+        )
+    (length,), sizes = lengths, set(_sizes(module, like))
+    smaller = filter(_is_prime, range(length, SMALLEST_LENGTH - 1, -1))
+    larger = filter(_is_prime, count(max(length + 1, SMALLEST_LENGTH)))
+    first, second = islice(_without_multiples(chain(smaller, larger), sizes), 2)
+    rows = next(_without_multiples(filter(_is_prime, count(3)), {first, second} | sizes))
+    return first, second, rows
 
 
 def resized(like: Value, rows: int, length: int) -> Value:
@@ -90,17 +88,6 @@ def resized(like: Value, rows: int, length: int) -> Value:
         return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=learns)
 
     return map_tensors(empty, like)
-
-
-def _length_of(path: str, like: Value) -> int:
-    lengths = {tensor.shape[1] for tensor in tensors_of(like) if tensor.dim() > 1}
-    if len(lengths) != 1:
-        raise ModelError(
-            f"layer {path!r} is given tensors of shapes {[list(one.shape) for one in tensors_of(like)]}, but "
-            "context parallelism cuts dim 1, the sequence: give it tensors [rows, length, ...] that agree in "
-            "length, or set plan.cp to 1."
-        )
-    return lengths.pop()
 
 
 def _sizes(module: nn.Module, like: Value) -> Iterator[int]:
@@ -135,11 +122,10 @@ def prove_positions_apart(layer: NamedLayer, like: Value) -> Value:
     possible. So has the output, which can be given to the next layer. The rules of tensor parallelism must
     not be applied to `layer`, which is not changed.
     """
-    sizes = DistinctiveSizes.of(layer.path, layer.module, like)
-    first, second = sizes.lengths
-    tracker, output = _run(layer, like, sizes.rows, first)
+    first, second, rows = distinctive_sizes(layer.path, layer.module, like)
+    tracker, output = _run(layer, like, rows, first)
     if second < first:  # a longer sequence might be more than the layer allows
-        other, _ = _run(layer, like, sizes.rows, second)
+        other, _ = _run(layer, like, rows, second)
         tracker.require_same_constants(other)
     return output
 
