@@ -51,7 +51,7 @@ SOME_POSITIONS = "with context parallelism a rank has some of the positions"
 
 
 def distinctive_sizes(path: str, module: nn.Module, like: Value) -> tuple[int, int, int]:
-    """Return two lengths and a number of rows for the layer at `path`: primes that divide no other size of it.
+    """Return two lengths and a number of rows for a layer: different primes that divide no other size of it.
 
     The lengths are up to that of the input `like` where there are such primes, the largest first. Raises
     ModelError unless all tensors in `like` with two or more dims have the same size in dim 1.

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait.ranks.collectives import all_reduce
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm
+from plait.verification.reference.tensor_sketches import nearest_of
 
 FEATURES = 0.25
 """Share of a norm's features, at most, whose sums over rows may differ for equal inputs: kernels for other
@@ -40,29 +41,15 @@ def rounded_otherwise(
     for name, given in found.items():
         path, side, *call = name.split("|")
         output = "|".join([path, "gives", *call])
-        if (
-            side != "given"
-            or path not in norms
-            or not {name, output} <= expected.keys()
-            or output not in found
-        ):
+        is_known = output in found and {name, output} <= expected.keys()
+        if side != "given" or path not in norms or not is_known:
             continue
-        if not torch.equal(given, _nearest(given, expected[name])):
+        if not torch.equal(given, nearest_of(expected[name], given)):
             continue
-        nearest = _nearest(found[output], expected[output])
+        nearest = nearest_of(expected[output], found[output])
         if float((found[output] != nearest).double().mean()) > FEATURES:
             return f"inside, of the norm {path}: {SENTENCE}", found[output], nearest
     return None
-
-
-def _nearest(found: Tensor, expected: Tensor) -> Tensor:
-    """Return `expected`, or if `found` is shorter (a part), the elements nearest to those of `found`."""
-    if found.shape == expected.shape:
-        return expected
-    ordered = expected.sort().values
-    after = torch.searchsorted(ordered, found).clamp(max=len(ordered) - 1)
-    one, other = ordered[(after - 1).clamp(min=0)], ordered[after]
-    return torch.where((one - found).abs() < (other - found).abs(), one, other)
 
 
 class RMSNorms:

@@ -9,12 +9,12 @@ import plait
 from plait.verification.definitions.attention import positions_in
 from plait.verification.definitions.functions import Definitions
 from plait.verification.location import RecordKey, RecordScope
-from plait.verification.values_after_mistakes import (
+from plait.verification.reference.tensor_sketches import unequal_weights
+from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
     fitting_mistakes,
     other_documents,
     sums_after_mistakes,
-    weights_for,
 )
 
 LENGTH, LAYER = 6, 3
@@ -34,7 +34,7 @@ def attended(x: Tensor, window: int | None = None, mask: Tensor | None = None) -
 
 
 def of_sums(output: Tensor) -> Tensor:
-    return (output * weights_for(4, X.device)).sum(-1, keepdim=True)
+    return (output * unequal_weights(4, X.device)).sum(-1, keepdim=True)
 
 
 def test_windows_that_are_off_by_one_are_recognised() -> None:

@@ -38,7 +38,7 @@ from plait.verification.reference.tensor_sketches import (
     ModuleSketches,
     first_inner_difference,
 )
-from plait.verification.values_after_mistakes import (
+from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
     NamedTensors,
     fitting_mistakes,
@@ -111,10 +111,8 @@ class InstructionChecker:
                 self._compare_parameters(unit)
             case RunLayer(action, layer):
                 self._compare_layer(action, layer)
-                for sketches in self.sketches.values():
-                    sketches.begin()  # also drops those of a recomputed forward
-                for norms in self.rms_norms.values():
-                    norms.begin()
+                for hooks in (*self.sketches.values(), *self.rms_norms.values()):
+                    hooks.begin()  # also drops what a recomputed forward gave
             case ComputeLoss(action):
                 if self.evaluating or not self.computes_logits:
                     self._compare_loss(action)
@@ -127,10 +125,9 @@ class InstructionChecker:
                 self.weights.before_scatter(self.runtime.units[unit].parameters)
             case Finish():
                 self.weights.compare_open()
-                while self.sketches:
-                    self.sketches.popitem()[1].close()
-                while self.rms_norms:
-                    self.rms_norms.popitem()[1].close()
+                for hooks in (*self.sketches.values(), *self.rms_norms.values()):
+                    hooks.close()
+                self.sketches, self.rms_norms = {}, {}
 
     def _compare_parameters(self, unit: str) -> None:
         """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
@@ -318,8 +315,8 @@ class InstructionChecker:
                 if one[:2] == (MISTAKEN, key.layer) and key.name == "0"
             ]
             yield from fitting_mistakes(actual, self.recording.tolerances[scope][key].allowed, sums)
-        if phase is StepPhase.FORWARD and not self.parts.is_partitioned(key):
-            yield from self._with_other_parameters(scope, key, recorded)
+            if self.parts.tp_dim(key) is None:
+                yield from self._with_other_parameters(scope, key, recorded)
 
     def _with_other_parameters(self, scope: RecordScope, key: RecordKey, recorded: Tensor) -> NamedTensors:
         """Yield a layer's output after common mistakes with its biases and tables of positions."""

@@ -210,15 +210,12 @@ class WeightGradientChecker:
         """Compare the parameter gradients that a layer's backward (`I`, `W` or `B`) has added to."""
         own = self.runtime.pipeline.stages[stage].layers[layer].module.parameters()
         self.runtime.queue.set_to_zero(own)  # to which nothing was added yet
+        late = kind is Kind.B or self.adds_late
         for key in self.gradients_of[stage, layer]:
-            if kind is not Kind.W:
-                contribution = self._contribution(key[0], use)
-                if contribution is not None:
-                    late = kind is Kind.B or self.adds_late
-                    self._compare(
-                        key, use, self.tracker.after_input(key, use, *contribution, until_weight=late)
-                    )
-        for key in self.gradients_of[stage, layer]:
+            contribution = None if kind is Kind.W else self._contribution(key[0], use)
+            if contribution is not None:
+                added = self.tracker.after_input(key, use, *contribution, until_weight=late)
+                self._compare(key, use, added)
             if kind is not Kind.I:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 

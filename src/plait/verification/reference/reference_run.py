@@ -54,7 +54,7 @@ from plait.verification.reference.reference_layers import (
 from plait.verification.reference.reference_update import ReferenceUpdate
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.tensor_sketches import sketched
-from plait.verification.values_after_mistakes import other_documents, sums_after_mistakes
+from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,9 @@ class HeldState:
             tuple((one, own_numbers(one)) for one in modules),
         )
 
-    def set_back(self) -> None:
-        """Set the modules' buffers and numbers back to the recorded ones."""
-        self._set({id(buffer): buffer for _, _, buffer in self.buffers})
-
-    def set_copies(self) -> None:
-        """Set the modules' numbers, and buffers to copies of the recorded ones; shared ones stay shared."""
-        self._set({id(buffer): buffer.clone() for _, _, buffer in self.buffers})
-
-    def _set(self, values: dict[int, Tensor]) -> None:
+    def set_back(self, *, to_copies: bool = False) -> None:
+        """Set the modules' numbers and buffers back, or buffers `to_copies`; shared ones stay shared."""
+        values = {id(one): one.clone() if to_copies else one for _, _, one in self.buffers}
         for module, name, buffer in self.buffers:
             setattr(module, name, values[id(buffer)])
         for module, numbers in self.numbers:
@@ -187,19 +181,23 @@ class ReferenceRun:
     ) -> Iterator[tuple[RecordScope, Records]]:
         """Evaluate a batch before `step`; yield the tensors of each micro-batch, and the mean loss."""
         self._update_aliases()
-        total, weight, before = [], [], HeldState.of(self.layers)
+        totals, before = [], HeldState.of(self.layers)
+        input_parts, target_parts = (split(value, microbatches, "batch") for value in (inputs, targets))
         with torch.no_grad(), evaluating(layer.module for layer in self.layers):
-            parts = (split(value, microbatches, "batch") for value in (inputs, targets))
-            for number, (part, of_targets) in enumerate(zip(*parts, strict=True)):
+            for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
                 scope = RecordScope(step, number, evaluated=True)
-                before.set_copies()
+                before.set_back(to_copies=True)
                 records = self._microbatch(scope, part, of_targets, torch.ones(()))
-                total.append(records[RecordKey("total")].double())
-                weight.append(torch.as_tensor(self.loss.weight(of_targets)).double())
+                totals.append(records[RecordKey("total")].double())
                 yield scope, records
         before.set_back()
-        mean = torch.stack(total).sum() / divisor(self.loss, torch.stack(weight).sum())
+        mean = torch.stack(totals).sum() / self._divisor(target_parts)
         yield RecordScope(step, evaluated=True), {RecordKey("evaluation"): mean}
+
+    def _divisor(self, targets: Iterable[Value]) -> Tensor:
+        """Return the number by which the summed loss of all these targets is divided."""
+        weights = [torch.as_tensor(self.loss.weight(part)).double() for part in targets]
+        return divisor(self.loss, torch.stack(weights).sum())
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
         if self.formats.scales_dynamically(self.model_parameters.values()):
@@ -225,16 +223,13 @@ class ReferenceRun:
         input_parts = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
-        weight = torch.stack(
-            [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
-        ).sum()
-        weight = divisor(self.loss, weight)
+        weight = self._divisor(target_parts)
         for name, parameter in self.update.trainable.items():
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals, before = [], HeldState.of(self.layers)
         for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
-            before.set_copies()  # what changes in each run changes once a step
+            before.set_back(to_copies=True)  # what changes in each run changes once a step
             records = self._microbatch(RecordScope(step, number), part, of_targets, weight)
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
@@ -365,12 +360,11 @@ class ReferenceRun:
         value = map_tensors(torch.clone, given)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         before = HeldState.of(self.layers)
-        before.set_copies()
+        before.set_back(to_copies=True)
         with torch.no_grad(), self._running(inputs), self.definitions.running(ids):
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
             total = self._total(value, targets, checked=False)
         before.set_back()
-        weight = torch.as_tensor(self.loss.weight(targets)).to(total.device)
-        return total.double() / divisor(self.loss, weight)
+        return total.double() / self._divisor([targets])

@@ -71,8 +71,13 @@ class ModuleSketches:
 def sketch_of(tensor: Tensor) -> Tensor:
     """Return a weighted sum over all dims but the last of `tensor`, float64."""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]).double()
-    weights = torch.arange(1, len(rows) + 1, dtype=torch.float64, device=rows.device)
-    return ((weights * GOLDEN) % 1 + 0.5) @ rows
+    return unequal_weights(len(rows), rows.device) @ rows
+
+
+def unequal_weights(count: int, device: torch.device) -> Tensor:
+    """Return `count` weights between 0.5 and 1.5, float64."""
+    numbers = torch.arange(1, count + 1, dtype=torch.float64, device=device)
+    return (numbers * GOLDEN) % 1 + 0.5
 
 
 @contextmanager
@@ -143,11 +148,16 @@ def _listed(equal: list[str]) -> str:
 
 def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
     """Return whether sketches are equal; if `found` is shorter, whether `expected` contains its elements."""
-    if found.shape == expected.shape:
-        return largest_difference(found, expected) <= allowed
     if len(found) > len(expected):
         return False
+    return largest_difference(found, nearest_of(expected, found)) <= allowed
+
+
+def nearest_of(expected: Tensor, found: Tensor) -> Tensor:
+    """Return `expected`, or if `found` has another size, the elements nearest to those of `found`."""
+    if found.shape == expected.shape:
+        return expected
     ordered = expected.sort().values
     after = torch.searchsorted(ordered, found).clamp(max=len(ordered) - 1)
-    nearest = torch.minimum((ordered[after] - found).abs(), (ordered[(after - 1).clamp(min=0)] - found).abs())
-    return bool((nearest <= allowed).all())
+    one, other = ordered[(after - 1).clamp(min=0)], ordered[after]
+    return torch.where((one - found).abs() < (other - found).abs(), one, other)

@@ -18,6 +18,7 @@ from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
 from plait.verification.definitions.functions import Definitions
 from plait.verification.location import RecordKey, Records, RecordScope
+from plait.verification.reference.tensor_sketches import unequal_weights
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -165,14 +166,7 @@ def other_documents(ids: Mapping[RecordScope, Tensor], scope: RecordScope) -> di
 
 def summed(output: Tensor) -> Tensor:
     """Return a weighted sum over the last dim of `[rows, length, …, features]`, as `[…, 1]`, float64."""
-    weights = weights_for(output.shape[-1], output.device)
-    return (output.detach().double() @ weights).unsqueeze(-1)
-
-
-def weights_for(features: int, device: torch.device) -> Tensor:
-    """Return unequal weights between 0.5 and 1.5."""
-    numbers = torch.arange(1, features + 1, dtype=torch.float64, device=device)
-    return (numbers * 0.6180339887498949) % 1 + 0.5
+    return (output.detach().double() @ unequal_weights(output.shape[-1], output.device)).unsqueeze(-1)
 
 
 def fitting_mistakes(
