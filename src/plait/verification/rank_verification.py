@@ -95,7 +95,7 @@ def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) ->
             resumed(candidate, make_engine, last).train(last, *batches[last])
         except NotSavedError as error:
             comparison.findings.left_out = str(error)
-    candidate.update.overflow(last)
+    candidate.overflow(last)
     candidate.evaluate(last, *batches[last - 1])
     return comparison.findings, recording.number(0, "clip")
 

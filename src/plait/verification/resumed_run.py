@@ -52,7 +52,7 @@ def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> Cand
         _require_space(folder, candidate)
         path = folder / "checkpoint"
         try:
-            save(candidate.engine, candidate.update.optimizer, path)
+            save(candidate.engine, candidate.optimizer, path)
         except CheckpointError as error:
             raise NotSavedError(str(error)) from None
         run = _loaded(candidate, make_engine, step, path)
@@ -68,7 +68,7 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
     for _, buffer in engine.named_buffers():  # set to values that show if nothing is loaded
         buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
     first = {name: tensor.detach().clone() for name, tensor, _ in _saved_tensors(run)}
-    load(engine, run.update.optimizer, path)
+    load(engine, run.optimizer, path)
     loaded = {name: tensor for name, tensor, _ in _saved_tensors(run)}
     saved = list(_saved_tensors(candidate))
     for name, expected, box in saved:
@@ -100,7 +100,7 @@ def _after_mistakes(
 
 def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
     """Yield what a checkpoint holds of a rank: parameters, optimizer state, buffers, numbers of the run."""
-    for name, tensor in run.update.updated_tensors():
+    for name, tensor in run.updated_tensors():
         parameter = name.rpartition("/")[0] or name
         has_its_shape = tensor.shape == run.comparison.parameters[parameter].shape
         yield name, tensor, run.comparison.box(parameter) if has_its_shape else None

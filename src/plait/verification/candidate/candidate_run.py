@@ -25,16 +25,23 @@ class CandidateRun:
     """Runs the parallel training on one rank, and compares each result with the recorded reference run."""
 
     def __init__(self, comparison: StepComparison) -> None:
+        options = comparison.options
         self.comparison = comparison
         self.engine = comparison.engine
         self.recording = comparison.recording
-        self.update = CandidateUpdate(comparison)
+        self.parameters = comparison.parameters
         self.checker: InstructionChecker | None = None
+        self.optimizer = options.optimizer(self.engine.parameter_groups(options.weight_decay))
+        self.norm_type = options.norm_type
+        self.norm_kind = "norm" if self.norm_type == 2 else "largest"
+        """Kind of the recorded norm that gradients are clipped by."""
+        self.norm_differs = False
+        """Whether a norm has differed in this step."""
 
     def start(self, change: ValueChange) -> None:
         """Check the initial parameters and loss scale; then apply `change` to the value of each parameter."""
         sequence, formats = self.comparison.sequence, self.comparison.formats
-        for name, parameter in self.comparison.parameters.items():
+        for name, parameter in self.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]
             box, local = self.comparison.box(name), name.removeprefix(f"{layer.path}.")
             whole = initial_value(layer.module, layer.path, local, self.comparison.options.seed)
@@ -59,7 +66,7 @@ class CandidateRun:
             comparison.compare(step, StepPhase.BATCH, RecordKey("whole"), mean)
         scale = self.recording.number(step, "scale")
         comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, scale)
-        self.update.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self.engine.observe(self._observer(step, self._rows_of_rank(targets)))
         mean = self.engine.forward_backward(self._rows_of_rank(inputs), self._rows_of_rank(targets))
         self.engine.observe(None)
@@ -73,7 +80,7 @@ class CandidateRun:
 
         comparison.compare_gradients(step, StepPhase.REDUCTION, "final", inherited=inherited)
         comparison.compare(step, StepPhase.MEAN_LOSS, RecordKey("mean"), mean)
-        self.update.run(step)
+        self._update(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
         """Compare an evaluation before `step`, instruction by instruction, and its mean loss."""
@@ -105,24 +112,7 @@ class CandidateRun:
         mesh = self.engine.mesh
         return split(value, mesh.size("dp"), "batch")[mesh.index("dp")]
 
-
-class CandidateUpdate:
-    """Optimizer of the parallel run; `run` performs one update and compares it with the reference run's."""
-
-    def __init__(self, comparison: StepComparison) -> None:
-        options = comparison.options
-        self.comparison = comparison
-        self.engine = comparison.engine
-        self.recording = comparison.recording
-        self.parameters = comparison.parameters
-        self.optimizer = options.optimizer(self.engine.parameter_groups(options.weight_decay))
-        self.norm_type = options.norm_type
-        self.norm_kind = "norm" if self.norm_type == 2 else "largest"
-        """Kind of the recorded norm that gradients are clipped by."""
-        self.norm_differs = False
-        """Whether a norm has differed in this step."""
-
-    def run(self, step: int) -> None:
+    def _update(self, step: int) -> None:
         """Clip the gradients and update: in even steps by `Engine.step`, else by `optimizer.step()`.
 
         Calls each before with a bound above the norm, which must change nothing; not under a dynamic loss

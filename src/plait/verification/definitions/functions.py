@@ -31,9 +31,9 @@ class GivenKeys(NamedTuple):
 
     key: Tensor
     value: Tensor
-    causal: bool
-    window: int | None
-    documents: Tensor | None
+    causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
 
 
 class Definitions:
@@ -54,8 +54,15 @@ class Definitions:
     def running(self, ids: Tensor | None) -> Iterator[None]:
         """Within the context, layers run on documents with these ids, and compute by definition."""
         self.ids = self._mask_ids = self._position_ids = ids
+        replacements: Replacements = {
+            attention: self.attention,
+            share_keys: self._share_keys,
+            attend: lambda query, keys, **options: self.attention(query, *keys, **options),
+            positions: self.positions,
+            longest_document: self._longest_document,
+        }
         try:
-            with replacing(self._replacements):
+            with replacing(replacements):
                 yield
         finally:
             self.ids = self._mask_ids = self._position_ids = None
@@ -90,16 +97,6 @@ class Definitions:
         has_other_ids = self._mask_ids is not self.ids or self._position_ids is not self.ids
         return has_other_ids or bool(self._other_windows)
 
-    @property
-    def _replacements(self) -> Replacements:
-        return {
-            attention: self.attention,
-            share_keys: self._share_keys,
-            attend: self._attend,
-            positions: self.positions,
-            longest_document: self._longest_document,
-        }
-
     def attention(
         self,
         query: Tensor,
@@ -129,20 +126,8 @@ class Definitions:
         allowed = NEAR * torch.finfo(own.dtype).eps * value.detach().abs().amax()
         return own if bool(((own - defined).detach().abs() <= allowed).all()) else defined
 
-    def _share_keys(
-        self,
-        key: Tensor,
-        value: Tensor,
-        causal: bool = True,
-        window: int | None = None,
-        documents: Tensor | None = None,
-        *,
-        query_heads: int,
-    ) -> GivenKeys:
-        return GivenKeys(key, value, causal, window, documents)
-
-    def _attend(self, query: Tensor, keys: GivenKeys, **options: Any) -> Tensor:
-        return self.attention(query, *keys, **options)
+    def _share_keys(self, *arguments: Any, query_heads: int, **options: Any) -> GivenKeys:
+        return GivenKeys(*arguments, **options)
 
     def positions(self, tensor: Tensor) -> Tensor:
         """Return the positions of dim 1 of `tensor` in their documents: `[length]`, or `[rows, length]`."""
