@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.plan.plan import Plan
 from plait.verification.independent_comparison import Compared, RankComparison
-from plait.verification.report import WIDTH, finite, layout_of
+from plait.verification.report import finite, layout_of, titled
 
 ORDER = ("initial values", "output", "loss", "gradient", "input gradient")
 """What is compared, by dependence."""
@@ -87,10 +86,8 @@ class IndependentReport:
         )
 
     def _details(self) -> list[str]:
-        plan = (
-            f"{layout_of(self.plan)}, {self.plan.schedule}; float64, {self.plan.microbatches} micro-batches"
-        )
-        lines = [("plan", f"{plan}; {self.seconds:.1f} s")]
+        plan, run = self.plan, f"float64, {self.plan.microbatches} micro-batches; {self.seconds:.1f} s"
+        lines = [("plan", f"{layout_of(plan)}, {plan.schedule}; {run}")]
         if self.unmatched:
             count = f"{self.unmatched:,} parameter{'s' if self.unmatched > 1 else ''}"
             lines.append(("without", f"the gradients of {count}, which the reference has under no such name"))
@@ -102,10 +99,7 @@ class IndependentReport:
                 ("likely", self._cause(first)),
                 ("in all", f"{self.different:,} of {self.compared:,} tensors differ"),
             ]
-        return [
-            textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
-            for title, text in lines
-        ]
+        return [titled(*line) for line in lines]
 
     def _cause(self, first: Compared) -> str:
         if first.what == "initial values":

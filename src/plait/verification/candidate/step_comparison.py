@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -153,31 +153,29 @@ class StepComparison:
 
     def compare_update(self, step: int, before: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         """Compare the parameters (previously `before`) and optimizer state with the reference run's."""
-        for name, parameter in self.parameters.items():
-            alternatives = [("it was not updated", before[name])]
-            key = RecordKey("value", name=name)
-            self.compare(step, StepPhase.OPTIMIZER, key, parameter, name, alternatives, before[name])
         missing = "the optimizer has no such state: the parameter was not updated"
-        self._compare_states(step, StepPhase.OPTIMIZER, optimizer, missing)
+        self._compare_state(step, StepPhase.OPTIMIZER, optimizer, missing, RecordScope(step), before)
 
     def compare_loaded(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """Compare parameters and state that were loaded with those of the reference run before `step`."""
-        for name, parameter in self.parameters.items():
-            key = RecordKey("value", name=name)
-            self.compare(step, StepPhase.LOAD, key, parameter, name, recorded_in=RecordScope(step - 1))
         missing = "the loaded optimizer has no such state"
-        self._compare_states(step, StepPhase.LOAD, optimizer, missing, recorded_in=RecordScope(step - 1))
+        self._compare_state(step, StepPhase.LOAD, optimizer, missing, RecordScope(step - 1), {})
 
-    def _compare_states(
+    def _compare_state(
         self,
         step: int,
         phase: StepPhase,
         optimizer: torch.optim.Optimizer,
         missing: str,
-        recorded_in: RecordScope | None = None,
+        recorded_in: RecordScope,
+        before: Mapping[str, Tensor],
     ) -> None:
-        """Compare the optimizer's state with the recorded one; `missing`: what is said if it has none."""
-        for key, recorded in self.recording.values[recorded_in or RecordScope(step)].items():
+        """Compare parameters and optimizer state; `missing`: what is said if the optimizer has no state."""
+        for name, parameter in self.parameters.items():
+            key, old = RecordKey("value", name=name), before.get(name)
+            alternatives = [] if old is None else [("it was not updated", old)]
+            self.compare(step, phase, key, parameter, name, alternatives, old, recorded_in=recorded_in)
+        for key, recorded in self.recording.values[recorded_in].items():
             name, _, entry = key.name.rpartition("/")
             if key.kind != "state" or name not in self.parameters:  # rank 0 has the whole recording
                 continue

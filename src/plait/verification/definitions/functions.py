@@ -56,7 +56,7 @@ class Definitions:
         self.ids = self._mask_ids = self._position_ids = ids
         replacements: Replacements = {
             attention: self.attention,
-            share_keys: self._share_keys,
+            share_keys: lambda *arguments, query_heads, **options: GivenKeys(*arguments, **options),
             attend: lambda query, keys, **options: self.attention(query, *keys, **options),
             positions: self.positions,
             longest_document: self._longest_document,
@@ -125,9 +125,6 @@ class Definitions:
             own = attention(query, key, value, causal, window, documents, scale=scale, softcap=softcap)
         allowed = NEAR * torch.finfo(own.dtype).eps * value.detach().abs().amax()
         return own if bool(((own - defined).detach().abs() <= allowed).all()) else defined
-
-    def _share_keys(self, *arguments: Any, query_heads: int, **options: Any) -> GivenKeys:
-        return GivenKeys(*arguments, **options)
 
     def positions(self, tensor: Tensor) -> Tensor:
         """Return the positions of dim 1 of `tensor` in their documents: `[length]`, or `[rows, length]`."""

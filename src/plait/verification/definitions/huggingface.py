@@ -70,8 +70,7 @@ def _embedding(book: Definitions, layer: common.Embedding, tokens: Tensor) -> Te
 
 
 def _mlp(book: Definitions, layer: common.MLP, x: Tensor) -> Tensor:
-    result: Tensor = x + layer.mlp(layer.get_submodule(layer.name)(x))
-    return result
+    return x + layer.mlp(layer.get_submodule(layer.name)(x))
 
 
 def _head(book: Definitions, layer: common.Head, x: Tensor) -> Tensor:
@@ -91,8 +90,7 @@ def _gpt2_attention(book: Definitions, layer: gpt2.Attention, x: Tensor) -> Tens
     parts = attn.c_attn(layer.ln_1(x)).split(width, -1)
     query, key, value = (split_heads(part, attn.head_dim) for part in parts)
     mixed = book.attention(query, key, value, scale=attn.scaling, dropout=attn.attn_dropout)
-    result: Tensor = x + attn.resid_dropout(attn.c_proj(joined_heads(mixed)))
-    return result
+    return x + attn.resid_dropout(attn.c_proj(joined_heads(mixed)))
 
 
 def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
@@ -110,8 +108,7 @@ def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
     )
     after = x + layer.post_attention_dropout(attn.dense(joined_heads(mixed)))
     inner = layer.mlp(layer.post_attention_layernorm(x if layer.parallel else after))
-    result: Tensor = after + layer.post_mlp_dropout(inner)
-    return result
+    return after + layer.post_mlp_dropout(inner)
 
 
 def _decoder_attention(book: Definitions, layer: decoder.Attention, x: Tensor) -> Tensor:

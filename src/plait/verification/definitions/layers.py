@@ -41,13 +41,11 @@ def _gpt2_attention(book: Definitions, layer: GPT2Attention, x: Tensor) -> Tenso
     key, value, query = (
         split_heads(linear(normed), layer.head_size) for linear in (layer.key, layer.value, layer.query)
     )
-    result: Tensor = x + layer.output(joined_heads(book.attention(query, key, value)))
-    return result
+    return x + layer.output(joined_heads(book.attention(query, key, value)))
 
 
 def _gpt2_mlp(book: Definitions, layer: GPT2_MLP, x: Tensor) -> Tensor:
-    result: Tensor = x + layer.down(functional.gelu(layer.up(layer.norm(x)), approximate="tanh"))
-    return result
+    return x + layer.down(functional.gelu(layer.up(layer.norm(x)), approximate="tanh"))
 
 
 def _llama_embedding(book: Definitions, layer: LlamaEmbedding, tokens: Tensor) -> Tensor:
@@ -65,14 +63,12 @@ def _llama_attention(book: Definitions, layer: LlamaAttention, x: Tensor) -> Ten
         split_heads(linear(normed), layer.head_size) for linear in (layer.key, layer.value, layer.query)
     )
     mixed = book.attention(rotated(query, angles), rotated(key, angles), value)
-    result: Tensor = x + layer.output(joined_heads(mixed))
-    return result
+    return x + layer.output(joined_heads(mixed))
 
 
 def _llama_mlp(book: Definitions, layer: LLAMA_MLP, x: Tensor) -> Tensor:
     normed = layer.norm(x)
-    result: Tensor = x + layer.down(functional.silu(layer.gate(normed)) * layer.up(normed))
-    return result
+    return x + layer.down(functional.silu(layer.gate(normed)) * layer.up(normed))
 
 
 def _head(book: Definitions, layer: Head, x: Tensor) -> Tensor:

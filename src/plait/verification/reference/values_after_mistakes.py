@@ -137,19 +137,10 @@ def _mistakes(definitions: Definitions, others: Mapping[str, Tensor]) -> Iterato
     for name, theirs in (*others.items(), ("each row as one document", torch.zeros_like(ids))):
         if theirs.shape != ids.shape or torch.equal(theirs, ids):
             continue
-        whole = "" if name.startswith("each") else "the documents of "
-        yield (
-            f"it is what the layer gives for {whole}{name}",
-            partial(definitions.mistaken, mask=theirs, positions=theirs),
-        )
-        yield (
-            f"its attention mask is that for {whole}{name}",
-            partial(definitions.mistaken, mask=theirs),
-        )
-        yield (
-            f"its positions (rotary angles) are those for {whole}{name}",
-            partial(definitions.mistaken, positions=theirs),
-        )
+        of, wrong = name if name.startswith("each") else f"the documents of {name}", definitions.mistaken
+        yield f"it is what the layer gives for {of}", partial(wrong, mask=theirs, positions=theirs)
+        yield f"its attention mask is that for {of}", partial(wrong, mask=theirs)
+        yield f"its positions (rotary angles) are those for {of}", partial(wrong, positions=theirs)
 
 
 def other_documents(ids: Mapping[RecordScope, Tensor], scope: RecordScope) -> dict[str, Tensor]:
