@@ -138,14 +138,13 @@ class InstructionChecker:
 
     def _compare_parameter(self, name: str, parameter: Tensor, layer: int) -> None:
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
-        expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
-        box = self.weights.box(name)
-        expected = box.of(expected)
+        box, tolerance = self.weights.box(name), self.recording.tolerances[scope][key]
+        expected = box.of(self.recording.values[scope][key])
         if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
             dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
             expected, tolerance = expected.to(dtype), NO_TOLERANCE
 
-        def alternatives() -> NamedTensors:
+        def not_updated() -> NamedTensors:
             before = self.recording.find(RecordScope(self.step - 2), key)
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
@@ -158,7 +157,7 @@ class InstructionChecker:
             expected,
             tolerance,
             box=box,
-            alternatives=alternatives(),
+            alternatives=not_updated(),
         )
         if not equal and self.isolate:
             parameter.data.copy_(expected)
@@ -209,13 +208,11 @@ class InstructionChecker:
     def _compare_loss(self, action: Action) -> None:
         """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
         scope, key = self._scope(action), RecordKey("total")
-        total, number = self.recording.values[scope][key], action.microbatch
-        expected, tolerance = total, self.recording.tolerances[scope][key]
+        expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
+        number, loss = action.microbatch, self.runtime.loss
         actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
         if output is not None:
-            expected, tolerance = self.parts.total(
-                self.runtime.loss, output, self.targets[number], total, tolerance
-            )
+            expected, tolerance = self.parts.total(loss, output, self.targets[number], expected, tolerance)
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating),
             actual,
@@ -232,9 +229,8 @@ class InstructionChecker:
     def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
         """Compare the gradient of layer `source`'s output with the reference run's; report it at `layer`."""
         scope = self._scope(action)
-        for number, tensor in enumerate(
-            self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
-        ):
+        gradients = self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
+        for number, tensor in enumerate(gradients):
             key = RecordKey("gradient", source, str(number))
             recorded = self.recording.find(scope, key)
             if tensor is None and recorded is not None:
@@ -265,21 +261,12 @@ class InstructionChecker:
         scope = self._scope(action)
         recorded = self.recording.find(scope, key)
         expected, box = self._expected(recorded, actual, key)
-        neighbour = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
-        base = None
-        if neighbour is not None:
-            base = self.recording.find(scope, key._replace(layer=key.layer + neighbour))
+        before = {StepPhase.FORWARD: key.layer - 1, StepPhase.INPUT_GRADIENT: key.layer + 1}.get(phase)
+        base = None if before is None else self.recording.find(scope, key._replace(layer=before))
         if base is not None and recorded is not None and base.shape == recorded.shape:
             base, _ = self._expected(base, actual, key)
         equal = self.comparison.findings.compare(
-            Location(
-                self.step,
-                phase,
-                layer,
-                scope.microbatch,
-                tensor=int(key.name),
-                evaluating=self.evaluating,
-            ),
+            Location(self.step, phase, layer, scope.microbatch, "", int(key.name), self.evaluating),
             actual,
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
