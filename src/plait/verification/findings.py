@@ -36,10 +36,6 @@ class ComparedBox:
     shape: tuple[int, ...]
     of: Callable[[Tensor], Tensor]
 
-    def flat_indices(self) -> Tensor:
-        """Return for each element of the flattened part its index in the flattened global tensor."""
-        return self.of(torch.arange(prod(self.shape)).view(self.shape)).reshape(-1)
-
 
 def box_of(layout: Layout, coordinate: Mapping[str, int]) -> ComparedBox:
     """Return the part that the rank at `coordinate` holds of a tensor with `layout`."""
@@ -248,7 +244,9 @@ def _describe(
     far = far.reshape(-1).cpu()
     wrong, worst = (far > tolerance.allowed).nonzero()[:, 0], far.argmax()
     local, whole = actual.shape or (1,), (actual.shape if box is None else box.shape) or (1,)
-    flat = torch.arange(len(far)) if box is None else box.flat_indices()
+    flat = torch.arange(len(far))  # by element, its index in the flattened global tensor
+    if box is not None:
+        flat = box.of(torch.arange(prod(box.shape)).view(box.shape)).reshape(-1)
     return Difference(
         location=location,
         largest=float(far.max()),

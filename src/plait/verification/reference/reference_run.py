@@ -14,7 +14,7 @@ another dtype.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -53,7 +53,7 @@ from plait.verification.reference.reference_layers import (
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
-from plait.verification.reference.tensor_sketches import sketched
+from plait.verification.reference.tensor_sketches import ModuleSketches
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 
 
@@ -247,18 +247,18 @@ class ReferenceRun:
 
     def _microbatch(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         """Run a micro-batch, backward too unless gradients are off, and return its tensors."""
-        value, ids = separated(inputs)
-        if ids is not None:
-            self.ids[scope] = ids
-        with self._running(inputs), self.definitions.running(ids):
+        with self._running(inputs) as (value, ids):
+            if ids is not None:
+                self.ids[scope] = ids
             return self._run_layers(scope, value, targets, weight)
 
     @contextmanager
-    def _running(self, inputs: Value) -> Iterator[None]:
-        """Context: layers run on whole sequences, of documents that are checked; see `Definitions`."""
+    def _running(self, inputs: Value) -> Iterator[tuple[Value, Tensor | None]]:
+        """Context: layers run by definition, on whole sequences; yield their input and document ids."""
+        value, ids = separated(inputs)
         (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
-        with running(sequence):
-            yield
+        with running(sequence), self.definitions.running(ids):
+            yield value, ids
 
     def _run_layers(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
@@ -289,16 +289,17 @@ class ReferenceRun:
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
-            recording = sketched(layer.module, wanted=not self.is_exact)
+            recording = nullcontext() if self.is_exact else closing(ModuleSketches(layer.module))
             features = input_replaced(layer.module, linear, lambda given: boundary(given, last))
             failing = failure_named(layer.path or "the model")
-            with failing, random_refused(layer.path), recording as found, features:
+            with failing, random_refused(layer.path), recording as sketches, features:
                 self.definitions.windows.clear()
                 given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
                 output = self._run(layer, scope.microbatch, value)
             if is_first:
                 own = self.aliases[number].values()
                 require_no_hidden_input(layer.path or "the model", output, given, own)
+            found = {} if sketches is None else sketches.found
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
             if not self.is_exact and not self.perturbation.number:
                 run = partial(self._run, layer, scope.microbatch)
@@ -356,12 +357,11 @@ class ReferenceRun:
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """Return the mean loss of a whole batch, without gradients and without changing the layers."""
-        given, ids = separated(inputs)
-        value = map_tensors(torch.clone, given)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         before = HeldState.of(self.layers)
         before.set_back(to_copies=True)
-        with torch.no_grad(), self._running(inputs), self.definitions.running(ids):
+        with torch.no_grad(), self._running(inputs) as (given, _):
+            value = map_tensors(torch.clone, given)
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))

@@ -135,12 +135,10 @@ class NarrowingCasts(TorchDispatchMode):
         if self.dtype is None or func.overloadpacket.__name__ not in CASTS or not isinstance(result, Tensor):
             return result
         given = args[1 if func.overloadpacket.__name__ == "copy_" else 0]
-        if not isinstance(given, Tensor) or given.dtype != self.dtype or not _is_narrower(result, given):
+        if not isinstance(given, Tensor) or given.dtype != self.dtype:
+            return result
+        if not result.is_floating_point() or result.dtype.itemsize >= given.dtype.itemsize:
             return result
         self.found = True
         perturbed = self.perturbation.perturb(result)
         return result if perturbed is result else result.copy_(perturbed)
-
-
-def _is_narrower(result: Tensor, given: Tensor) -> bool:
-    return result.is_floating_point() and result.dtype.itemsize < given.dtype.itemsize

@@ -8,8 +8,7 @@ input or output of a module: small to store, and different where the tensor is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -78,21 +77,6 @@ def unequal_weights(count: int, device: torch.device) -> Tensor:
     """Return `count` weights between 0.5 and 1.5, float64."""
     numbers = torch.arange(1, count + 1, dtype=torch.float64, device=device)
     return (numbers * GOLDEN) % 1 + 0.5
-
-
-@contextmanager
-def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
-    """Context: yield a dict that at exit holds the sketches of a run of `layer`; empty unless `wanted`."""
-    found: dict[str, Tensor] = {}
-    if not wanted:
-        yield found
-        return
-    sketches = ModuleSketches(layer)
-    try:
-        yield found
-        found.update(sketches.found)
-    finally:
-        sketches.close()
 
 
 @dataclass(frozen=True)
