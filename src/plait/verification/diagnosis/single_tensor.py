@@ -10,7 +10,15 @@ import math
 import torch
 from torch import Tensor
 
-from plait.verification.diagnosis.symptoms import FITS, ROUGHLY, Symptoms, bases_of, close, of_the_optimizer
+from plait.verification.diagnosis.symptoms import (
+    FITS,
+    NOT_SUMMED,
+    ROUGHLY,
+    Symptoms,
+    bases_of,
+    close,
+    of_the_optimizer,
+)
 from plait.verification.location import StepPhase
 
 NEAR_ONE = 1e-2
@@ -135,15 +143,8 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
     """Return by name the degrees above 1 (tp, cp, dp, micro-batches, pp) over which tensors may be summed."""
     plan, phase = symptoms.plan, symptoms.phase
-    if phase in (
-        StepPhase.LOAD,
-        StepPhase.INITIAL,
-        StepPhase.INPUT,
-        StepPhase.PARAMETERS,
-        StepPhase.MESSAGE,
-        StepPhase.GRADIENT_MESSAGE,
-    ):
-        return {}  # nothing is summed
+    if phase in (*NOT_SUMMED, StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE):
+        return {}
     inside = phase in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT)
     degrees = {"tp": plan.tp} if symptoms.partitioned or not inside else {}
     if not inside and phase is not StepPhase.LOSS:
@@ -169,21 +170,16 @@ def multiple_of_input(symptoms: Symptoms) -> str | None:
             f"it differs by {times:.3g} times what the parameter was before: the weight decay is another, "
             "or is left out"
         )
-    if symptoms.phase not in AROUND:
+    if symptoms.phase not in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT):
         return None
-    what = AROUND[symptoms.phase]
+    is_forward = symptoms.phase is StepPhase.FORWARD
+    what = "the layer's input" if is_forward else "the gradient of the layer's output"
     if abs(times + 1) < ROUGHLY:
         return f"{what} is missing in it: the residual connection around the layer is left out"
     return (
         f"{what} is in it {product_of(times)} times too often: a residual connection is scaled, doubled, or "
         "where there is none"
     )
-
-
-AROUND = {
-    StepPhase.FORWARD: "the layer's input",
-    StepPhase.INPUT_GRADIENT: "the gradient of the layer's output",
-}
 
 
 def same_for_all(symptoms: Symptoms) -> str | None:
@@ -285,13 +281,11 @@ def part_of_a_dim(symptoms: Symptoms) -> str | None:
 def positions(symptoms: Symptoms) -> str | None:
     """Return a sentence if a layer's output is right at only its first or last positions; else None."""
     part = range_of(symptoms)
-    if (
-        part is None
-        or symptoms.phase is not StepPhase.FORWARD
-        or not 0 < part[0] < len(symptoms.difference.shape) - 1
-    ):
+    if part is None or symptoms.phase is not StepPhase.FORWARD:
         return None
     dim, start, stop, size = part
+    if not 0 < dim < len(symptoms.difference.shape) - 1:
+        return None
     found = f"only {start}:{stop} of dim {dim} differs"
     if start and stop == size and start <= size / 2:
         return (

@@ -18,6 +18,8 @@ from plait.verification.location import StepPhase
 FITS, ROUGHLY = 1e-6, 1e-3
 """Fraction of a difference that a hypothesis may leave unexplained, and at most where rounding is large."""
 AXES = ("tp", "cp", "dp", "pp")
+NOT_SUMMED = (StepPhase.LOAD, StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
+"""Phases whose tensors are not sums over ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Symptoms:
             for rank, coordinate in enumerate(self.coordinates)
             if all(index == own[axis] for axis, index in coordinate.items() if axis not in free)
         ]
+
+    def equal_along(self, axis: str) -> set[int]:
+        """Return the indices along a mesh axis of ranks that compared a tensor here and found it equal."""
+        wrong = {self.coordinates[rank][axis] for rank in self.evidence}
+        return {self.coordinates[rank][axis] for rank in self.compared_on} - wrong
 
     @property
     def axes(self) -> Sequence[str]:
