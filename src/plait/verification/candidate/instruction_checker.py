@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from plait.engine.runtime import Runtime
-from plait.ranks.collectives import all_reduce
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.program import (
     AwaitParameters,
@@ -28,7 +27,7 @@ from plait.schedules.lowering.program import (
 from plait.tensor.layer_values import Value, tensors_of, with_tensors
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker
+from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
 from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.norm_precision import RMSNorms, rounded_otherwise
@@ -111,8 +110,10 @@ class InstructionChecker:
                 self._compare_parameters(unit)
             case RunLayer(action, layer):
                 self._compare_layer(action, layer)
-                for hooks in (*self.sketches.values(), *self.rms_norms.values()):
-                    hooks.begin()  # also drops what a recomputed forward gave
+                for sketches in self.sketches.values():
+                    sketches.begin()  # also drops those of a recomputed forward
+                for norms in self.rms_norms.values():
+                    norms.begin()
             case ComputeLoss(action):
                 if self.evaluating or not self.computes_logits:
                     self._compare_loss(action)
@@ -125,9 +126,10 @@ class InstructionChecker:
                 self.weights.before_scatter(self.runtime.units[unit].parameters)
             case Finish():
                 self.weights.compare_open()
-                for hooks in (*self.sketches.values(), *self.rms_norms.values()):
-                    hooks.close()
-                self.sketches, self.rms_norms = {}, {}
+                while self.sketches:
+                    self.sketches.popitem()[1].close()
+                while self.rms_norms:
+                    self.rms_norms.popitem()[1].close()
 
     def _compare_parameters(self, unit: str) -> None:
         """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
@@ -237,22 +239,12 @@ class InstructionChecker:
                 tensor = torch.zeros_like(self._expected(recorded, recorded, key)[0])
             if tensor is None:
                 continue
-            whole = self._sum_over_tp(tensor) if phase is StepPhase.LOSS_GRADIENT else tensor
+            whole = tensor
+            if phase is StepPhase.LOSS_GRADIENT and self.computes_logits and self.runtime.vocabulary:
+                whole = sum_over(self.runtime.mesh.group("tp"), tensor)  # each rank has a part of the sum
             equal = self._compare(phase, action, layer, key, whole)
             if whole is not tensor and not equal and self.isolate:
                 tensor.copy_(whole if self.runtime.mesh.index("tp") == 0 else torch.zeros_like(whole))
-
-    def _sum_over_tp(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the loss's input, summed over `tp` where each rank has a part of the sum.
-
-        They do where the loss computes the logits of a rank's own classes. Communication: then one all-reduce
-        of 8 bytes an element over `tp`, whose ranks compare the same gradients in the same order.
-        """
-        if not self.computes_logits or self.runtime.vocabulary is None:
-            return gradient
-        copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
-        group = self.runtime.mesh.group("tp")
-        return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
 
     def _compare(
         self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from plait.engine.runtime import Runtime
 from plait.ranks.collectives import all_reduce
+from plait.ranks.group import Group
 from plait.schedules.action import Kind
 from plait.tensor.parallel.partition import is_sharded
 from plait.verification.candidate.step_comparison import StepComparison
@@ -171,6 +173,18 @@ class GradientTracker:
         return tracked
 
 
+def sum_over(group: Group, gradient: Tensor) -> Tensor:
+    """Return the sum of a gradient over the ranks of a group.
+
+    Communication: one all-reduce of 8 bytes an element, unless this rank is alone. The ranks compare the same
+    gradients in the same order, for what they do next depends on sums alone, which are equal.
+    """
+    if group.size == 1:
+        return gradient
+    copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
+    return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
+
+
 class WeightGradientChecker:
     """Compares a rank's accumulated gradients with the reference run's after each backward of a layer."""
 
@@ -189,17 +203,16 @@ class WeightGradientChecker:
             units = [unit for unit in runtime.units.values() if stage.number in unit.stages]
             keys = {key[0]: key for unit in units for key in unit.gradients_of(stage.number)}
             names = {id(p): name for unit in units for name, p in unit.parameters_of(stage.number).items()}
-            for unit in units:
-                gradients |= unit.gradients_of(stage.number)
+            gradients |= {key: one for unit in units for key, one in unit.gradients_of(stage.number).items()}
             for number, layer in enumerate(stage.layers):
                 used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
                 if any(is_sharded(self.blueprint.whole_layouts[name]) for name in used):
                     comparison.findings.partitioned.add(self.blueprint.stage_layers[stage.number][number])
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
-                self.gradients_of[stage.number, number] = [
-                    keys[name] for name in trained if self._is_complete(name)
-                ]
-        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, self._sum_over_cp)
+                complete = [keys[name] for name in trained if self._is_complete(name)]
+                self.gradients_of[stage.number, number] = complete
+        over_cp = partial(sum_over, runtime.mesh.group("cp"))  # whose ranks add what their positions give
+        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, over_cp)
 
     def begin_step(self, step: int) -> None:
         """Start a step: expect all gradients to be zero."""
@@ -229,9 +242,8 @@ class WeightGradientChecker:
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
         """Compare the gradients of `keys` (None: of all) for which `tracker.open` holds contributions."""
-        for key, use, tracked in list(
-            self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
-        ):
+        keys = self.tracker.gradients if keys is None else keys
+        for key, use, tracked in list(self.tracker.open_gradients(keys)):
             self._compare(key, use, tracked)
 
     def tolerance_of(self, name: str) -> float:
@@ -278,18 +290,6 @@ class WeightGradientChecker:
         elif self.resynchronizes and not self.tracker.is_partial(key):
             self._overwrite(key, expected)
             self.tracker.accept(key, exactly=True)
-
-    def _sum_over_cp(self, gradient: Tensor) -> Tensor:
-        """Return the sum of a gradient over `cp`, whose ranks add what their positions give.
-
-        Communication: one all-reduce of 8 bytes an element over `cp`. Its ranks compare the same gradients in
-        the same order, for what they do next depends on sums alone, which are equal.
-        """
-        group = self.runtime.mesh.group("cp")
-        if group.size == 1:
-            return gradient
-        copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
-        return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
 
     def _overwrite(self, key: GradientKey, expected: Tensor) -> None:
         """Overwrite a gradient, so that its sum over `cp` is `expected`."""

@@ -70,7 +70,8 @@ def _embedding(book: Definitions, layer: common.Embedding, tokens: Tensor) -> Te
 
 
 def _mlp(book: Definitions, layer: common.MLP, x: Tensor) -> Tensor:
-    return x + layer.mlp(layer.get_submodule(layer.name)(x))
+    result: Tensor = x + layer.mlp(layer.get_submodule(layer.name)(x))
+    return result
 
 
 def _head(book: Definitions, layer: common.Head, x: Tensor) -> Tensor:
@@ -90,7 +91,8 @@ def _gpt2_attention(book: Definitions, layer: gpt2.Attention, x: Tensor) -> Tens
     parts = attn.c_attn(layer.ln_1(x)).split(width, -1)
     query, key, value = (split_heads(part, attn.head_dim) for part in parts)
     mixed = book.attention(query, key, value, scale=attn.scaling, dropout=attn.attn_dropout)
-    return x + attn.resid_dropout(attn.c_proj(joined_heads(mixed)))
+    result: Tensor = x + attn.resid_dropout(attn.c_proj(joined_heads(mixed)))
+    return result
 
 
 def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
@@ -108,7 +110,8 @@ def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
     )
     after = x + layer.post_attention_dropout(attn.dense(joined_heads(mixed)))
     inner = layer.mlp(layer.post_attention_layernorm(x if layer.parallel else after))
-    return after + layer.post_mlp_dropout(inner)
+    result: Tensor = after + layer.post_mlp_dropout(inner)
+    return result
 
 
 def _decoder_attention(book: Definitions, layer: decoder.Attention, x: Tensor) -> Tensor:

@@ -41,11 +41,13 @@ def _gpt2_attention(book: Definitions, layer: GPT2Attention, x: Tensor) -> Tenso
     key, value, query = (
         split_heads(linear(normed), layer.head_size) for linear in (layer.key, layer.value, layer.query)
     )
-    return x + layer.output(joined_heads(book.attention(query, key, value)))
+    result: Tensor = x + layer.output(joined_heads(book.attention(query, key, value)))
+    return result
 
 
 def _gpt2_mlp(book: Definitions, layer: GPT2_MLP, x: Tensor) -> Tensor:
-    return x + layer.down(functional.gelu(layer.up(layer.norm(x)), approximate="tanh"))
+    result: Tensor = x + layer.down(functional.gelu(layer.up(layer.norm(x)), approximate="tanh"))
+    return result
 
 
 def _llama_embedding(book: Definitions, layer: LlamaEmbedding, tokens: Tensor) -> Tensor:
@@ -63,12 +65,14 @@ def _llama_attention(book: Definitions, layer: LlamaAttention, x: Tensor) -> Ten
         split_heads(linear(normed), layer.head_size) for linear in (layer.key, layer.value, layer.query)
     )
     mixed = book.attention(rotated(query, angles), rotated(key, angles), value)
-    return x + layer.output(joined_heads(mixed))
+    result: Tensor = x + layer.output(joined_heads(mixed))
+    return result
 
 
 def _llama_mlp(book: Definitions, layer: LLAMA_MLP, x: Tensor) -> Tensor:
     normed = layer.norm(x)
-    return x + layer.down(functional.silu(layer.gate(normed)) * layer.up(normed))
+    result: Tensor = x + layer.down(functional.silu(layer.gate(normed)) * layer.up(normed))
+    return result
 
 
 def _head(book: Definitions, layer: Head, x: Tensor) -> Tensor:
