@@ -118,11 +118,9 @@ def _rolls(batch: Batch, microbatches: int) -> Iterator[Callable[[Tensor], Tenso
     (count,) = rows
     each = max(1, count // microbatches)
     shifts = dict.fromkeys(shift for shift in (each + 1, each, *range(1, count)) if 0 < shift < count)
-    rolls = {shift: partial(torch.roll, shifts=shift, dims=0) for shift in shifts}
-    changed = {shift: _changed_parts(batch, roll, each) for shift, roll in rolls.items()}
-    for shift in sorted(shifts, key=lambda one: -changed[one]):  # stable: of equals the first
-        if changed[shift]:
-            yield rolls[shift]
+    rolls = [partial(torch.roll, shifts=shift, dims=0) for shift in shifts]
+    changed = {roll: _changed_parts(batch, roll, each) for roll in rolls}
+    yield from sorted(filter(changed.get, rolls), key=lambda roll: -changed[roll])  # of equals the first
     if _are_sequences(batch) and _changed_parts(batch, _positions_rolled, each):
         yield _positions_rolled
 

@@ -28,7 +28,7 @@ from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, 
 from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
 from plait.verification.reference.reference_run import Batch, ReferenceRun
 from plait.verification.reference.start_values import Perturbation
-from plait.verification.resumed_run import NotSavedError, resumed
+from plait.verification.resumed_run import resumed
 
 RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
 """Recordings by the number of micro-batches of the global batch, and by the linear whose input is recorded as
@@ -90,11 +90,8 @@ def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) ->
         candidate.train(step, *batch)
     if case.options.mode == "exact":  # after a step in whole numbers, parameters are too large to go on
         return comparison.findings, recording.number(0, "clip")
-    if batches[last:]:
-        try:
-            resumed(candidate, make_engine, last).train(last, *batches[last])
-        except NotSavedError as error:
-            comparison.findings.left_out = str(error)
+    if batches[last:] and (run := resumed(candidate, make_engine, last)) is not None:
+        run.train(last, *batches[last])
     candidate.overflow(last)
     candidate.evaluate(last, *batches[last - 1])
     return comparison.findings, recording.number(0, "clip")

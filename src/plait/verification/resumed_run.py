@@ -37,24 +37,24 @@ BYTES_OF_PARAMETER = 32
 """Bytes a parameter that a checkpoint has at most, but for unusual optimizers: four numbers in float64."""
 
 
-class NotSavedError(Exception):
-    """Raised where no checkpoint can be written, with the reason as a clause; on all ranks."""
-
-
-def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> CandidateRun:
+def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> CandidateRun | None:
     """Save a candidate, load it in both ways, and return the run of the new engine under the same plan.
 
-    `step`: the number of the step that comes next, in which differences are reported. Raises NotSavedError.
-    Communication: that of `save`, of two times `load`, and of a mesh.
+    `step`: the number of the step that comes next, in which differences are reported. None where no
+    checkpoint can be written, for the reason in `Findings.left_out`. Communication: that of `save`, of two
+    times `load`, and of a mesh.
     """
-    mesh = candidate.engine.mesh
-    with _shared_folder(mesh) as folder:
-        _require_space(folder, candidate)
+    findings = candidate.comparison.findings
+    with _shared_folder(candidate.engine.mesh) as folder:
         path = folder / "checkpoint"
+        findings.left_out = _lacking_space(folder, candidate)
         try:
-            save(candidate.engine, candidate.optimizer, path)
+            if not findings.left_out:
+                save(candidate.engine, candidate.optimizer, path)
         except CheckpointError as error:
-            raise NotSavedError(str(error)) from None
+            findings.left_out = str(error)
+        if findings.left_out:
+            return None
         run = _loaded(candidate, make_engine, step, path)
         _compare_under_another_plan(candidate.comparison, make_engine, step, path)
     return run
@@ -146,8 +146,8 @@ def another_plan(plan: Plan, layers: int) -> Plan | None:
     return Plan(pp=plan.world, **precisions) if layers >= plan.world else None
 
 
-def _require_space(folder: Path, candidate: CandidateRun) -> None:
-    """Raise NotSavedError, on all ranks, where the disk may have no room for a checkpoint."""
+def _lacking_space(folder: Path, candidate: CandidateRun) -> str:
+    """Return, on all ranks, why the disk may have no room for a checkpoint; "" if it has."""
     mesh = candidate.engine.mesh
     text = ""
     if mesh.rank == 0:
@@ -155,8 +155,7 @@ def _require_space(folder: Path, candidate: CandidateRun) -> None:
         needed, free = BYTES_OF_PARAMETER * elements, shutil.disk_usage(folder).free
         if free < 2 * needed:
             text = f"{folder.parent} has {free / 1e9:.1f} GB free, for a checkpoint of {needed / 1e9:.1f} GB"
-    if text := broadcast_object(text, mesh):
-        raise NotSavedError(text)
+    return broadcast_object(text, mesh)
 
 
 @contextmanager

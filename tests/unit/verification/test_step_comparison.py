@@ -10,6 +10,7 @@ from torch import nn
 
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.step_comparison import DIVIDED_IN_FLOAT16, StepComparison
+from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.location import StepPhase
 from plait.verification.reference.recording import RecordKey, RecordScope, Tolerance
 
@@ -32,9 +33,7 @@ def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:
             tolerances={scope: {key: Tolerance(1.0, 0.5)}},
             number=lambda step, name: {"scale": used_scale}[name],
         )
-        formats = SimpleNamespace(
-            compute_of=lambda _: torch.float32, gradient_of=lambda _: torch.float32, reduce_of=lambda _: dtype
-        )
+        formats = NumberFormats(torch.float32, torch.float32, torch.float32, dtype)
         own: Any = SimpleNamespace(
             recording=recording,
             resynchronizes=False,

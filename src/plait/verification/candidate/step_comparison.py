@@ -106,9 +106,8 @@ class StepComparison:
 
     def _was_divided_in_float16(self, step: int, name: str, actual: Tensor, expected: Tensor) -> bool:
         """Return whether a gradient times the loss scale was divided by it where small ones are lost."""
-        parameter, formats = self.sequence.parameters[name], self.formats
-        kinds = formats.compute_of(parameter), formats.gradient_of(parameter), formats.reduce_of(parameter)
-        is_scaled = torch.float16 in kinds and self.recording.number(step, "scale") != 1
+        may_overflow = self.formats.may_overflow(self.sequence.parameters[name])
+        is_scaled = may_overflow and self.recording.number(step, "scale") != 1
         return is_scaled and has_only_small_digits_of_float16(actual, expected)
 
     def compare_unchanged(

@@ -77,21 +77,14 @@ def masked_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    *,
     scale: float,
     softcap: float | None,
     keep: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Return attention to the keys in `mask`, of as many heads; overridable by a `TorchFunctionMode`."""
     if has_torch_function_variadic(query, key, value):
-        replaced: Tensor = handle_torch_function(
-            masked_attention,
-            (query, key, value),
-            *(query, key, value, mask),
-            scale=scale,
-            softcap=softcap,
-            keep=keep,
-        )
+        arguments = query, key, value, mask, scale, softcap, keep
+        replaced: Tensor = handle_torch_function(masked_attention, (query, key, value), *arguments)
         return replaced
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).mT * scale

@@ -86,12 +86,7 @@ def _group_norm(
     eps: float | None = None,
 ) -> Tensor:
     channels = (-1, *[1] * (input.dim() - 2))
-    return _norm(
-        input,
-        None,
-        None if weight is None else weight.view(channels),
-        None if bias is None else bias.view(channels),
-    )
+    return _norm(input, None, *(one if one is None else one.view(channels) for one in (weight, bias)))
 
 
 class _Attention(torch.autograd.Function):
@@ -171,7 +166,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.group_norm: _group_norm,
     partitioned_rms_norm: lambda input, weight, *_: fold(input) * weight,
     functional.scaled_dot_product_attention: _attention,
-    masked_attention: lambda query, key, value, mask, **_: _attention(query, key, value, mask),
+    masked_attention: lambda query, key, value, mask, *_: _attention(query, key, value, mask),
     block_forward: _block_forward,
     block_backward: _block_backward,
     merge: _merge,
