@@ -86,7 +86,8 @@ def _group_norm(
     eps: float | None = None,
 ) -> Tensor:
     channels = (-1, *[1] * (input.dim() - 2))
-    return _norm(input, None, *(one if one is None else one.view(channels) for one in (weight, bias)))
+    weight, bias = (one if one is None else one.view(channels) for one in (weight, bias))
+    return _norm(input, None, weight, bias)
 
 
 class _Attention(torch.autograd.Function):
