@@ -361,12 +361,9 @@ class _GuardReference:
 
 def _guards_of(optimizer: Optimizer) -> set[OptimizerGuard]:
     """Return the guards of the optimizer's parameters."""
-    found = set()
-    for group in getattr(optimizer, "param_groups", ()):
-        for parameter in group["params"]:
-            reference = getattr(parameter, _ATTRIBUTE, None)
-            if isinstance(reference, _GuardReference):
-                found.add(reference.guard())
+    groups = getattr(optimizer, "param_groups", ())
+    held = (getattr(parameter, _ATTRIBUTE, None) for group in groups for parameter in group["params"])
+    found = {reference.guard() for reference in held if isinstance(reference, _GuardReference)}
     return {guard for guard in found if guard is not None}
 
 

@@ -126,7 +126,7 @@ def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, st
         return  # on every rank: the model or its optimizer does not allow this plan
     finally:
         other.close()
-    loaded.compare_loaded(step, optimizer)
+    loaded.compare_state(step, optimizer)
 
 
 def another_plan(plan: Plan, layers: int) -> Plan | None:

@@ -173,7 +173,8 @@ def _context_parallel(ranks: int, plan: Plan, rows: int) -> Iterator[Plan]:
 
 
 def _with_degrees(plan: Plan, rows: int, *, pp: int, dp: int, tp: int, cp: int = 1) -> Plan:
-    """Return `plan` with other degrees, and as many micro-batches as a rank of dp then has."""
+    """Return `plan` with other degrees, and up to as many equal micro-batches as a rank of dp then has."""
+    most = max(1, plan.dp * plan.microbatches // dp)
     return replace(
         plan,
         pp=pp,
@@ -181,7 +182,7 @@ def _with_degrees(plan: Plan, rows: int, *, pp: int, dp: int, tp: int, cp: int =
         cp=cp,
         tp=tp,
         replicate=plan.replicate if dp % plan.replicate == 0 else 1,
-        microbatches=_microbatches_per_rank(plan.dp * plan.microbatches, dp, rows),
+        microbatches=next(count for count in range(most, 0, -1) if rows // dp % count == 0),
     )
 
 
@@ -210,12 +211,6 @@ def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:
         for dp in range(1, ranks // pp + 1):
             if ranks % (pp * dp) == 0:
                 yield pp, dp, ranks // (pp * dp)
-
-
-def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
-    """Return the largest divisor of a dp rank's number of rows up to `microbatches / dp`, at least 1."""
-    most = max(1, microbatches // dp)
-    return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
 
 
 def verify_plans(

@@ -132,7 +132,7 @@ class CandidateRun:
             self._compare_norm(step, self.engine.clip_grad_norm_(bound, self.norm_type), self.norm_kind)
             self._compare_clipped(step)
             self.optimizer.step()
-        self.comparison.compare_update(step, before, self.optimizer)
+        self.comparison.compare_state(step, self.optimizer, before)
 
     def overflow(self, step: int) -> None:
         """Set a parameter's gradient to infinity, call `Engine.step`, and check that no rank updates.

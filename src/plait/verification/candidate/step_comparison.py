@@ -150,31 +150,23 @@ class StepComparison:
             gradient, key = self.gradient(name), RecordKey(kind, name=name)
             self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
 
-    def compare_update(self, step: int, before: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """Compare the parameters (previously `before`) and optimizer state with the reference run's."""
-        missing = "the optimizer has no such state: the parameter was not updated"
-        self._compare_state(step, StepPhase.OPTIMIZER, optimizer, missing, RecordScope(step), before)
-
-    def compare_loaded(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Compare parameters and state that were loaded with those of the reference run before `step`."""
-        missing = "the loaded optimizer has no such state"
-        self._compare_state(step, StepPhase.LOAD, optimizer, missing, RecordScope(step - 1), {})
-
-    def _compare_state(
-        self,
-        step: int,
-        phase: StepPhase,
-        optimizer: torch.optim.Optimizer,
-        missing: str,
-        recorded_in: RecordScope,
-        before: Mapping[str, Tensor],
+    def compare_state(
+        self, step: int, optimizer: torch.optim.Optimizer, before: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Compare parameters and optimizer state; `missing`: what is said if the optimizer has no state."""
+        """Compare parameters and optimizer state with the reference run's after `step`.
+
+        `before`: the parameters before the update. None: both were loaded, and are those of the step before.
+        """
+        phase, scope = StepPhase.OPTIMIZER, RecordScope(step)
+        missing = "the optimizer has no such state: the parameter was not updated"
+        if before is None:
+            phase, scope = StepPhase.LOAD, RecordScope(step - 1)
+            missing = "the loaded optimizer has no such state"
         for name, parameter in self.parameters.items():
-            key, old = RecordKey("value", name=name), before.get(name)
+            key, old = RecordKey("value", name=name), None if before is None else before[name]
             alternatives = [] if old is None else [("it was not updated", old)]
-            self.compare(step, phase, key, parameter, name, alternatives, old, recorded_in=recorded_in)
-        for key, recorded in self.recording.values[recorded_in].items():
+            self.compare(step, phase, key, parameter, name, alternatives, old, recorded_in=scope)
+        for key, recorded in self.recording.values[scope].items():
             name, _, entry = key.name.rpartition("/")
             if key.kind != "state" or name not in self.parameters:  # rank 0 has the whole recording
                 continue
@@ -182,7 +174,7 @@ class StepComparison:
             if state is None:
                 state = torch.zeros_like(self.expected(recorded, name)[0])
                 alternatives = [(missing, state)]
-            self.compare(step, phase, key, state, name, alternatives, recorded_in=recorded_in)
+            self.compare(step, phase, key, state, name, alternatives, recorded_in=scope)
 
     def gradient(self, name: str) -> Tensor:
         """Return this rank's gradient of a parameter; zeros if it has none."""

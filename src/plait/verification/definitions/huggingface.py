@@ -7,6 +7,7 @@ so does plait: where plait's are as close to the definition as float32 is, they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,14 +115,6 @@ def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
     return result
 
 
-def _decoder_attention(book: Definitions, layer: decoder.Attention, x: Tensor) -> Tensor:
-    return _branch(layer, x, lambda normed: _mixed(book, layer, normed))
-
-
-def _decoder_mlp(book: Definitions, layer: decoder.MLP, x: Tensor) -> Tensor:
-    return _branch(layer, x, layer.mlp)
-
-
 def _branch(layer: Any, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """Return x plus a branch of a block, with the modules before and behind it."""
     before, *behind = (layer.get_submodule(name) for name in layer.branch)
@@ -191,7 +184,7 @@ FORWARDS: dict[type[nn.Module], Forward] = {
     gpt2.Embedding: _gpt2_embedding,
     gpt2.Attention: _gpt2_attention,
     gpt_neox.Block: _neox_block,
-    decoder.Attention: _decoder_attention,
-    decoder.MLP: _decoder_mlp,
+    decoder.Attention: lambda book, layer, x: _branch(layer, x, partial(_mixed, book, layer)),
+    decoder.MLP: lambda book, layer, x: _branch(layer, x, layer.mlp),
 }
 """By the type of a module, its forward by definition."""
