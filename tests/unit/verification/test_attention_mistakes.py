@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.verification.definitions.attention import positions_in
-from plait.verification.definitions.functions import Definitions
+from plait.verification.definitions.functions import Definitions, positions_in
 from plait.verification.location import RecordKey, RecordScope
-from plait.verification.reference.tensor_sketches import unequal_weights
+from plait.verification.reference.inside_layers import unequal_weights
 from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
     fitting_mistakes,

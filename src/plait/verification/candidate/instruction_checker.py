@@ -30,13 +30,14 @@ from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
 from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.norm_precision import RMSNorms, rounded_otherwise
-from plait.verification.reference.recording import NO_TOLERANCE
-from plait.verification.reference.tensor_sketches import (
+from plait.verification.reference.inside_layers import (
     InnerDifference,
     ModuleSketches,
+    RMSNorms,
     first_inner_difference,
+    rounded_otherwise,
 )
+from plait.verification.reference.recording import NO_TOLERANCE
 from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
     NamedTensors,

@@ -36,7 +36,7 @@ from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 from plait.tensor.parallel.partition import Vocabulary
-from plait.verification.definitions.attention import masked_attention
+from plait.verification.definitions.functions import masked_attention
 
 PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34

@@ -29,8 +29,7 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, ten
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
-from plait.verification.definitions.attention import separated
-from plait.verification.definitions.functions import Definitions
+from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
 from plait.verification.expected_dtypes import (
@@ -41,6 +40,7 @@ from plait.verification.expected_dtypes import (
 )
 from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
+from plait.verification.reference.inside_layers import ModuleSketches
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (
     build_layers,
@@ -53,7 +53,6 @@ from plait.verification.reference.reference_layers import (
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
-from plait.verification.reference.tensor_sketches import ModuleSketches
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 
 

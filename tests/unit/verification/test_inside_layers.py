@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.verification.reference.recording import Tolerance
-from plait.verification.reference.tensor_sketches import (
+from plait.verification.reference.inside_layers import (
     InnerDifference,
     ModuleSketches,
     first_inner_difference,
     sketch_of,
 )
+from plait.verification.reference.recording import Tolerance
 
 
 class Layer(nn.Module):
