@@ -28,7 +28,6 @@ from plait.tensor.layer_values import Value, tensors_of, with_tensors
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
-from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference.inside_layers import (
     InnerDifference,
@@ -237,7 +236,7 @@ class InstructionChecker:
             key = RecordKey("gradient", source, str(number))
             recorded = self.recording.find(scope, key)
             if tensor is None and recorded is not None:
-                tensor = torch.zeros_like(self._expected(recorded, recorded, key)[0])
+                tensor = torch.zeros_like(self._part(recorded, key))
             if tensor is None:
                 continue
             whole = tensor
@@ -253,11 +252,12 @@ class InstructionChecker:
         """Compare a tensor with the one recorded under `key`; return whether they are equal."""
         scope = self._scope(action)
         recorded = self.recording.find(scope, key)
-        expected, box = self._expected(recorded, actual, key)
+        box = None if recorded is None else self.parts.box(key, recorded.shape)
+        expected = torch.zeros_like(actual) if recorded is None else self._part(recorded, key)
         before = {StepPhase.FORWARD: key.layer - 1, StepPhase.INPUT_GRADIENT: key.layer + 1}.get(phase)
         base = None if before is None else self.recording.find(scope, key._replace(layer=before))
         if base is not None and recorded is not None and base.shape == recorded.shape:
-            base, _ = self._expected(base, actual, key)
+            base = self._part(base, key)
         equal = self.comparison.findings.compare(
             Location(self.step, phase, layer, scope.microbatch, "", int(key.name), self.evaluating),
             actual,
@@ -266,9 +266,7 @@ class InstructionChecker:
             box=box,
             alternatives=self._alternatives(phase, scope, key, actual),
             base=base,
-            inside=lambda: (
-                self._inner_difference(action, key.layer, scope) if phase is StepPhase.FORWARD else None
-            ),
+            inside=lambda: self._inner_difference(phase, action, key.layer, scope),
         )
         if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
@@ -284,13 +282,13 @@ class InstructionChecker:
         for other in range(self.recording.microbatches(self.step)):
             value = self.recording.find(scope._replace(microbatch=other), key)
             if other != scope.microbatch and value is not None and value.shape == recorded.shape:
-                yield f"it is that of micro-batch {other}", self._expected(value, actual, key)[0]
+                yield f"it is that of micro-batch {other}", self._part(value, key)
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
-            yield "it is that of the step before", self._expected(before, actual, key)[0]
+            yield "it is that of the step before", self._part(before, key)
         if phase is StepPhase.FORWARD:
             sums = [
-                (one.name, self._expected(value, actual, key)[0])
+                (one.name, self._part(value, key))
                 for one, value in self.recording.values[scope].items()
                 if one[:2] == (MISTAKEN, key.layer) and key.name == "0"
             ]
@@ -300,22 +298,15 @@ class InstructionChecker:
 
     def _with_other_parameters(self, scope: RecordScope, key: RecordKey, recorded: Tensor) -> NamedTensors:
         """Yield a layer's output after common mistakes with its biases and tables of positions."""
-        parameters, tp = self._parameters_of(key.layer, scope), self.runtime.mesh.size("tp")
-        box = self.parts.box(key, recorded.shape)
-        yield from (
-            (text, value if box is None else box.of(value))
-            for text, value in with_other_parameters(recorded, parameters, tp)
-        )
-        positions = self.parts.positions(recorded.shape[1]) if recorded.dim() > 2 else None
-        if positions is not None and box is not None:
-            yield from with_local_positions(box.of(recorded), parameters, positions)
-
-    def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
-        """Return the unsharded parameters of a layer by name, as far as recorded on this rank."""
         values = self.recording.values.get(RecordScope(self.step - 1), {})
-        names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", layer)]
+        names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", key.layer)]
         keys = {name: RecordKey("value", name=name) for name in names}
-        return {name: values[key] for name, key in keys.items() if key in values}
+        whole = {name: values[key] for name, key in keys.items() if key in values}
+        for text, value in with_other_parameters(recorded, whole, self.runtime.mesh.size("tp")):
+            yield text, self._part(value, key)
+        positions = self.parts.positions(recorded.shape[1]) if recorded.dim() > 2 else None
+        if positions is not None:
+            yield from with_local_positions(self._part(recorded, key), whole, positions)
 
     def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> NamedTensors:
         """Yield a micro-batch's loss after common mistakes; nothing for an output of several tensors."""
@@ -330,23 +321,21 @@ class InstructionChecker:
             ]
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
-    def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
+    def _inner_difference(
+        self, phase: StepPhase, action: Action, layer: int, scope: RecordScope
+    ) -> InnerDifference | None:
         sketches = self.sketches.get((action.stage, layer - self.blueprint.stage_layers[action.stage].start))
-        if sketches is None:
+        if sketches is None or phase is not StepPhase.FORWARD:
             return None
         keys = [key for key in self.recording.values[scope] if key[:2] == ("inside", layer)]
         expected = {key.name: self.recording.values[scope][key] for key in keys}
         tolerances = {key.name: self.recording.tolerances[scope][key] for key in keys}
         return first_inner_difference(sketches.found, expected, tolerances)
 
-    def _expected(
-        self, recorded: Tensor | None, actual: Tensor, key: RecordKey
-    ) -> tuple[Tensor, ComparedBox | None]:
-        """Return the values to compare with: this rank's part of the tensor `recorded`, or zeros if None."""
-        if recorded is None:
-            return torch.zeros_like(actual), None
+    def _part(self, recorded: Tensor, key: RecordKey) -> Tensor:
+        """Return this rank's part of a recorded output or gradient."""
         box = self.parts.box(key, recorded.shape)
-        return recorded if box is None else box.of(recorded), box
+        return recorded if box is None else box.of(recorded)
 
     def _scope(self, action: Action) -> RecordScope:
         return RecordScope(self.step, self._global_microbatch(action), self.evaluating)

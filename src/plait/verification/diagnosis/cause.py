@@ -140,21 +140,8 @@ def norm(symptoms: Symptoms) -> str | None:
 Hypothesis = Callable[[Symptoms], str | None]
 """Returns a sentence where the evidence fits it and no other known cause."""
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    no_number,
-    norm,
-    summands,
-    zero,
-    factor,
-    multiple_of_input,
-    part_of_another,
-    rounded,
-    same_for_all,
-    transposed,
-    shifted,
-    permuted,
-    later_parts,
-    positions,
-    other_positions,
+    *(no_number, norm, summands, zero, factor, multiple_of_input, part_of_another, rounded, same_for_all),
+    *(transposed, shifted, permuted, later_parts, positions, other_positions),
 )
 """The most certain first."""
 
