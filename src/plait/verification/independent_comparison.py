@@ -167,8 +167,11 @@ class PlanSide:
     def compare(self, number: int) -> Iterator[Compared]:
         """Yield the comparisons of this rank for a batch. All ranks take part."""
         device, dp = self.mesh.device, self.mesh.size("dp")
-        inputs = map_tensors(lambda one: one.to(device, _wide(one)), self.case.batches[number][0])
-        targets = map_tensors(lambda one: one.to(device), self.case.batches[number][1])
+        inputs, targets = self.case.batches[number]
+        targets = map_tensors(lambda one: one.to(device), targets)
+        inputs = map_tensors(
+            lambda one: one.to(device, torch.float64 if one.is_floating_point() else None), inputs
+        )
         expected: Expected | None = None
         with _on_rank_zero(self.mesh) as here:
             if here:
@@ -251,10 +254,6 @@ def _on_rank_zero(mesh: Mesh) -> Iterator[bool]:
     error = broadcast_object(error, mesh)
     if error is not None:
         raise error
-
-
-def _wide(tensor: Tensor) -> torch.dtype | None:
-    return torch.float64 if tensor.is_floating_point() else None
 
 
 def first_differing_module(

@@ -39,14 +39,8 @@ class Float64Mode(TorchFunctionMode):
     narrow = False
     """Whether a tensor that depends on parameters was narrower all the same."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.autograd.backward and len(args) == 2:  # which may run layers again
             with self:
                 return run_backward_unseen(*args)

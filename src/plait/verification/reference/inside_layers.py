@@ -59,8 +59,8 @@ class ModuleSketches:
         self._handles: list[RemovableHandle] = []
         for path, module in layer.named_modules():
             if path:
-                self._handles.append(module.register_forward_pre_hook(partial(self._before, path)))
-                self._handles.append(module.register_forward_hook(partial(self._after, path)))
+                note = partial(self._note, path)
+                self._handles += module.register_forward_pre_hook(note), module.register_forward_hook(note)
 
     def begin(self) -> None:
         """Discard the recorded sketches (weighted sums), before the next forward of the layer."""
@@ -72,13 +72,10 @@ class ModuleSketches:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
-        self._note(path, "given", given[0] if given else None)
-
-    def _after(self, path: str, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        self._note(path, "gives", output)
-
-    def _note(self, path: str, side: Side, value: Any) -> None:
+    def _note(self, path: str, module: nn.Module, given: tuple[Any, ...], *gives: Any) -> None:
+        """Record what a module is given before it runs, and after that what it gives."""
+        side: Side = "gives" if gives else "given"
+        value = next(iter(gives or given), None)
         call = self._calls[path, side]
         self._calls[path, side] += 1
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.numel():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,15 +76,11 @@ def unchanged(name: str, value: Tensor) -> Tensor:
     return value
 
 
-@dataclass
 class Perturbation:
     """Adds random rounding errors to tensors, seeded with `number`; number 0 adds none."""
 
-    number: int
-    generator: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.number)
+    def __init__(self, number: int) -> None:
+        self.number, self.generator = number, torch.Generator().manual_seed(number)
 
     def perturb(self, tensor: Tensor) -> Tensor:
         """Return `tensor` plus random errors, scaled by each element's magnitude plus the median magnitude.
