@@ -65,7 +65,7 @@ class ReferenceUpdate:
         records |= self._clip(step)
         self._reset_gradients(step, "clipped")
         self.optimizer.step()
-        self.scale.update(finite=True)
+        self.scale.update()
         updated = dict(self._updated())
         records |= {key: tensor.detach().clone() for key, tensor in updated.items()}
         if self.baseline is not None:
