@@ -152,9 +152,8 @@ class CandidateRun:
         self.engine.step(self.optimizer, 1.0)
         mistake = "it was updated, though the gradients of the step were not finite"
         for name, tensor in self.updated_tensors():
-            box = None if "/" in name else self.comparison.box(name)
             location = Location(step, StepPhase.OPTIMIZER, name=name)
-            self.comparison.compare_unchanged(location, tensor, before[name], box, mistake)
+            self.comparison.compare_unchanged(location, tensor, before[name], mistake)
         expected = scale / 2 if dynamic else scale
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
@@ -166,8 +165,7 @@ class CandidateRun:
         mistake = "it was scaled, though the norm is below the bound"
         for name in trained:
             gradient, location = self.comparison.gradient(name), Location(step, StepPhase.CLIP, name=name)
-            box = self.comparison.box(name)
-            self.comparison.compare_unchanged(location, gradient, before[name], box, mistake)
+            self.comparison.compare_unchanged(location, gradient, before[name], mistake)
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:

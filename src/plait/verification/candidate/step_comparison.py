@@ -110,11 +110,9 @@ class StepComparison:
         is_scaled = may_overflow and self.recording.number(step, "scale") != 1
         return is_scaled and has_only_small_digits_of_float16(actual, expected)
 
-    def compare_unchanged(
-        self, location: Location, actual: Tensor, before: Tensor, box: ComparedBox | None, mistake: str
-    ) -> None:
-        """Compare a tensor with its value before a call that must not change it."""
-        alternatives = [(mistake, actual)]
+    def compare_unchanged(self, location: Location, actual: Tensor, before: Tensor, mistake: str) -> None:
+        """Compare a parameter's tensor, or its state's, with that before a call that must not change it."""
+        box, alternatives = None if "/" in location.name else self.box(location.name), [(mistake, actual)]
         self.findings.compare(location, actual, before, NO_TOLERANCE, box=box, alternatives=alternatives)
 
     def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
