@@ -148,10 +148,9 @@ class Findings:
             tolerance = Tolerance(tolerance.size, 0.0)
             alternatives = [(f"it was rounded to {narrower} on the way", actual)]
         if largest <= tolerance.allowed:
-            tally.used = max(tally.used, largest / tolerance.allowed if largest else 0.0)
-            tally.relative = max(
-                tally.relative, largest / tolerance.size if largest and tolerance.size else 0.0
-            )
+            if largest:
+                tally.used = max(tally.used, largest / tolerance.allowed)
+                tally.relative = max(tally.relative, largest / tolerance.size if tolerance.size else 0.0)
             tally.vague += tolerance.allowed > INCONCLUSIVE_SHARE * tolerance.size
             return True
         tally.different += 1

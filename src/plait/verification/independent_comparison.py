@@ -200,8 +200,8 @@ class PlanSide:
             parameter.grad = None
 
     def _outputs(self, rows: Value, sent: Mapping[str, Any]) -> list[Tensor]:
-        output = self.engine.output(rows)
-        found, wanted = list_of_tensors(output), sum(name.startswith("output ") for name in sent)
+        found = list_of_tensors(self.engine.output(rows))
+        wanted = sum(name.startswith("output ") for name in sent)
         if len(found) != wanted:
             raise DataError(
                 f"the model gives {len(found)} tensors, and the reference {wanted}: give one that returns "

@@ -64,13 +64,8 @@ class IndependentReport:
             "unmatched": self.unmatched,
             "seconds": self.seconds,
             "phases": {
-                what: {
-                    "compared": len(found),
-                    "different": sum(not one.equal for one in found),
-                    "largest": finite(max(map(_relative, found))),
-                }
-                for what in ORDER
-                if (found := self._of(what))
+                what: {"compared": count, "different": wrong, "largest": finite(largest)}
+                for what, (count, wrong, largest) in self._phases().items()
             },
             "first": self.first and _as_json(self.first) | {"place": self.place or None},
         }
@@ -114,14 +109,18 @@ class IndependentReport:
 
     def _table(self) -> list[str]:
         rows = [f"  {'compared':<22} {'tensors':>9} {'different':>9} {'largest':>9}"]
-        for what in ORDER:
-            if found := self._of(what):
-                wrong, largest = sum(not one.equal for one in found), max(map(_relative, found))
-                rows.append(f"  {what:<22} {len(found):>9,} {wrong or '-':>9} {largest:>9.1e}")
+        for what, (count, wrong, largest) in self._phases().items():
+            rows.append(f"  {what:<22} {count:>9,} {wrong or '-':>9} {largest:>9.1e}")
         return rows
 
-    def _of(self, what: str) -> list[Compared]:
-        return [one for one in self.compared_tensors if one.what == what]
+    def _phases(self) -> dict[str, tuple[int, int, float]]:
+        """Return how many tensors of each kind were compared and differ, and their largest difference."""
+        kinds = {what: [one for one in self.compared_tensors if one.what == what] for what in ORDER}
+        return {
+            what: (len(found), sum(not one.equal for one in found), max(map(_relative, found)))
+            for what, found in kinds.items()
+            if found
+        }
 
 
 def independent_report(outcomes: Sequence[RankComparison], plan: Plan, reference: str) -> IndependentReport:

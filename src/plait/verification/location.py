@@ -57,6 +57,7 @@ class Location:
     def order(self, layers: int) -> tuple[int, bool, int, int, int, int, str]:
         """Return a sort key, for a model of `layers` layers, that orders causes before consequences."""
         layer = -1 if self.layer is None else self.layer
+        microbatch = -1 if self.microbatch is None else self.microbatch
         if self.phase is StepPhase.LOAD:
             location = (-1, 0)  # before all layers
         elif self.phase in FORWARD:
@@ -68,14 +69,7 @@ class Location:
             location = (PHASES.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
         else:
             location = (PHASES.index(self.phase), 0)
-        return (
-            self.step,
-            self.evaluating,
-            *location,
-            -1 if self.microbatch is None else self.microbatch,
-            self.tensor,
-            self.name,
-        )
+        return self.step, self.evaluating, *location, microbatch, self.tensor, self.name
 
 
 class RecordKey(NamedTuple):

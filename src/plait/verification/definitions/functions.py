@@ -155,14 +155,12 @@ class Definitions:
         """The document ids `[rows, length]` of the running micro-batch, if it has any."""
         self.windows: set[int] = set()
         """The windows of attention since these were last cleared."""
-        self._mask_ids: Tensor | None = None
-        self._position_ids: Tensor | None = None
-        self._other_windows: Mapping[int, int] = {}
+        self._mistake: Mapping[str, Any] = {}
 
     @contextmanager
     def running(self, ids: Tensor | None) -> Iterator[None]:
         """Within the context, layers run on documents with these ids, and compute by definition."""
-        self.ids = self._mask_ids = self._position_ids = ids
+        self.ids = ids
         replacements: Replacements = {
             attention: self.attention,
             share_keys: lambda *arguments, query_heads, **options: GivenKeys(*arguments, **options),
@@ -174,37 +172,25 @@ class Definitions:
             with replacing(replacements):
                 yield
         finally:
-            self.ids = self._mask_ids = self._position_ids = None
+            self.ids = None
 
     @contextmanager
-    def mistaken(
-        self,
-        *,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        windows: Mapping[int, int] | None = None,
-    ) -> Iterator[None]:
-        """Within the context, compute attention with given mistakes: other documents or another window."""
-        self._mask_ids = self.ids if mask is None else mask
-        self._position_ids = self.ids if positions is None else positions
-        self._other_windows = windows or {}
+    def mistaken(self, **mistake: Any) -> Iterator[None]:
+        """Within the context, compute attention with a mistake.
+
+        `mask`, `positions`: documents with other ids. `windows`: other windows, by the right ones.
+        """
+        self._mistake = mistake
         try:
             yield
         finally:
-            self._mask_ids = self._position_ids = self.ids
-            self._other_windows = {}
+            self._mistake = {}
 
     def install(self, modules: Iterable[nn.Module], forwards: dict[type[nn.Module], Forward]) -> None:
         """Replace the forward of each module, and of those within, whose type is in `forwards`."""
         for module in (inner for outer in modules for inner in outer.modules()):
             if type(module) in forwards and "forward" not in vars(module):
                 module.forward = partial(forwards[type(module)], self, proxy(module))
-
-    @property
-    def _is_mistaken(self) -> bool:
-        """Whether masks, positions or windows are others now: see `mistaken`."""
-        has_other_ids = self._mask_ids is not self.ids or self._position_ids is not self.ids
-        return has_other_ids or bool(self._other_windows)
 
     def attention(
         self,
@@ -222,13 +208,13 @@ class Definitions:
         """Return what `plait.attention` is documented to return for these arguments."""
         if window is not None:
             self.windows.add(window)
-            window = self._other_windows.get(window, window)
-        ids = self._mask_ids if documents is None else documents
+            window = self._mistake.get("windows", {}).get(window, window)
+        ids = self._mistake.get("mask", self.ids) if documents is None else documents
         sees = Visibility(causal, window, None if ids is None else numbers_of(ids))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         keep = dropout if is_active(dropout) else None
         defined = softmax_attention(query, key, value, sees, scale, softcap, keep)
-        if not self.keeps_near or keep is not None or self._is_mistaken:
+        if not self.keeps_near or keep is not None or self._mistake:
             return defined
         with replacing({}):  # the reason to keep it: it has the same bits as the candidate's
             own = attention(query, key, value, causal, window, documents, scale=scale, softcap=softcap)
@@ -237,9 +223,10 @@ class Definitions:
 
     def positions(self, tensor: Tensor) -> Tensor:
         """Return the positions of dim 1 of `tensor` in their documents: `[length]`, or `[rows, length]`."""
-        if self._position_ids is None:
+        ids: Tensor | None = self._mistake.get("positions", self.ids)
+        if ids is None:
             return torch.arange(tensor.shape[1], device=tensor.device)
-        return positions_in(self._position_ids).to(tensor.device)
+        return positions_in(ids).to(tensor.device)
 
     def _longest_document(self, tensor: Tensor) -> int:
         return int(self.positions(tensor).max()) + 1 if tensor.numel() else 0

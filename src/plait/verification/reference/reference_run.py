@@ -146,8 +146,7 @@ class ReferenceRun:
         self.sums: dict[str, Tensor] = {}
         """The gradients of the current step so far."""
         self.epsilon_of_loss = 0.0
-        self.resumed_steps = options.resumed_steps
-        self.is_exact = options.mode == "exact"
+        self.resumed_steps, self.is_exact = options.resumed_steps, options.mode == "exact"
 
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
