@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -33,6 +32,7 @@ from plait.verification.independent_reference import (
     IndependentReference,
     ReferenceSide,
 )
+from plait.verification.independent_report import Compared, IndependentReport
 from plait.verification.reference.recording import (
     broadcast_object,
     elementwise_difference,
@@ -51,41 +51,6 @@ ALIKE_ON_ONE_RANK = (
     "plait's layers on one rank give what the reference gives, so the plan makes the difference: verify it "
     "without a reference."
 )
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The comparison of a tensor of the plan's run with that of the reference."""
-
-    batch: int
-    what: str
-    """initial values, output, loss, gradient, or input gradient."""
-    name: str
-    """Of the parameter in the reference; "" for others."""
-    largest: float
-    """Largest absolute difference; infinity where only one of the two is NaN."""
-    size: float
-    allowed: float
-    index: tuple[int, ...]
-    """Of the largest difference."""
-    values: tuple[float, float]
-    """Actual and expected value there."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.largest <= self.allowed
-
-
-@dataclass(frozen=True)
-class RankComparison:
-    """The comparisons of one rank. `place`: the first module that differs on one rank, or ""."""
-
-    compared: tuple[Compared, ...]
-    unmatched: int
-    """Parameters of the model without a counterpart in the reference, whose gradients were not compared."""
-    place: str
-    seconds: float
 
 
 def compare(
@@ -107,8 +72,8 @@ def compare(
     return Compared(batch, what, name, float(difference.max()), size, allowed, index, values)
 
 
-def compare_with_reference(case: Case, plan: Plan, reference: IndependentReference) -> RankComparison:
-    """Compare `plan` with an independent reference on this rank, for each batch of `case`.
+def compare_with_reference(case: Case, plan: Plan, reference: IndependentReference) -> IndependentReport:
+    """Return the report of this rank on `plan` beside an independent reference, for each batch of `case`.
 
     Communication: that of the training, all parameters once, and the reference's outputs and loss.
     """
@@ -124,7 +89,8 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
         with mode:
             for number in range(len(case.batches)):
                 found += run.compare(number)
-        return RankComparison(tuple(found), run.unmatched, run.place, perf_counter() - begun)
+        seconds = perf_counter() - begun
+        return IndependentReport(reference.name, plan, tuple(found), run.unmatched, run.place, seconds)
 
 
 class PlanSide:

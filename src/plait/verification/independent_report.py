@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from plait.plan.plan import Plan
-from plait.verification.independent_comparison import Compared, RankComparison
 from plait.verification.report import finite, layout_of, titled
 
 ORDER = ("initial values", "output", "loss", "gradient", "input gradient")
 """What is compared, by dependence."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison of a tensor of the plan's run with that of the reference."""
+
+    batch: int
+    what: str
+    """initial values, output, loss, gradient, or input gradient."""
+    name: str
+    """Of the parameter in the reference; "" for others."""
+    largest: float
+    """Largest absolute difference; infinity where only one of the two is NaN."""
+    size: float
+    allowed: float
+    index: tuple[int, ...]
+    """Of the largest difference."""
+    values: tuple[float, float]
+    """Actual and expected value there."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.largest <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -21,10 +44,11 @@ class IndependentReport:
     reference: str
     plan: Plan
     compared_tensors: tuple[Compared, ...]
-    """Of all ranks, by batch and dependence."""
+    """By batch and dependence."""
     unmatched: int
     """Trained parameters of the model without a counterpart in the reference."""
     place: str
+    """Sentence about the first module that differs on one rank, or ""."""
     seconds: float
 
     @property
@@ -123,17 +147,11 @@ class IndependentReport:
         }
 
 
-def independent_report(outcomes: Sequence[RankComparison], plan: Plan, reference: str) -> IndependentReport:
-    """Return the report on `plan` from the comparisons of all its ranks, rank 0 first."""
-    found = [one for outcome in outcomes for one in outcome.compared]
-    return IndependentReport(
-        reference=reference,
-        plan=plan,
-        compared_tensors=tuple(sorted(found, key=lambda one: (one.batch, ORDER.index(one.what)))),
-        unmatched=outcomes[0].unmatched,
-        place=outcomes[0].place,
-        seconds=max(outcome.seconds for outcome in outcomes),
-    )
+def report_of_all(reports: Sequence[IndependentReport]) -> IndependentReport:
+    """Return the report on all ranks, from that of each, rank 0 first."""
+    found = [one for report in reports for one in report.compared_tensors]
+    in_order = tuple(sorted(found, key=lambda one: (one.batch, ORDER.index(one.what))))
+    return replace(reports[0], compared_tensors=in_order, seconds=max(one.seconds for one in reports))
 
 
 def _named(one: Compared) -> str:

@@ -25,7 +25,7 @@ from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.findings import Tally
 from plait.verification.independent_comparison import compare_with_reference
 from plait.verification.independent_reference import IndependentReference
-from plait.verification.independent_report import IndependentReport, independent_report
+from plait.verification.independent_report import IndependentReport, report_of_all
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import RankOutcome, verify_rank
@@ -196,8 +196,8 @@ def verify_case(
     if reference is None:
         outcomes = _launch(partial(verify_rank, case, plan), case, plan.world, threads)
         return build_report(outcomes, plan, case.options)
-    compared = _launch(partial(compare_with_reference, case, plan, reference), case, plan.world, threads)
-    return independent_report(compared, case.options.applied_to(plan), reference.name)
+    compare = partial(compare_with_reference, case, plan, reference)
+    return report_of_all(_launch(compare, case, plan.world, threads))
 
 
 def _itself(reference: Callable[[Any], Any]) -> Callable[[Any], Any]:
