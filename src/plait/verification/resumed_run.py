@@ -72,14 +72,14 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
     loaded = {name: tensor for name, tensor, _ in _saved_tensors(run)}
     saved = list(_saved_tensors(candidate))
     for name, expected, box in saved:
-        old.findings.compare(
+        location, exactly = (
             Location(step, StepPhase.LOAD, name=name),
-            loaded.get(name, torch.zeros_like(expected)),
-            expected,
             Tolerance(largest_magnitude(expected), 0.0),
-            box=box,
-            alternatives=_after_mistakes(name, first, loaded, saved),
         )
+        actual = loaded.get(name, torch.zeros_like(expected))
+        mistakes = _after_mistakes(name, first, loaded, saved)
+        exactly = Tolerance(largest_magnitude(expected), 0.0)
+        old.findings.compare(location, actual, expected, exactly, box=box, alternatives=mistakes)
     return run
 
 

@@ -175,15 +175,9 @@ def _context_parallel(ranks: int, plan: Plan, rows: int) -> Iterator[Plan]:
 def _with_degrees(plan: Plan, rows: int, *, pp: int, dp: int, tp: int, cp: int = 1) -> Plan:
     """Return `plan` with other degrees, and up to as many equal micro-batches as a rank of dp then has."""
     most = max(1, plan.dp * plan.microbatches // dp)
-    return replace(
-        plan,
-        pp=pp,
-        dp=dp,
-        cp=cp,
-        tp=tp,
-        replicate=plan.replicate if dp % plan.replicate == 0 else 1,
-        microbatches=next(count for count in range(most, 0, -1) if rows // dp % count == 0),
-    )
+    count = next(count for count in range(most, 0, -1) if rows // dp % count == 0)
+    replicate = plan.replicate if dp % plan.replicate == 0 else 1
+    return replace(plan, pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate, microbatches=count)
 
 
 def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recompute, ...]) -> Plan:

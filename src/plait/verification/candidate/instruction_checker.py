@@ -146,21 +146,16 @@ class InstructionChecker:
             dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
             expected, tolerance = expected.to(dtype), NO_TOLERANCE
 
-        def not_updated() -> NamedTensors:
+        def mistakes() -> NamedTensors:
             before = self.recording.find(RecordScope(self.step - 2), key)
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
                 is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
                 yield text, torch.where(is_right, expected, box.of(before).to(expected))
 
-        equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating),
-            parameter,
-            expected,
-            tolerance,
-            box=box,
-            alternatives=not_updated(),
-        )
+        findings = self.comparison.findings
+        location = Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating)
+        equal = findings.compare(location, parameter, expected, tolerance, box=box, alternatives=mistakes())
         if not equal and self.isolate:
             parameter.data.copy_(expected)
 
@@ -192,20 +187,15 @@ class InstructionChecker:
 
     def _compare_norms(self, action: Action, number: int, layer: int) -> None:
         """Compare how precisely the norms of a layer have computed."""
-        scope = self._scope(action)
+        scope, findings = self._scope(action), self.comparison.findings
+        location = Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, "", 0, self.evaluating)
         found = list(self.rms_norms[action.stage, number].differences())
         sketches = self.sketches[action.stage, number]
         recorded = self.recording.values[scope].items()
         expected = {key.name: value for key, value in recorded if key[:2] == ("inside", layer)}
         other = rounded_otherwise(sketches.found, expected, sketches.norms)
         for sentence, actual, right in (*found, *([other] if other is not None else [])):
-            self.comparison.findings.compare(
-                Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, evaluating=self.evaluating),
-                actual,
-                right,
-                NO_TOLERANCE,
-                alternatives=[(sentence, actual)],
-            )
+            findings.compare(location, actual, right, NO_TOLERANCE, alternatives=[(sentence, actual)])
 
     def _compare_loss(self, action: Action) -> None:
         """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
@@ -215,16 +205,11 @@ class InstructionChecker:
         actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
         if output is not None:
             expected, tolerance = self.parts.total(loss, output, self.targets[number], expected, tolerance)
-        equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating),
-            actual,
-            expected,
-            tolerance,
-            alternatives=chain(
-                self._alternatives(StepPhase.LOSS, scope, key, actual),
-                self._other_losses(number, scope, expected),
-            ),
-        )
+        location = Location(self.step, StepPhase.LOSS, None, scope.microbatch, "", 0, self.evaluating)
+        others = self._alternatives(StepPhase.LOSS, scope, key, actual)
+        mistakes = chain(others, self._other_losses(number, scope, expected))
+        findings = self.comparison.findings
+        equal = findings.compare(location, actual, expected, tolerance, alternatives=mistakes)
         if not equal and self.isolate:
             actual.data.copy_(expected)
 

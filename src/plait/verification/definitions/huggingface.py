@@ -102,13 +102,8 @@ def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
     heads = split_heads(attn.query_key_value(normed), 3 * attn.head_size)
     query, key, value = torch.split(heads, attn.head_size, -1)
     angles = _angles(book, layer.rotary, attn.config, None, normed)
-    mixed = book.attention(
-        rotated(query, angles),
-        rotated(key, angles),
-        value,
-        scale=attn.scaling,
-        dropout=layer.attention_dropout,
-    )
+    query, key = rotated(query, angles), rotated(key, angles)
+    mixed = book.attention(query, key, value, scale=attn.scaling, dropout=layer.attention_dropout)
     after = x + layer.post_attention_dropout(attn.dense(joined_heads(mixed)))
     inner = layer.mlp(layer.post_attention_layernorm(x if layer.parallel else after))
     result: Tensor = after + layer.post_mlp_dropout(inner)
@@ -132,15 +127,9 @@ def _mixed(book: Definitions, layer: decoder.Attention, normed: Tensor) -> Tenso
     if layer.rotates:
         angles = _angles(book, layer.rotary, attn.config, kind, normed)
         key, query = rotated(key, angles), rotated(query, angles)
+    value, window, dropout = split_heads(value, size), _window(layer, kind), layer.attention_dropout
     mixed = book.attention(
-        query,
-        key,
-        split_heads(value, size),
-        True,
-        _window(layer, kind),
-        scale=attn.scaling,
-        softcap=layer.cap,
-        dropout=layer.attention_dropout,
+        query, key, value, True, window, scale=attn.scaling, softcap=layer.cap, dropout=dropout
     )
     output: Tensor = attn.o_proj(joined_heads(mixed))
     return output

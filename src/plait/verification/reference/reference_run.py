@@ -124,10 +124,9 @@ class ReferenceRun:
         self.casts = NarrowingCasts(formats.compute if options.mode != "exact" else None, perturbation)
         self.formats = formats
         self.baseline = baseline
-        built = build_layers(
+        self.parameters, self.copies, self.layers, self.aliases = build_layers(
             sequence, options.seed, change, formats, device, always_copy=baseline is not None
         )
-        self.parameters, self.copies, self.layers, self.aliases = built
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
         compute = formats.compute
