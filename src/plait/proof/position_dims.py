@@ -237,11 +237,10 @@ def written_at(call: OperationCall) -> PositionDim | None:
     # The same values are written wherever a mask over the positions is true.
     mask, first = indices[0], selection.first
     over = call.positions.get(id(mask))
-    is_mask = (
-        len(indices) == 1 and mask.dtype in MASKS and over is not None and over.at(over.dim + first) == at
-    )
+    is_mask = len(indices) == 1 and mask.dtype in MASKS
+    is_over_positions = over is not None and over.at(over.dim + first) == at
     same = id(values) not in call.positions and call.repeats(values, PositionDim(first), ndim)
-    return at if is_mask and same else None
+    return at if is_mask and is_over_positions and same else None
 
 
 def _has_scalar_mask(indices: Sequence[Tensor]) -> bool:

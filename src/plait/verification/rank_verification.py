@@ -111,27 +111,21 @@ def _recorded(
     one; then that of `distribute_recording`.
     """
     mesh, plan, options = engine.mesh, engine.plan, case.options
-    microbatches = plan.dp * plan.microbatches
-    linear = None
+    microbatches, linear = plan.dp * plan.microbatches, None
     if plan.loss_rows is not None:
         linear = output_linear_name(sequence.layers[-1], {}, plan.loss_rows)
-    if not broadcast_object((microbatches, linear) in recordings, mesh):
-        make = partial(
-            ReferenceRun,
-            *(sequence, case.loss, options, case.change, formats, mesh.device),
-            output_linear=linear,
-        )
+    kept = microbatches, linear
+    if not broadcast_object(kept in recordings, mesh):
+        arguments = sequence, case.loss, options, case.change, formats, mesh.device
+        make = partial(ReferenceRun, *arguments, output_linear=linear)
         runs = 1 + options.perturbed_runs(formats)
         scopes = 1 + (len(batches) + 1) * (microbatches + 1)  # initial values, steps and the evaluation
         with _barrier_per_scope(mesh, runs * scopes) as tick:
             if mesh.rank == 0:
-                recordings[microbatches, linear] = record(
-                    make, runs, options.clip, batches, microbatches, tick
-                )
+                recordings[kept] = record(make, runs, options.clip, batches, microbatches, tick)
     first = mesh.index("dp") * plan.microbatches
     own = (WHOLE_STEP, *range(first, first + plan.microbatches))
     held = {name for name, _ in engine.named_parameters()}
-
     loaded = RecordScope(len(batches) - 2) if options.resumed_steps else None
 
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
@@ -140,7 +134,7 @@ def _recorded(
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
         return is_held and scope.microbatch in own
 
-    return distribute_recording(recordings.get((microbatches, linear)), mesh, wanted)
+    return distribute_recording(recordings.get(kept), mesh, wanted)
 
 
 @contextmanager

@@ -142,9 +142,8 @@ def plans_on(
         for way, mode in product(both if tp > 1 else (), modes):
             plans.append(_with_schedule(replace(next(sharded), sequence_parallel=way), next(schedules), mode))
         if in_chunks and plan.loss_rows is None:
-            plans.append(
-                _with_schedule(replace(next(sharded), loss_rows=LOSS_ROWS), next(schedules), next(turns))
-            )
+            one = replace(next(sharded), loss_rows=LOSS_ROWS)
+            plans.append(_with_schedule(one, next(schedules), next(turns)))
     if in_parts:
         plans += _context_parallel(ranks, plan, rows)
     return tuple(dict.fromkeys(plans))

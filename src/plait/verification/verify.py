@@ -242,8 +242,7 @@ def verify_all(
     plans = plans_on(ranks, plan, rows, in_parts=in_parts, in_chunks=in_chunks)
     outcomes = _launch(partial(verify_plans, case, plans, report_progress), case, ranks, threads)
     results: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
-    for number, one in enumerate(plans):
-        of_ranks = [every[number] for every in outcomes]
+    for one, of_ranks in zip(plans, zip(*outcomes, strict=True), strict=True):
         refused = [outcome for outcome in of_ranks if isinstance(outcome, RefusedPlan)]
         found = [outcome for outcome in of_ranks if not isinstance(outcome, RefusedPlan)]
         results.append((one, refused[0] if refused else build_report(found, one, case.options)))

@@ -168,7 +168,7 @@ class InstructionChecker:
             return
         if action.kind is not Kind.W:
             self._compare_gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
-        use = layer, self._global_microbatch(action)
+        use = layer, self._scope(action).microbatch
         self.weights.after_backward(action.kind, action.stage, number, use)
 
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
@@ -323,11 +323,9 @@ class InstructionChecker:
         return recorded if box is None else box.of(recorded)
 
     def _scope(self, action: Action) -> RecordScope:
-        return RecordScope(self.step, self._global_microbatch(action), self.evaluating)
-
-    def _global_microbatch(self, action: Action) -> int:
-        """Return the index of a micro-batch in the global batch."""
-        return self.runtime.mesh.index("dp") * self.blueprint.plan.microbatches + action.microbatch
+        """Return the scope of a micro-batch, by its index in the global batch."""
+        first = self.runtime.mesh.index("dp") * self.blueprint.plan.microbatches
+        return RecordScope(self.step, first + action.microbatch, self.evaluating)
 
 
 def _overlaps(tensor: Tensor) -> bool:

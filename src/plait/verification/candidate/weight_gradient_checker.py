@@ -125,10 +125,7 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield each of `keys` with `open` contributions, and expect all of these; empty `open` for it.
-
-        The tuple is the gradient's key, the first use with such a contribution, and the tracked gradient.
-        """
+        """Yield the keys with `open` contributions, the first use, the gradient with all; empty `open`."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])

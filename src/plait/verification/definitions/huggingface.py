@@ -34,9 +34,8 @@ def _angles(
         parameters = parameters.get(kind)  # each type of layer has its own
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
         return taken
-    scaled = scaled_frequencies(
-        parameters, _rotated_size(rotary, config, parameters), config.max_position_embeddings
-    )
+    size = _rotated_size(rotary, config, parameters)
+    scaled = scaled_frequencies(parameters, size, config.max_position_embeddings)
     if scaled is None:
         return taken
     frequencies, factor = scaled[0].to(normed.device), scaled[1]
@@ -46,10 +45,8 @@ def _angles(
     allowed = FLOAT32_ANGLE * factor * (reach.unsqueeze(1) if positions.dim() == 2 else reach)
     if normed.dtype.itemsize <= 2:
         allowed = allowed + factor * torch.finfo(normed.dtype).eps
-    if all(
-        one.shape == other.shape and bool(((one.double() - other).abs() <= allowed).all())
-        for one, other in zip(taken, defined, strict=True)
-    ):
+    pairs = zip(taken, defined, strict=True)
+    if all(a.shape == b.shape and bool(((a.double() - b).abs() <= allowed).all()) for a, b in pairs):
         return taken
     return Angles(*(one.to(normed.dtype) for one in defined))
 

@@ -71,10 +71,8 @@ def with_another_loss(
     own = targets[number]
     weight = torch.as_tensor(loss.weight(own)).to(total)
     if float(weight) not in (0.0, 1.0):
-        yield (
-            f"it is a mean: divided by its weight, {float(weight):g}, which the engine does itself",
-            total / weight,
-        )
+        text = f"it is a mean: divided by its weight, {float(weight):g}, which the engine does itself"
+        yield text, total / weight
     right = _total_of(loss, output, own)
     for text, other in (*others, *_other_targets(targets, number)):
         value = _total_of(loss, output, other)
