@@ -188,7 +188,7 @@ class InstructionChecker:
     def _compare_norms(self, action: Action, number: int, layer: int) -> None:
         """Compare how precisely the norms of a layer have computed."""
         scope, findings = self._scope(action), self.comparison.findings
-        location = Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, "", 0, self.evaluating)
+        location = Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, evaluating=self.evaluating)
         found = list(self.rms_norms[action.stage, number].differences())
         sketches = self.sketches[action.stage, number]
         recorded = self.recording.values[scope].items()
@@ -205,7 +205,7 @@ class InstructionChecker:
         actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
         if output is not None:
             expected, tolerance = self.parts.total(loss, output, self.targets[number], expected, tolerance)
-        location = Location(self.step, StepPhase.LOSS, None, scope.microbatch, "", 0, self.evaluating)
+        location = Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating)
         others = self._alternatives(StepPhase.LOSS, scope, key, actual)
         mistakes = chain(others, self._other_losses(number, scope, expected))
         findings = self.comparison.findings
@@ -235,7 +235,7 @@ class InstructionChecker:
         self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
     ) -> bool:
         """Compare a tensor with the one recorded under `key`; return whether they are equal."""
-        scope = self._scope(action)
+        scope, number = self._scope(action), int(key.name)
         recorded = self.recording.find(scope, key)
         box = None if recorded is None else self.parts.box(key, recorded.shape)
         expected = torch.zeros_like(actual) if recorded is None else self._part(recorded, key)
@@ -244,7 +244,7 @@ class InstructionChecker:
         if base is not None and recorded is not None and base.shape == recorded.shape:
             base = self._part(base, key)
         equal = self.comparison.findings.compare(
-            Location(self.step, phase, layer, scope.microbatch, "", int(key.name), self.evaluating),
+            Location(self.step, phase, layer, scope.microbatch, tensor=number, evaluating=self.evaluating),
             actual,
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),

@@ -34,7 +34,7 @@ FEATURES = 0.25
 numbers of rows round few elements otherwise."""
 NEARLY_HALF = 2.0**-20
 """What may be added to half a rounding step, relative to an element: errors of a computation in float32."""
-SENTENCE = (
+COARSE = (
     "it is given equal numbers, and is off by more than the rounding of its output: something in it is "
     "computed in 16 bits"
 )
@@ -108,10 +108,7 @@ class InnerDifference:
 def first_inner_difference(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> InnerDifference | None:
-    """Return which module input or output differs first, or that none does; None if none was compared.
-
-    None where no module was compared: a layer without modules, or whose modules have other shapes.
-    """
+    """Return which module input or output differs first, or that none does; None if none was compared."""
     equal: list[str] = []
     for order, name in enumerate(expected):
         if name not in found:
@@ -177,7 +174,7 @@ def rounded_otherwise(
             continue
         nearest = nearest_of(expected[output], found[output])
         if float((found[output] != nearest).double().mean()) > FEATURES:
-            return f"inside, of the norm {path}: {SENTENCE}", found[output], nearest
+            return f"inside, of the norm {path}: {COARSE}", found[output], nearest
     return None
 
 
@@ -208,7 +205,7 @@ class RMSNorms:
             least = torch.finfo(x.dtype).smallest_normal  # below it the spacing of numbers is constant
             spacing = torch.finfo(x.dtype).eps * 2.0 ** defined.abs().clamp(min=least).log2().floor()
             if bool(((output.double() - defined).abs() > spacing / 2 + NEARLY_HALF * defined.abs()).any()):
-                yield f"inside, of the norm {path}: {SENTENCE}", output, defined.to(output.dtype)
+                yield f"inside, of the norm {path}: {COARSE}", output, defined.to(output.dtype)
 
     def _note(self, path: str, module: RMSNorm, given: tuple[Any, ...], output: Tensor) -> None:
         x = given[0].detach()
