@@ -184,7 +184,7 @@ PRIVATE_USES = {
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
     (
-        "verification/reference/narrowing_casts.py",
+        "verification/reference/start_values.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees the casts inside of layers and of their backward: documented, private by its path",
@@ -237,7 +237,7 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "likewise",
     (
-        "proof/position_tracker.py",
+        "proof/position_proof.py",
         "arguments_of",
         "_schema",
     ): "the names of an operation's arguments: likewise",

@@ -36,7 +36,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -45,21 +45,14 @@ from plait.errors import ModelError
 from plait.tensor.autograd.paired_collectives import PairedCollective, collective_of
 from plait.tensor.dropout import Dropout, dropout_of
 
+ValueState: TypeAlias = Literal["inside", "part", "whole", "summed", "neutral", "constant"]
+"""Whether a value and its gradient are whole or one rank's part: see the first table of the module.
 
-class ValueState(Enum):
-    """Whether a value and its gradient are whole or one rank's part: see the first table of the module."""
-
-    NEUTRAL = "neutral"
-    WHOLE = "whole"
-    INSIDE = "inside"
-    PART = "part"
-    SUMMED = "summed"
-    CONSTANT = "constant"
-
-
-ANY = frozenset(ValueState)
-ONLY_INSIDE = frozenset({ValueState.INSIDE})
-ONLY_NEUTRAL = frozenset({ValueState.NEUTRAL})
+An operation gives the first of these that it reads.
+"""
+ANY: frozenset[ValueState] = frozenset(get_args(ValueState))
+ONLY_INSIDE: frozenset[ValueState] = frozenset({"inside"})
+ONLY_NEUTRAL: frozenset[ValueState] = frozenset({"neutral"})
 
 
 @dataclass(frozen=True)
@@ -100,18 +93,18 @@ def prove_layer(
     rule to change.
     """
     held, given = list(inputs), list(outputs)
-    leaves = {id(tensor): ValueState.WHOLE for tensor in held}
+    leaves: dict[int, ValueState] = {id(tensor): "whole" for tensor in held}
     if claims.input_in_parts and held:
-        leaves[id(held[0])] = ValueState.PART
+        leaves[id(held[0])] = "part"
     names = {id(tensor): "the layer's input" for tensor in held}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name.removeprefix(f"{path}."))
         if name in claims.sharded:
-            leaves[id(parameter)] = ValueState.INSIDE
+            leaves[id(parameter)] = "inside"
         elif name in claims.frozen:
-            leaves[id(parameter)] = ValueState.CONSTANT
+            leaves[id(parameter)] = "constant"
         elif name in claims.summed:
-            leaves[id(parameter)] = ValueState.SUMMED
+            leaves[id(parameter)] = "summed"
     results = [get_gradient_edge(output).node for output in given if output.requires_grad]
     proof = _Proof(path, leaves, names, claims.dropouts)
     for node in _inputs_first(results):
@@ -120,8 +113,8 @@ def prove_layer(
         proof.require_inside(results)
     else:
         in_parts = results[:1] if claims.output_in_parts and given[0].requires_grad else []
-        proof.require_outside(results[len(in_parts) :], not_allowed=ValueState.PART)
-        proof.require_outside(in_parts, not_allowed=ValueState.WHOLE)
+        proof.require_outside(results[len(in_parts) :], not_allowed="part")
+        proof.require_outside(in_parts, not_allowed="whole")
 
 
 def _inputs(node: Node) -> list[Node]:
@@ -172,24 +165,22 @@ class _Proof:
         """Compute the `ValueState` of `node`, whose inputs have been visited."""
         leaf = _leaf(node)
         if leaf is not None:
-            self.states[node] = self.leaves.get(id(leaf), ValueState.NEUTRAL)
+            self.states[node] = self.leaves.get(id(leaf), "neutral")
             return
-        read = {self.states[before] for before in _inputs(node)} - {ValueState.CONSTANT}
+        read = {self.states[before] for before in _inputs(node)} - {"constant"}
         collective = collective_of(node)
-        self.states[node] = (
-            self._after_operation(node, read)
-            if collective is None
-            else self._after_collective(node, read, collective)
-        )
-        dropout = dropout_of(node)
-        if dropout is not None:
+        if collective is None:
+            self.states[node] = self._after_operation(node, read)
+        else:
+            self.states[node] = self._after_collective(node, read, collective)
+        if (dropout := dropout_of(node)) is not None:
             self._check_dropout(node, dropout)
 
     def _check_dropout(self, node: Node, dropout: Dropout) -> None:
         """Raise ModelError where a dropout's mask is for a different part than its input."""
-        if dropout.in_parts and self.states[node] is not ValueState.PART:
+        if dropout.in_parts and self.states[node] != "part":
             raise self._other_parts(node)
-        inside = self.states[node] is ValueState.INSIDE
+        inside = self.states[node] == "inside"
         name = f"the dropout {self.dropouts.get(id(dropout), '')}".strip()
         if inside and not dropout.in_region:
             raise self._error(
@@ -210,32 +201,33 @@ class _Proof:
         if collective in ("reduce", "gather", "scatter_out"):
             if read != ONLY_INSIDE:
                 raise self._reads_whole(node, collective)
-            return ValueState.PART if collective == "scatter_out" else ValueState.WHOLE
-        if ValueState.INSIDE in read:
+            return "part" if collective == "scatter_out" else "whole"
+        if "inside" in read:
             raise self._enters_again(node)
         from_parts = collective in ("gather_in", "to_whole")
-        if from_parts != (ValueState.PART in read) or ValueState.SUMMED in read:
+        if from_parts != ("part" in read) or "summed" in read:
             raise self._other_parts(node)
-        results = {"to_whole": ValueState.WHOLE, "to_parts": ValueState.PART}
-        return results.get(collective, ValueState.INSIDE)
+        if collective == "to_whole":
+            return "whole"
+        return "part" if collective == "to_parts" else "inside"
 
     def _after_operation(self, node: Node, read: set[ValueState]) -> ValueState:
         """Return the `ValueState` of a non-collective's output, given the states `read` of its inputs."""
-        if ValueState.INSIDE in read and read & {ValueState.WHOLE, ValueState.PART}:
+        if "inside" in read and read & {"whole", "part"}:
             raise self._meets_whole(node)
-        if read & {ValueState.INSIDE, ValueState.PART} and ValueState.NEUTRAL in read:
+        if read & {"inside", "part"} and "neutral" in read:
             raise self._whole_parameter(node)
-        if ValueState.WHOLE in read and read & {ValueState.PART, ValueState.SUMMED}:
+        if "whole" in read and read & {"part", "summed"}:
             raise self._other_parts(node)
-        order = (ValueState.INSIDE, ValueState.PART, ValueState.WHOLE, ValueState.SUMMED, ValueState.NEUTRAL)
-        return next((state for state in order if state in read), ValueState.CONSTANT)
+        order: tuple[ValueState, ...] = get_args(ValueState)
+        return next((state for state in order if state in read), "constant")
 
     def require_outside(self, outputs: Iterable[Node], not_allowed: ValueState) -> None:
-        """Raise ModelError if an output leaves the layer in state INSIDE, SUMMED or `not_allowed`."""
+        """Raise ModelError if an output leaves the layer in state `inside`, `summed` or `not_allowed`."""
         for node in outputs:
-            if self.states[node] in (not_allowed, ValueState.SUMMED):
+            if self.states[node] in (not_allowed, "summed"):
                 raise self._other_parts(node)
-            if self.states[node] is not ValueState.INSIDE:
+            if self.states[node] != "inside":
                 continue
             name = self._nearest([node], ONLY_INSIDE)
             if name is None:
@@ -251,7 +243,7 @@ class _Proof:
 
     def require_inside(self, outputs: Iterable[Node]) -> None:
         """Raise ModelError if one of the model's outputs is whole instead of partitioned."""
-        if any(self.states[node] is not ValueState.INSIDE for node in outputs):
+        if any(self.states[node] != "inside" for node in outputs):
             raise self._error(
                 "its output is whole on every rank, though it has a linear with the rule vocabulary, whose "
                 "partitioned logits the loss takes: make that linear the last, or give it the rule column"
@@ -286,8 +278,8 @@ class _Proof:
         )
 
     def _meets_whole(self, node: Node) -> ModelError:
-        inside = self._read_in(node, ValueState.INSIDE)
-        origin = self._origin(self._read_in(node, ValueState.WHOLE) + self._read_in(node, ValueState.PART))
+        inside = self._read_in(node, "inside")
+        origin = self._origin(self._read_in(node, "whole") + self._read_in(node, "part"))
         own = [before for before in inside if self._is_parameter(before)]
         name = self._nearest(own or inside, ONLY_INSIDE)
         if own:
@@ -309,7 +301,7 @@ class _Proof:
         )
 
     def _whole_parameter(self, node: Node) -> ModelError:
-        name = self._nearest(self._read_in(node, ValueState.NEUTRAL), ONLY_NEUTRAL)
+        name = self._nearest(self._read_in(node, "neutral"), ONLY_NEUTRAL)
         return self._error(
             f"the whole parameter {name} is used inside a region, where each rank sees only its part of the "
             "gradient: give its module the rule replicated, or a rule that shards it, or remove the rules of "
@@ -320,7 +312,7 @@ class _Proof:
         """Return whether a value is a sharded parameter, possibly transposed or cast."""
         while len(before := _inputs(node)) == 1:
             node = before[0]
-        return not before and self.states[node] is ValueState.INSIDE
+        return not before and self.states[node] == "inside"
 
     def _read_in(self, node: Node, state: ValueState) -> list[Node]:
         return [before for before in _inputs(node) if self.states[before] is state]
@@ -354,7 +346,7 @@ class _Proof:
 
         A bias may be one step nearer to the fault than its weight, which is transposed.
         """
-        return -1 if self.leaves.get(id(leaf)) in (ValueState.WHOLE, ValueState.PART) else leaf.dim()
+        return -1 if self.leaves.get(id(leaf)) in ("whole", "part") else leaf.dim()
 
     def _name(self, leaf: Tensor) -> str:
         return self.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)} that is no parameter")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -161,12 +161,11 @@ class MetaLayers:
         key = "carried values", self.structures[number], trains
         if key not in self._results:
             (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
-            if trains:
-                self._results[key] = refuse_carried_values(copied, given.value, given.length)
-            else:
+            if not trains:
                 copied.module.eval()
-                with suppress(ModelError):  # an evaluation counts nothing that training goes on with
-                    self._results[key] = refuse_carried_values(copied, given.value, given.length)
+            # An evaluation counts nothing that training goes on with.
+            with nullcontext() if trains else suppress(ModelError):
+                self._results[key] = refuse_carried_values(copied, given.value, given.length)
         counting: tuple[str, ...] = self._results.setdefault(key, ())
         layers = self._sequence.layers
         for name in counting:

@@ -265,9 +265,12 @@ def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> Non
         return
     if partitioning.sharded:
         where = "where tensors are sharded an optimizer has shards of them only"
+        rest = " and plan.tp to 1" if reach == "parameter" else ", and plan.tp and plan.pp to 1"
+        way_out = f"set plan.strategy to 'none'{rest}"
     else:
         where = f"with plan.pp = {partitioning.pp} an optimizer has the parameters of its own stages only"
-    way_out = f"{_plan_for(reach, partitioning)}, or take torch.optim.AdamW"
+        way_out = "set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none'"
+    way_out += ", or take torch.optim.AdamW"
     if kind not in PARAMETERWISE.keys() | COUPLING.keys():
         word = "elementwise" if partitioning.sharded else "parameterwise"
         way_out += f", or declare `{word} = True` in class {kind.__name__}"
@@ -294,15 +297,6 @@ def is_free_of_order(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     declared = any(vars(kind).get(name) is True for name in ("elementwise", "parameterwise"))
     return declared or kind in ELEMENTWISE or kind in PARAMETERWISE
-
-
-def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
-    """Return, for an error message, the change of the plan with which an optimizer of this `reach` works."""
-    if not partitioning.sharded:
-        return "set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none'"
-    if reach == "parameter":
-        return "set plan.strategy to 'none' and plan.tp to 1"
-    return "set plan.strategy to 'none', and plan.tp and plan.pp to 1"
 
 
 class OptimizerGuard:
@@ -361,12 +355,9 @@ class _GuardReference:
 
 def _guards_of(optimizer: Optimizer) -> set[OptimizerGuard]:
     """Return the guards of the optimizer's parameters."""
-    found = set()
-    for group in getattr(optimizer, "param_groups", ()):
-        for parameter in group["params"]:
-            reference = getattr(parameter, _ATTRIBUTE, None)
-            if isinstance(reference, _GuardReference):
-                found.add(reference.guard())
+    groups = getattr(optimizer, "param_groups", ())
+    held = (getattr(parameter, _ATTRIBUTE, None) for group in groups for parameter in group["params"])
+    found = {reference.guard() for reference in held if isinstance(reference, _GuardReference)}
     return {guard for guard in found if guard is not None}
 
 

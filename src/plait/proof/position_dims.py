@@ -26,6 +26,11 @@ class PositionDim:
         """Return the same positions in another dim."""
         return PositionDim(dim, self.outer, self.inner)
 
+    def without(self, dims: Iterable[int]) -> PositionDim | None:
+        """Return the positions after `dims` are removed from the tensor; None if theirs is one of them."""
+        removed = set(dims)
+        return None if self.dim in removed else self.at(self.dim - sum(dim < self.dim for dim in removed))
+
     def fits(self, shape: Sequence[int], length: int) -> bool:
         """Return whether a tensor of `shape` can contain `length` positions in this way."""
         return self.dim < len(shape) and shape[self.dim] == self.outer * length * self.inner
@@ -157,10 +162,8 @@ class Selection:
 
     def of_others(self, at: PositionDim) -> PositionDim | None:
         """Return where the dim `at` of `self` is in the result; None where it is indexed."""
-        if at.dim in self.dims:
-            return None
-        other = at.dim - sum(dim < at.dim for dim in self.dims)
-        return at.at(other if other < self.first else other + self.index_ndim)
+        other = at.without(self.dims)
+        return other if other is None or other.dim < self.first else at.at(other.dim + self.index_ndim)
 
     def ndim(self, before: int) -> int:
         """Return the number of dims of the result for a tensor with `before` dims."""
@@ -206,11 +209,6 @@ def part_replaced(call: OperationCall) -> PositionDim | None:
     return at if call.of("src") == at.at(at.dim - removed) else None
 
 
-def taken(call: OperationCall) -> PositionDim | None:
-    """Rule of `take`: `self`, flattened, is read at `index`."""
-    return call.only("index")
-
-
 def indexed(call: OperationCall) -> PositionDim | None:
     """Rule of `self[indices]`: tensors of numbers, masks, or None (all), for the first dims of `self`."""
     at, given = call.of("self"), call.arguments["indices"]
@@ -239,11 +237,10 @@ def written_at(call: OperationCall) -> PositionDim | None:
     # The same values are written wherever a mask over the positions is true.
     mask, first = indices[0], selection.first
     over = call.positions.get(id(mask))
-    is_mask = (
-        len(indices) == 1 and mask.dtype in MASKS and over is not None and over.at(over.dim + first) == at
-    )
+    is_mask = len(indices) == 1 and mask.dtype in MASKS
+    is_over_positions = over is not None and over.at(over.dim + first) == at
     same = id(values) not in call.positions and call.repeats(values, PositionDim(first), ndim)
-    return at if is_mask and same else None
+    return at if is_mask and is_over_positions and same else None
 
 
 def _has_scalar_mask(indices: Sequence[Tensor]) -> bool:

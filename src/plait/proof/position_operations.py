@@ -7,7 +7,7 @@ Otherwise it returns None: the operation mixes positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
@@ -18,13 +18,14 @@ from plait.proof.position_dims import (
     indexed_along,
     part_replaced,
     selected,
-    taken,
     tensors_among,
     written_along,
     written_at,
 )
 
 Rule = Callable[[OperationCall], PositionDim | None]
+Dims = Callable[[OperationCall, int], Collection[int]]
+"""Given a call and the number of an argument's dims, returns some of these."""
 
 
 def elementwise(call: OperationCall) -> PositionDim | None:
@@ -32,20 +33,52 @@ def elementwise(call: OperationCall) -> PositionDim | None:
     return call.aligned(tensors_among(call.arguments.values()), len(call.result))
 
 
-def along_dims(call: OperationCall) -> PositionDim | None:
-    """`self` is read along some dims; the result has the same, perhaps one more behind (softmax, unfold)."""
-    at, count = call.only("self"), call.tensor("self").dim()
-    dims = [*call.dims("dim", count), *call.dims("dims", count), *call.dims("dimension", count)]
-    return at if at is not None and dims and at.dim not in dims else None
+def reads(argument: str, along: Dims = lambda call, count: ()) -> Rule:
+    """Return the rule of operations that read `argument` along some dims, by default none (a look-up).
+
+    The result has the same dims, perhaps one more behind (softmax, unfold).
+    """
+
+    def rule(call: OperationCall) -> PositionDim | None:
+        at = call.only(argument)
+        return at if at is not None and at.dim not in along(call, call.tensor(argument).dim()) else None
+
+    return rule
+
+
+def named_dims(call: OperationCall, count: int) -> Collection[int]:
+    """Return the dims that the arguments name; all where they name none."""
+    names = ("dim", "dims", "dimension")
+    return [dim for name in names for dim in call.dims(name, count)] or range(count)
+
+
+def cut_dims(call: OperationCall, count: int) -> Collection[int]:
+    """Return the dim along which `self` is cut; none where the slice is all of it."""
+    return () if tuple(call.tensor("self").shape) == call.result else call.dims("dim", count)
+
+
+def padded_dims(call: OperationCall, count: int) -> Collection[int]:
+    """Return the dims at whose ends elements are added, of which `pad` names the last first."""
+    pad = call.arguments["pad"]
+    return [count - 1 - back for back in range(count) if any(pad[2 * back : 2 * back + 2])]
+
+
+def normalized_dims(call: OperationCall, count: int) -> Collection[int]:
+    """Return the last dims of `input`, which `normalized_shape` counts."""
+    return range(count - len(call.arguments["normalized_shape"]), count)
+
+
+def batch_dims(call: OperationCall, count: int) -> Collection[int]:
+    """Return the dims over which a batch norm normalises; in evaluation mode it scales dim 1 by constants."""
+    return [1] if call.arguments.get("training") is False else range(count)
 
 
 def reduced(call: OperationCall) -> PositionDim | None:
     """`self` is read along `dim`, by default along all dims, which are removed unless `keepdim` is true."""
     at, count = call.only("self"), call.tensor("self").dim()
-    dims = call.dims("dim", count)
-    if at is None or not dims or at.dim in dims:
-        return None
-    return at if call.arguments.get("keepdim") else at.at(at.dim - sum(dim < at.dim for dim in dims))
+    dims = call.dims("dim", count) or range(count)
+    other = None if at is None else at.without(dims)
+    return at if other is not None and call.arguments.get("keepdim") else other
 
 
 def viewed(call: OperationCall) -> PositionDim | None:
@@ -54,11 +87,6 @@ def viewed(call: OperationCall) -> PositionDim | None:
     if call.arguments.get("dtype") is not None:  # view(dtype), which changes the size of the last dim
         return at if at is not None and at.dim < len(shape) - 1 else None
     return None if at is None else at.viewed(shape, call.result, call.length)
-
-
-def same_dim(call: OperationCall) -> PositionDim | None:
-    """Dims behind that of the positions are changed: `view_as_real`, `view_as_complex`."""
-    return call.only("self")
 
 
 def permuted(call: OperationCall) -> PositionDim | None:
@@ -101,18 +129,10 @@ def expanded(call: OperationCall) -> PositionDim | None:
     return PositionDim(at.dim + new, at.outer * times[at.dim + new], at.inner)
 
 
-def sliced(call: OperationCall) -> PositionDim | None:
-    """`self` is cut along `dim`, unless the slice is all of it."""
-    at, shape = call.only("self"), call.tensor("self").shape
-    (dim,) = call.dims("dim", len(shape))
-    return at if at is not None and (at.dim != dim or tuple(shape) == call.result) else None
-
-
 def diagonal(call: OperationCall) -> PositionDim | None:
     """Dims `dim1` and `dim2` are removed, and their diagonal is the new last dim."""
     at, count = call.only("self"), call.tensor("self").dim()
-    dims = [*call.dims("dim1", count), *call.dims("dim2", count)]
-    return at.at(at.dim - sum(dim < at.dim for dim in dims)) if at and at.dim not in dims else None
+    return None if at is None else at.without([*call.dims("dim1", count), *call.dims("dim2", count)])
 
 
 def concatenated(call: OperationCall) -> PositionDim | None:
@@ -125,15 +145,6 @@ def concatenated(call: OperationCall) -> PositionDim | None:
     if call.name == "stack":
         return at.at(at.dim + (dim <= at.dim))
     return at if at.dim != dim else None
-
-
-def padded(call: OperationCall) -> PositionDim | None:
-    """Elements are added at both ends of the last dims."""
-    at, pad = call.only("self"), call.arguments["pad"]
-    if at is None:
-        return None
-    back = call.tensor("self").dim() - 1 - at.dim
-    return None if any(pad[2 * back : 2 * back + 2]) else at
 
 
 def matrix_product(call: OperationCall) -> PositionDim | None:
@@ -179,51 +190,11 @@ def _entry(numbers: list[int], index: int) -> int:
     return numbers[index if len(numbers) > 1 else 0]
 
 
-def trailing_norm(call: OperationCall) -> PositionDim | None:
-    """`input` is normalised over its last dims, which `normalized_shape` counts."""
-    at, count = call.only("input"), call.tensor("input").dim()
-    return at if at is not None and at.dim < count - len(call.arguments["normalized_shape"]) else None
-
-
-def group_norm(call: OperationCall) -> PositionDim | None:
-    """`input` is normalised over groups of dim 1 and all later dims."""
-    at = call.only("input")
-    return at if at is not None and at.dim == 0 else None
-
-
-def batch_norm(call: OperationCall) -> PositionDim | None:
-    """`input` is normalised over all dims except dim 1; in evaluation mode by constants."""
-    at = call.only("input")
-    return at if at is not None and at.dim != 1 and call.arguments.get("training") is False else None
-
-
-def matrix_rows(call: OperationCall) -> PositionDim | None:
-    """Each matrix in the last two dims is treated by itself: `tril`, `triu`."""
-    at = call.only("self")
-    return at if at is not None and at.dim < call.tensor("self").dim() - 2 else None
-
-
-def last_dim(call: OperationCall) -> PositionDim | None:
-    """`self` is read along its last dim."""
-    at = call.only("self")
-    return at if at is not None and at.dim < call.tensor("self").dim() - 1 else None
-
-
 def attention(call: OperationCall) -> PositionDim | None:
     """Attention over dim 2 of query, key and value, by itself for each index of dims 0 and 1."""
     at, mask = call.of("query"), call.of("attn_bias") or call.of("attn_mask")
     same = at == call.of("key") == call.of("value") and mask is None
     return at if at is not None and same and at.dim < 2 else None
-
-
-def embedding(call: OperationCall) -> PositionDim | None:
-    """Rows of the table `weight` are read at `indices`."""
-    return call.only("indices")
-
-
-def bucketize(call: OperationCall) -> PositionDim | None:
-    """Each element of `self` is looked up in the table `boundaries`."""
-    return call.only("self")
 
 
 RULES: Mapping[str, Rule] = {
@@ -244,7 +215,7 @@ RULES: Mapping[str, Rule] = {
             *("split", "split_with_sizes", "topk", "unfold", "unsafe_split", "unsafe_split_with_sizes"),
             *("_fft_c2c", "_fft_c2r", "_fft_r2c", "_log_softmax", "_safe_softmax", "_softmax"),
         ),
-        along_dims,
+        reads("self", named_dims),
     ),
     **dict.fromkeys(
         (
@@ -255,22 +226,24 @@ RULES: Mapping[str, Rule] = {
         reduced,
     ),
     **dict.fromkeys(("view", "_reshape_alias", "_unsafe_view"), viewed),
-    **dict.fromkeys(("view_as_complex", "view_as_real"), same_dim),
+    **dict.fromkeys(("bucketize", "view_as_complex", "view_as_real"), reads("self")),
     **dict.fromkeys(("permute", "t", "transpose"), permuted),
     "unsqueeze": unsqueezed,
     "squeeze": squeezed,
     **dict.fromkeys(("expand", "repeat"), expanded),
-    "slice": sliced,
+    "slice": reads("self", cut_dims),
     "diagonal": diagonal,
     **dict.fromkeys(("cat", "stack"), concatenated),
-    "constant_pad_nd": padded,
+    "constant_pad_nd": reads("self", padded_dims),
     **dict.fromkeys(("addmm", "addmv", "baddbmm", "bmm", "mm", "mv"), matrix_product),
     "convolution": convolution,
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), trailing_norm),
-    "native_group_norm": group_norm,
-    **dict.fromkeys(("cudnn_batch_norm", "native_batch_norm", "_native_batch_norm_legit"), batch_norm),
-    **dict.fromkeys(("tril", "triu"), matrix_rows),
-    "multinomial": last_dim,
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), reads("input", normalized_dims)),
+    "native_group_norm": reads("input", lambda call, count: range(1, count)),
+    **dict.fromkeys(
+        ("cudnn_batch_norm", "native_batch_norm", "_native_batch_norm_legit"), reads("input", batch_dims)
+    ),
+    **dict.fromkeys(("tril", "triu"), reads("self", lambda call, count: (count - 2, count - 1))),
+    "multinomial": reads("self", lambda call, count: (count - 1,)),
     **dict.fromkeys(
         (
             *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
@@ -279,13 +252,12 @@ RULES: Mapping[str, Rule] = {
         ),
         attention,
     ),
-    "embedding": embedding,
-    "bucketize": bucketize,
+    "embedding": reads("indices"),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), indexed_along),
     "index_select": selected,
     **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce"), written_along),
     **dict.fromkeys(("select_scatter", "slice_scatter"), part_replaced),
-    "take": taken,
+    "take": reads("index"),
     **dict.fromkeys(("index", "_unsafe_index"), indexed),
     **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), written_at),
     **dict.fromkeys(

@@ -107,19 +107,15 @@ def epsilon_of(dtype: torch.dtype) -> float:
 
 @dataclass
 class ReferenceLossScale:
-    """The loss scale of a reference run: constant, or dynamic (halved on overflow, doubled periodically)."""
+    """The loss scale of a reference run, which ends where gradients overflow: constant, or dynamic."""
 
     value: float = 1.0
     dynamic: bool = False
     finite_steps: int = GROWTH_INTERVAL - 1
     """Starts one step before a dynamic scale grows, so that a verification compares its growth."""
 
-    def update(self, *, finite: bool) -> None:
-        """Halve a dynamic scale after a step that is not `finite`; double it after many that are."""
-        if not self.dynamic:
-            return
-        self.finite_steps = self.finite_steps + 1 if finite else 0
-        if not finite:
-            self.value /= 2
-        elif self.finite_steps == GROWTH_INTERVAL:
-            self.value, self.finite_steps = self.value * 2, 0
+    def update(self) -> None:
+        """Count a step with finite gradients; double a dynamic scale after many."""
+        self.finite_steps += 1
+        if self.dynamic and self.finite_steps % GROWTH_INTERVAL == 0:
+            self.value *= 2

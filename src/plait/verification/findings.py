@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 from plait.plan.layout.layout import Layout
 from plait.plan.layout.shards import shard
 from plait.verification.location import Location, StepPhase
+from plait.verification.reference.inside_layers import InnerDifference
 from plait.verification.reference.recording import Tolerance, elementwise_difference, largest_difference
-from plait.verification.reference.tensor_sketches import InnerDifference
 
 MAX_LISTED = 64
 """Differences of one rank that are kept; further ones are only counted."""
@@ -37,18 +36,14 @@ class ComparedBox:
     shape: tuple[int, ...]
     of: Callable[[Tensor], Tensor]
 
-    def flat_indices(self) -> Tensor:
-        """Return for each element of the flattened part its index in the flattened global tensor."""
-        return self.of(torch.arange(prod(self.shape)).view(self.shape)).reshape(-1)
-
 
 def box_of(layout: Layout, coordinate: Mapping[str, int]) -> ComparedBox:
     """Return the part that the rank at `coordinate` holds of a tensor with `layout`."""
     return ComparedBox(layout.shape, lambda whole: shard(whole, layout, coordinate))
 
 
-Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Returns values that a tensor may have by mistake, each after a sentence."""
+Alternatives = Iterable[tuple[str, Tensor]]
+"""Values that a tensor may have by mistake, each after a sentence; iterated for a first difference only."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class Findings:
         tolerance: Tolerance,
         *,
         box: ComparedBox | None = None,
-        alternatives: Alternatives = tuple,
+        alternatives: Alternatives = (),
         base: Tensor | None = None,
         rounding: float | None = None,
         inside: Callable[[], InnerDifference | None] = lambda: None,
@@ -150,13 +145,12 @@ class Findings:
         largest = torch.inf if _misfit(actual, expected) else largest_difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
         if narrower is not None and (largest <= tolerance.allowed or _is_near(actual, expected, narrower)):
-            text, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
-            alternatives = partial(one_alternative, text, actual)
+            tolerance = Tolerance(tolerance.size, 0.0)
+            alternatives = [(f"it was rounded to {narrower} on the way", actual)]
         if largest <= tolerance.allowed:
-            tally.used = max(tally.used, largest / tolerance.allowed if largest else 0.0)
-            tally.relative = max(
-                tally.relative, largest / tolerance.size if largest and tolerance.size else 0.0
-            )
+            if largest:
+                tally.used = max(tally.used, largest / tolerance.allowed)
+                tally.relative = max(tally.relative, largest / tolerance.size if tolerance.size else 0.0)
             tally.vague += tolerance.allowed > INCONCLUSIVE_SHARE * tolerance.size
             return True
         tally.different += 1
@@ -221,18 +215,11 @@ def has_only_small_digits_of_float16(actual: Tensor, expected: Tensor) -> bool:
     return own.numel() >= MIN_ROUNDED_ELEMENTS and has_few_digits and float(near.double().mean()) > NEAR_SHARE
 
 
-def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return `[(text, value)]`, as the `alternatives` of `compare` where only one mistake is considered."""
-    return [(text, value)]
-
-
 def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: Alternatives) -> str:
     """Return a sentence on a wrong shape or dtype, or on the mistake whose value `actual` equals; else ""."""
     if misfit := _misfit(actual, expected):
         return misfit
-    fitting = (
-        text for text, value in alternatives() if largest_difference(actual, value) <= tolerance.allowed
-    )
+    fitting = (text for text, value in alternatives if largest_difference(actual, value) <= tolerance.allowed)
     return next(fitting, "")
 
 
@@ -256,7 +243,9 @@ def _describe(
     far = far.reshape(-1).cpu()
     wrong, worst = (far > tolerance.allowed).nonzero()[:, 0], far.argmax()
     local, whole = actual.shape or (1,), (actual.shape if box is None else box.shape) or (1,)
-    flat = torch.arange(len(far)) if box is None else box.flat_indices()
+    flat = torch.arange(len(far))  # by element, its index in the flattened global tensor
+    if box is not None:
+        flat = box.of(torch.arange(prod(box.shape)).view(box.shape)).reshape(-1)
     return Difference(
         location=location,
         largest=float(far.max()),

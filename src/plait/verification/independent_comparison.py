@@ -1,15 +1,15 @@
 """Comparison of a plan's run with an independent model: outputs, loss and gradients of each batch.
 
-rank 0       the reference; gradients of all parameters are compared here
+rank 0       the reference; gradients of all parameters are compared here, and where outputs differ modules
 all ranks    the plan's run from the same values; each rank compares its rows of the output
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,64 +17,40 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.engine import Engine
+from plait.engine.local_batch import local_inputs
 from plait.engine.parallelize import parallelize
 from plait.errors import DataError, PlaitError
 from plait.plan.plan import Plan
 from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, split
+from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.case import Case
-from plait.verification.first_module import first_differing_module
 from plait.verification.independent_reference import (
     Expected,
     Float64Mode,
     IndependentReference,
     ReferenceSide,
 )
-from plait.verification.reference.recording import broadcast_object
-from plait.verification.reference.start_values import add_offsets
+from plait.verification.independent_report import Compared, IndependentReport
+from plait.verification.reference.recording import (
+    broadcast_object,
+    elementwise_difference,
+    largest_difference,
+    largest_magnitude,
+)
+from plait.verification.reference.start_values import add_offsets, unchanged, with_values
 
 COMPILED = 1e-5
 """Relative difference that compiled layers may have, whose casts to float32 are not seen."""
 SAME_VALUE = 1e-6
 """Relative difference up to which an initial value is that of the reference: that of float32."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The comparison of a tensor of the plan's run with that of the reference."""
-
-    batch: int
-    what: str
-    """initial values, output, loss, gradient, or input gradient."""
-    name: str
-    """Of the parameter in the reference; "" for others."""
-    largest: float
-    """Largest absolute difference; infinity where only one of the two is NaN."""
-    size: float
-    allowed: float
-    index: tuple[int, ...]
-    """Of the largest difference."""
-    values: tuple[float, float]
-    """Actual and expected value there."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.largest <= self.allowed
-
-
-@dataclass(frozen=True)
-class RankComparison:
-    """The comparisons of one rank. `place`: the first module that differs on one rank, or ""."""
-
-    rank: int
-    coordinate: Mapping[str, int]
-    compared: tuple[Compared, ...]
-    unmatched: int
-    """Parameters of the model without a counterpart in the reference, whose gradients were not compared."""
-    place: str
-    seconds: float
+CLOSE = 1e-6
+"""Relative difference below which a module's tensors count as equal: a mistake is larger."""
+ALIKE_ON_ONE_RANK = (
+    "plait's layers on one rank give what the reference gives, so the plan makes the difference: verify it "
+    "without a reference."
+)
 
 
 def compare(
@@ -86,26 +62,23 @@ def compare(
             f"the {what}{name and f' of {name}'} has the shape {list(actual.shape)}, and that of the "
             f"reference {list(expected.shape)}: give one that returns what the model returns for them."
         )
-    size = max(size, float(expected.detach().abs().max()) if expected.numel() else 0.0)
+    size = max(size, largest_magnitude(expected))
     if not actual.numel():
         return Compared(batch, what, name, 0.0, size, allowed, (), (0.0, 0.0))
-    difference = (actual.double() - expected.double()).abs()
-    both_nan = actual.isnan() & expected.isnan()
-    difference = difference.where(~both_nan, 0.0).nan_to_num(nan=torch.inf)
-    worst = int(difference.argmax())
-    index = tuple(int(one) for one in torch.unravel_index(torch.tensor(worst), actual.shape))
+    difference = elementwise_difference(actual, expected)
+    worst = difference.argmax()
+    index = tuple(int(one) for one in torch.unravel_index(worst, actual.shape))
     values = float(actual.reshape(-1)[worst]), float(expected.reshape(-1)[worst])
     return Compared(batch, what, name, float(difference.max()), size, allowed, index, values)
 
 
-def compare_with_reference(case: Case, plan: Plan, reference: IndependentReference) -> RankComparison:
-    """Compare `plan` with an independent reference on this rank, for each batch of `case`.
+def compare_with_reference(case: Case, plan: Plan, reference: IndependentReference) -> IndependentReport:
+    """Return the report of this rank on `plan` beside an independent reference, for each batch of `case`.
 
     Communication: that of the training, all parameters once, and the reference's outputs and loss.
     """
     begun = perf_counter()
-    mesh = Mesh(plan, device=None if case.device == "auto" else case.device, timeout=case.timeout)
-    try:
+    with closing(case.mesh(plan)) as mesh:
         plan = case.options.applied_to(plan)
         model = case.build()
         model = copy.deepcopy(model).eval() if any(one.training for one in model.modules()) else model
@@ -117,20 +90,7 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
             for number in range(len(case.batches)):
                 found += run.compare(number)
         seconds = perf_counter() - begun
-        return RankComparison(
-            mesh.rank, dict(mesh.coordinate), tuple(found), run.unmatched, run.place, seconds
-        )
-    finally:
-        mesh.close()
-
-
-def _initial_values(reference: ReferenceSide, state: Mapping[str, Tensor]) -> Iterator[Compared]:
-    """Yield the comparisons of the values in `state`, by the model's names, with the reference's."""
-    for pair, own in reference.values():
-        if not own.is_meta:
-            found = pair.joined([state[name] for name in pair.ours]).to(own.device)
-            allowed = SAME_VALUE * float(own.abs().max()) if own.numel() else 0.0
-            yield compare(0, "initial values", pair.theirs, found, own, allowed)
+        return IndependentReport(reference.name, plan, tuple(found), run.unmatched, run.place, seconds)
 
 
 class PlanSide:
@@ -153,21 +113,31 @@ class PlanSide:
         if self.engine.plan.compile:
             built.accuracy = max(built.accuracy, COMPILED)
         if any(not one.is_meta for one in self.model.parameters()):
-            self.unlike = [one for one in _initial_values(built, self.state) if not one.equal]
+            self.unlike = [one for one in self._initial_values(built) if not one.equal]
         if built.matches_all():
             change, aliases = add_offsets(self.case.options.seed), self.engine.aliases
-            matched = {name for pair in built.pairs for name in pair.ours}
+            matched = {name for pair, _ in built.matched for name in pair.ours}
             for name in matched:
                 self.state[name] = change(name, self.state[name])
             self.state |= {alias: self.state[name] for alias, name in aliases.items() if name in matched}
         built.set_values(self.state)
         return built
 
+    def _initial_values(self, reference: ReferenceSide) -> Iterator[Compared]:
+        for pair, own in reference.matched:
+            if not own.is_meta:
+                found = pair.joined([self.state[name] for name in pair.ours]).to(own.device)
+                allowed = SAME_VALUE * largest_magnitude(own)
+                yield compare(0, "initial values", pair.theirs, found, own.detach(), allowed)
+
     def compare(self, number: int) -> Iterator[Compared]:
         """Yield the comparisons of this rank for a batch. All ranks take part."""
         device, dp = self.mesh.device, self.mesh.size("dp")
-        inputs = map_tensors(lambda one: one.to(device, _wide(one)), self.case.batches[number][0])
-        targets = map_tensors(lambda one: one.to(device), self.case.batches[number][1])
+        inputs, targets = self.case.batches[number]
+        targets = map_tensors(lambda one: one.to(device), targets)
+        inputs = map_tensors(
+            lambda one: one.to(device, torch.float64 if one.is_floating_point() else None), inputs
+        )
         expected: Expected | None = None
         with _on_rank_zero(self.mesh) as here:
             if here:
@@ -184,14 +154,7 @@ class PlanSide:
         outputs = [one("output", place, tensor) for place, tensor in enumerate(self._outputs(rows, sent))]
         yield from outputs
         if self.reference is not None and not all(each.equal for each in outputs) and not self.place:
-            self.place = first_differing_module(
-                self.model,
-                self.state,
-                self.reference.module,
-                self.reference.pairs,
-                self.reference.call,
-                inputs,
-            )
+            self.place = first_differing_module(self.model, self.state, self.reference, inputs)
         floating = any(tensor.is_floating_point() for tensor in list_of_tensors(rows))
         loss = self.engine.forward_backward(rows, row_targets, input_gradients=floating)
         yield compare(number, "loss", "", loss, *sent["loss"])
@@ -203,8 +166,8 @@ class PlanSide:
             parameter.grad = None
 
     def _outputs(self, rows: Value, sent: Mapping[str, Any]) -> list[Tensor]:
-        output = self.engine.output(rows)
-        found, wanted = list_of_tensors(output), sum(name.startswith("output ") for name in sent)
+        found = list_of_tensors(self.engine.output(rows))
+        wanted = sum(name.startswith("output ") for name in sent)
         if len(found) != wanted:
             raise DataError(
                 f"the model gives {len(found)} tensors, and the reference {wanted}: give one that returns "
@@ -218,11 +181,11 @@ class PlanSide:
         if expected is None or self.reference is None:
             return
         least, without = expected.smallest_size(), set(found)
-        for pair in reversed(self.reference.pairs):
+        for pair, _ in reversed(self.reference.matched):
             if pair.theirs not in expected.gradients or not all(name in found for name in pair.ours):
                 continue
             wanted = expected.gradients[pair.theirs]
-            size = max(least, float(wanted.abs().max()) if wanted.numel() else 0.0)
+            size = max(least, largest_magnitude(wanted))
             actual = pair.joined([found[name] for name in pair.ours])
             allowed = expected.allowed(f"gradient {pair.theirs}", size)
             without -= {*pair.ours}
@@ -234,7 +197,7 @@ class PlanSide:
         tensors = {} if expected is None else dict(expected.named())
         tensors = {name: one for name, one in tensors.items() if not name.startswith("gradient ")}
         table = [
-            (name, tuple(one.shape), one.dtype, expected.allowed(name, float(one.abs().max())))
+            (name, tuple(one.shape), one.dtype, expected.allowed(name, largest_magnitude(one)))
             for name, one in tensors.items()
             if expected is not None
         ]
@@ -259,5 +222,67 @@ def _on_rank_zero(mesh: Mesh) -> Iterator[bool]:
         raise error
 
 
-def _wide(tensor: Tensor) -> torch.dtype | None:
-    return torch.float64 if tensor.is_floating_point() else None
+def first_differing_module(
+    model: nn.Module, state: Mapping[str, Tensor], reference: ReferenceSide, inputs: Value
+) -> str:
+    """Return a sentence about the first module that differs on one rank, in the order of `model`'s layers.
+
+    `state`: the values of both. Compares modules that both have, by the names of their parameters, on the
+    inputs of a whole batch.
+    """
+    local = with_values(model, 0, unchanged, unchanged).double().eval()
+    with torch.no_grad():
+        for name, parameter in local.named_parameters():
+            parameter.copy_(state[name])
+    device = next(iter(list_of_tensors(inputs))).device
+    whole = local_inputs([inputs], ContextParallelism.of_one_rank())
+    pairs = [pair for pair, _ in reference.matched if len(pair.ours) == 1]
+    paths = {pair.ours[0].rpartition(".")[0]: pair.theirs.rpartition(".")[0] for pair in pairs}
+    with torch.no_grad(), _first_calls(local.to(device), paths) as ours, running(whole.sequences[0]):
+        output = local(whole.values[0])
+    with torch.no_grad(), _first_calls(reference.module, paths.values()) as theirs:
+        expected = reference.call(reference.module, inputs)
+    before: list[str] = []
+    for path, own in ours.items():
+        name, other = paths[path], theirs.get(paths[path], (None, None))
+        if not all(map(_are_comparable, own, other)):
+            continue
+        given_alike, gives_alike = map(_are_close, own, other)
+        if not given_alike:
+            equal = f", where {' and '.join(before[-3:])} give the same" if before else ""
+            return f"on one rank {name} is given something else{equal}: look at what is computed before it."
+        if not gives_alike:
+            return f"on one rank {name} gives something else for the same input."
+        before.append(name)
+    if all(map(_are_close, list_of_tensors(output), list_of_tensors(expected))):
+        return ALIKE_ON_ONE_RANK
+    if before:
+        return f"on one rank all modules that both have give the same: look at what follows {before[-1]}."
+    return ""
+
+
+@contextmanager
+def _first_calls(model: Any, paths: Iterable[str]) -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Context: yield by path the first argument and the output of each module's first call, in order."""
+    calls: dict[str, tuple[Any, Any]] = {}
+
+    def record(path: str, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        calls.setdefault(path, (given[0] if given else None, output))
+
+    handles = [
+        model.get_submodule(path).register_forward_hook(partial(record, path))
+        for path in dict.fromkeys(paths)
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _are_comparable(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and largest_difference(one, other) <= CLOSE * largest_magnitude(other)

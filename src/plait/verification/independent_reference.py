@@ -24,6 +24,7 @@ from plait.tensor.autograd.engine_calls import run_backward, run_backward_unseen
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
+from plait.verification.reference.recording import largest_difference, largest_magnitude
 from plait.verification.reference.reference_layers import failure_named
 from plait.verification.reference.reference_run import Batch
 from plait.verification.reference.start_values import Perturbation
@@ -38,14 +39,8 @@ class Float64Mode(TorchFunctionMode):
     narrow = False
     """Whether a tensor that depends on parameters was narrower all the same."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.autograd.backward and len(args) == 2:  # which may run layers again
             with self:
                 return run_backward_unseen(*args)
@@ -130,8 +125,7 @@ class Expected:
 
     def smallest_size(self) -> float:
         """Return the least magnitude against which a gradient's difference is measured."""
-        largest = max((float(one.abs().max()) for one in self.gradients.values() if one.numel()), default=0.0)
-        return PART_OF_LARGEST * largest
+        return PART_OF_LARGEST * max(map(largest_magnitude, self.gradients.values()), default=0.0)
 
 
 class ReferenceSide:
@@ -144,32 +138,27 @@ class ReferenceSide:
         with failure_named(reference.name):
             made = reference.make()
         self.module = made
-        self.pairs: Sequence[TensorPair] = ()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.matched: list[tuple[TensorPair, nn.Parameter]] = []
+        """The parameters that have a counterpart in the model."""
         if isinstance(made, nn.Module):
             self.module = module = copy.deepcopy(made).eval().to(device)
-            self.pairs = reference.pairs(model, module)
             for parameter in module.parameters():  # buffers, such as rotary frequencies, stay as they are
                 parameter.data = parameter.data.double() if parameter.is_floating_point() else parameter.data
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The reference's parameters by name."""
-        return dict(self.module.named_parameters()) if isinstance(self.module, nn.Module) else {}
+            self.parameters = dict(module.named_parameters())
+            self.matched = [
+                (pair, module.get_parameter(pair.theirs)) for pair in reference.pairs(model, module)
+            ]
 
     def matches_all(self) -> bool:
         """Whether each parameter of the reference has a counterpart in the model."""
-        return self.parameters.keys() == {pair.theirs for pair in self.pairs}
+        return self.parameters.keys() == {pair.theirs for pair, _ in self.matched}
 
     @torch.no_grad()
     def set_values(self, state: Mapping[str, Tensor]) -> None:
         """Copy the values in `state`, by the model's names, to the parameters."""
-        for pair in self.pairs:
-            self._parameter(pair).copy_(pair.joined([state[name] for name in pair.ours]))
-
-    def values(self) -> Iterator[tuple[TensorPair, Tensor]]:
-        """Yield the parameters with a counterpart in the model, with their values."""
-        for pair in self.pairs:
-            yield pair, self._parameter(pair).detach()
+        for pair, parameter in self.matched:
+            parameter.copy_(pair.joined([state[name] for name in pair.ours]))
 
     def run(self, batch: Batch) -> Expected:
         """Return outputs, loss and gradients of a batch, each with its change by rounding errors."""
@@ -185,9 +174,9 @@ class ReferenceSide:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
                     parameter.copy_(changed.perturb(own[name]))
-            moved = dict(self._run(map_batch(changed.perturb, batch)).named())
+            moved = dict(self._run((map_tensors(changed.perturb, batch[0]), batch[1])).named())
             for name, tensor in expected.named():
-                deviation = float((moved[name] - tensor).abs().max()) if tensor.numel() else 0.0
+                deviation = largest_difference(moved[name], tensor)
                 expected.deviations[name] = max(deviation, expected.deviations.get(name, 0.0))
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -195,44 +184,30 @@ class ReferenceSide:
         return expected
 
     def _run(self, batch: Batch) -> Expected:
-        inputs, targets = map_tensors(leaf, batch[0]), batch[1]
+        inputs, targets = map_tensors(_leaf, batch[0]), batch[1]
         for parameter in self.parameters.values():
             parameter.grad = None
         with Float64Mode() as mode, failure_named("the reference"):
             output = self.call(self.module, inputs)
-            loss = mean_loss(self.loss, output, targets)
+            weight = divisor(self.loss, torch.as_tensor(self.loss.weight(targets)))
+            loss = self.loss.total(output, targets) / weight
         if loss.requires_grad:
             run_backward([loss], [torch.ones_like(loss)])
         trained = {name: one for name, one in self.parameters.items() if one.requires_grad}
         return Expected(
             outputs=[one.detach() for one in list_of_tensors(output)],
             loss=loss.detach(),
-            gradients={name: gradient_of(one) for name, one in trained.items()},
-            input_gradients=[gradient_of(one) for one in list_of_tensors(inputs) if one.requires_grad],
+            gradients={name: _gradient_of(one) for name, one in trained.items()},
+            input_gradients=[_gradient_of(one) for one in list_of_tensors(inputs) if one.requires_grad],
             epsilon=torch.finfo(torch.float32 if mode.narrow else torch.float64).eps,
             accuracy=self.accuracy,
         )
 
-    def _parameter(self, pair: TensorPair) -> nn.Parameter:
-        assert isinstance(self.module, nn.Module)
-        return self.module.get_parameter(pair.theirs)
 
-
-def leaf(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor`, with `requires_grad` if it is floating-point."""
+def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
-def gradient_of(tensor: Tensor) -> Tensor:
+def _gradient_of(leaf: Tensor) -> Tensor:
     """Return the gradient of a leaf; zero where the loss does not depend on it."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.detach()
-
-
-def map_batch(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return the batch with `function` applied to its inputs."""
-    return map_tensors(function, batch[0]), batch[1]
-
-
-def mean_loss(loss: Loss, output: Any, targets: Value) -> Tensor:
-    """Return the mean loss of a whole batch, 0-d."""
-    return loss.total(output, targets) / divisor(loss, torch.as_tensor(loss.weight(targets)))
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from plait.plan.plan import Plan
-from plait.verification.independent_comparison import Compared, RankComparison
-from plait.verification.report import WIDTH, finite, layout_of
+from plait.verification.report import finite, layout_of, titled
 
 ORDER = ("initial values", "output", "loss", "gradient", "input gradient")
 """What is compared, by dependence."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison of a tensor of the plan's run with that of the reference."""
+
+    batch: int
+    what: str
+    """initial values, output, loss, gradient, or input gradient."""
+    name: str
+    """Of the parameter in the reference; "" for others."""
+    largest: float
+    """Largest absolute difference; infinity where only one of the two is NaN."""
+    size: float
+    allowed: float
+    index: tuple[int, ...]
+    """Of the largest difference."""
+    values: tuple[float, float]
+    """Actual and expected value there."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.largest <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -22,10 +44,11 @@ class IndependentReport:
     reference: str
     plan: Plan
     compared_tensors: tuple[Compared, ...]
-    """Of all ranks, by batch and dependence."""
+    """By batch and dependence."""
     unmatched: int
     """Trained parameters of the model without a counterpart in the reference."""
     place: str
+    """Sentence about the first module that differs on one rank, or ""."""
     seconds: float
 
     @property
@@ -65,13 +88,8 @@ class IndependentReport:
             "unmatched": self.unmatched,
             "seconds": self.seconds,
             "phases": {
-                what: {
-                    "compared": len(found),
-                    "different": sum(not one.equal for one in found),
-                    "largest": finite(max(map(_relative, found))),
-                }
-                for what in ORDER
-                if (found := self._of(what))
+                what: {"compared": count, "different": wrong, "largest": finite(largest)}
+                for what, (count, wrong, largest) in self._phases().items()
             },
             "first": self.first and _as_json(self.first) | {"place": self.place or None},
         }
@@ -87,10 +105,8 @@ class IndependentReport:
         )
 
     def _details(self) -> list[str]:
-        plan = (
-            f"{layout_of(self.plan)}, {self.plan.schedule}; float64, {self.plan.microbatches} micro-batches"
-        )
-        lines = [("plan", f"{plan}; {self.seconds:.1f} s")]
+        plan, run = self.plan, f"float64, {self.plan.microbatches} micro-batches; {self.seconds:.1f} s"
+        lines = [("plan", f"{layout_of(plan)}, {plan.schedule}; {run}")]
         if self.unmatched:
             count = f"{self.unmatched:,} parameter{'s' if self.unmatched > 1 else ''}"
             lines.append(("without", f"the gradients of {count}, which the reference has under no such name"))
@@ -102,10 +118,7 @@ class IndependentReport:
                 ("likely", self._cause(first)),
                 ("in all", f"{self.different:,} of {self.compared:,} tensors differ"),
             ]
-        return [
-            textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
-            for title, text in lines
-        ]
+        return [titled(*line) for line in lines]
 
     def _cause(self, first: Compared) -> str:
         if first.what == "initial values":
@@ -120,27 +133,25 @@ class IndependentReport:
 
     def _table(self) -> list[str]:
         rows = [f"  {'compared':<22} {'tensors':>9} {'different':>9} {'largest':>9}"]
-        for what in ORDER:
-            if found := self._of(what):
-                wrong, largest = sum(not one.equal for one in found), max(map(_relative, found))
-                rows.append(f"  {what:<22} {len(found):>9,} {wrong or '-':>9} {largest:>9.1e}")
+        for what, (count, wrong, largest) in self._phases().items():
+            rows.append(f"  {what:<22} {count:>9,} {wrong or '-':>9} {largest:>9.1e}")
         return rows
 
-    def _of(self, what: str) -> list[Compared]:
-        return [one for one in self.compared_tensors if one.what == what]
+    def _phases(self) -> dict[str, tuple[int, int, float]]:
+        """Return how many tensors of each kind were compared and differ, and their largest difference."""
+        kinds = {what: [one for one in self.compared_tensors if one.what == what] for what in ORDER}
+        return {
+            what: (len(found), sum(not one.equal for one in found), max(map(_relative, found)))
+            for what, found in kinds.items()
+            if found
+        }
 
 
-def independent_report(outcomes: Sequence[RankComparison], plan: Plan, reference: str) -> IndependentReport:
-    """Return the report on `plan` from the comparisons of all its ranks, rank 0 first."""
-    found = [one for outcome in outcomes for one in outcome.compared]
-    return IndependentReport(
-        reference=reference,
-        plan=plan,
-        compared_tensors=tuple(sorted(found, key=lambda one: (one.batch, ORDER.index(one.what)))),
-        unmatched=outcomes[0].unmatched,
-        place=outcomes[0].place,
-        seconds=max(outcome.seconds for outcome in outcomes),
-    )
+def report_of_all(reports: Sequence[IndependentReport]) -> IndependentReport:
+    """Return the report on all ranks, from that of each, rank 0 first."""
+    found = [one for report in reports for one in report.compared_tensors]
+    in_order = tuple(sorted(found, key=lambda one: (one.batch, ORDER.index(one.what))))
+    return replace(reports[0], compared_tensors=in_order, seconds=max(one.seconds for one in reports))
 
 
 def _named(one: Compared) -> str:

@@ -32,14 +32,8 @@ class StepPhase(StrEnum):
     LOAD = "load"
 
 
-FORWARD = (
-    StepPhase.BATCH,
-    StepPhase.INITIAL,
-    StepPhase.INPUT,
-    StepPhase.PARAMETERS,
-    StepPhase.MESSAGE,
-    StepPhase.FORWARD,
-)
+PHASES = tuple(StepPhase)
+FORWARD = PHASES[: PHASES.index(StepPhase.FORWARD) + 1]
 BACKWARD = (StepPhase.GRADIENT_MESSAGE, StepPhase.INPUT_GRADIENT, StepPhase.WEIGHT_GRADIENT)
 
 
@@ -62,9 +56,8 @@ class Location:
 
     def order(self, layers: int) -> tuple[int, bool, int, int, int, int, str]:
         """Return a sort key, for a model of `layers` layers, that orders causes before consequences."""
-        phases = list(StepPhase)
-        phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
+        microbatch = -1 if self.microbatch is None else self.microbatch
         if self.phase is StepPhase.LOAD:
             location = (-1, 0)  # before all layers
         elif self.phase in FORWARD:
@@ -73,17 +66,10 @@ class Location:
             location = (0, 2 * layer + (self.phase is StepPhase.MESSAGE) - 2 * (self.layer is None))
         elif self.phase in BACKWARD:
             # Layers last to first; a message precedes the layer's own backward.
-            location = (phases.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
+            location = (PHASES.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
         else:
-            location = (phase, 0)
-        return (
-            self.step,
-            self.evaluating,
-            *location,
-            -1 if self.microbatch is None else self.microbatch,
-            self.tensor,
-            self.name,
-        )
+            location = (PHASES.index(self.phase), 0)
+        return self.step, self.evaluating, *location, microbatch, self.tensor, self.name
 
 
 class RecordKey(NamedTuple):

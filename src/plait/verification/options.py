@@ -31,14 +31,11 @@ def usual_steps(mode: Mode) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options of the reference run, the candidate run and their comparison.
+    """Options of the reference run, the candidate run and their comparison; most are those of `plait.verify`.
 
-    `mode`: `float64`; `native`, in the plan's own precisions, loss scale included; `exact`, in whole numbers.
-    `clip`: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
     `perturbations`: how often the reference runs again with artificial rounding errors, which shows the
-    differences that rounding explains. `isolate`: replace each value that differs by the reference's, so that
-    each reported difference has a cause of its own. `resumes`: save the candidate, load it, and compare one
-    more step; not in mode exact. `optimizer` is given parameter groups.
+    differences that rounding explains. `resumes`: save the candidate, load it, and compare one more step; not
+    in mode exact.
     """
 
     mode: Mode = "float64"

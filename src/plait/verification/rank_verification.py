@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -21,15 +21,14 @@ from plait.tensor.chunked_cross_entropy import output_linear_name
 from plait.tensor.layer_values import Value, map_tensors
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.case import Case, prepared
+from plait.verification.case import Case, batches_of_steps, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
 from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
 from plait.verification.reference.reference_run import Batch, ReferenceRun
 from plait.verification.reference.start_values import Perturbation
-from plait.verification.resumed_run import MakeEngine, NotSavedError, resumed
-from plait.verification.step_batches import batches_of_steps
+from plait.verification.resumed_run import resumed
 
 RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
 """Recordings by the number of micro-batches of the global batch, and by the linear whose input is recorded as
@@ -57,16 +56,12 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
     `recordings` are kept on rank 0, for further plans with the same micro-batches.
     """
     begun = perf_counter()
-    mesh = Mesh(plan, device=None if case.device == "auto" else case.device, timeout=case.timeout)
-    try:
-        with prepared(case) as ready:
-            plan = case.options.applied_to(plan)
-            paths = tuple(layer.path for layer in sequence_of(ready.build()).layers)
-            findings, clip = _compared(ready, plan, mesh, {} if recordings is None else recordings)
+    with closing(case.mesh(plan)) as mesh, prepared(case) as ready:
+        plan = case.options.applied_to(plan)
+        paths = tuple(layer.path for layer in sequence_of(ready.build()).layers)
+        findings, clip = _compared(ready, plan, mesh, {} if recordings is None else recordings)
         seconds = perf_counter() - begun
         return RankOutcome(mesh.rank, dict(mesh.coordinate), paths, findings, clip, seconds)
-    finally:
-        mesh.close()
 
 
 def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) -> tuple[Findings, float]:
@@ -95,21 +90,11 @@ def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) ->
         candidate.train(step, *batch)
     if case.options.mode == "exact":  # after a step in whole numbers, parameters are too large to go on
         return comparison.findings, recording.number(0, "clip")
-    if batches[last:]:
-        _compare_resumed(candidate, make_engine, last, batches[last])
-    candidate.update.overflow(last)
+    if batches[last:] and (run := resumed(candidate, make_engine, last)) is not None:
+        run.train(last, *batches[last])
+    candidate.overflow(last)
     candidate.evaluate(last, *batches[last - 1])
     return comparison.findings, recording.number(0, "clip")
-
-
-def _compare_resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int, batch: Batch) -> None:
-    """Save the candidate, load it into a new engine, and compare this and its next step."""
-    try:
-        run = resumed(candidate, make_engine, step)
-    except NotSavedError as error:
-        candidate.comparison.findings.left_out = str(error)
-    else:
-        run.train(step, *batch)
 
 
 def _recorded(
@@ -126,27 +111,21 @@ def _recorded(
     one; then that of `distribute_recording`.
     """
     mesh, plan, options = engine.mesh, engine.plan, case.options
-    microbatches = plan.dp * plan.microbatches
-    linear = None
+    microbatches, linear = plan.dp * plan.microbatches, None
     if plan.loss_rows is not None:
         linear = output_linear_name(sequence.layers[-1], {}, plan.loss_rows)
-    if not broadcast_object((microbatches, linear) in recordings, mesh):
-        make = partial(
-            ReferenceRun,
-            *(sequence, case.loss, options, case.change, formats, mesh.device),
-            output_linear=linear,
-        )
+    kept = microbatches, linear
+    if not broadcast_object(kept in recordings, mesh):
+        arguments = sequence, case.loss, options, case.change, formats, mesh.device
+        make = partial(ReferenceRun, *arguments, output_linear=linear)
         runs = 1 + options.perturbed_runs(formats)
         scopes = 1 + (len(batches) + 1) * (microbatches + 1)  # initial values, steps and the evaluation
         with _barrier_per_scope(mesh, runs * scopes) as tick:
             if mesh.rank == 0:
-                recordings[microbatches, linear] = record(
-                    make, runs, options.clip, batches, microbatches, tick
-                )
+                recordings[kept] = record(make, runs, options.clip, batches, microbatches, tick)
     first = mesh.index("dp") * plan.microbatches
     own = (WHOLE_STEP, *range(first, first + plan.microbatches))
     held = {name for name, _ in engine.named_parameters()}
-
     loaded = RecordScope(len(batches) - 2) if options.resumed_steps else None
 
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
@@ -155,7 +134,7 @@ def _recorded(
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
         return is_held and scope.microbatch in own
 
-    return distribute_recording(recordings.get((microbatches, linear)), mesh, wanted)
+    return distribute_recording(recordings.get(kept), mesh, wanted)
 
 
 @contextmanager

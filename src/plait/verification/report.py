@@ -85,14 +85,10 @@ class VerificationReport:
             if self.options.mode == "exact":
                 return f"EQUAL to one rank, bit by bit: {self.compared:,} tensors compared."
             worst = max(tally.relative for tally in self.tallies.values())
-            rest = (
-                f" {self.vague:,} of them are vague: rounding explains half of their size."
-                if self.vague
-                else ""
-            )
+            vague = f" {self.vague:,} of them are vague: rounding explains half of their size."
             return (
                 f"EQUAL to one rank: {self.compared:,} tensors differ by at most {worst:.1e} of their size, "
-                f"{self.used:.0%} of what rounding explains.{rest}"
+                f"{self.used:.0%} of what rounding explains.{vague if self.vague else ''}"
             )
         difference = self.first.difference
         relative = difference.largest / difference.size if difference.size else float("inf")
@@ -102,13 +98,10 @@ class VerificationReport:
 
     def what(self, location: Location) -> str:
         """Return a location as text: `the forward of blocks.1.mlp`."""
-        layer = self.path_of(location)
-        named = (
-            f"{location.name} in " if location.name and location.phase is StepPhase.WEIGHT_GRADIENT else ""
-        )
-        if layer:
-            return f"the {location.phase} of {named}{layer}"
-        return f"the {location.phase} of {location.name}" if location.name else f"the {location.phase}"
+        layer, name = self.path_of(location), location.name
+        if layer and name and location.phase is StepPhase.WEIGHT_GRADIENT:
+            layer = f"{name} in {layer}"
+        return f"the {location.phase}" + (f" of {layer or name}" if layer or name else "")
 
     def path_of(self, location: Location) -> str:
         """Return the path of the layer, or "" for a location without a layer."""
@@ -168,9 +161,9 @@ class VerificationReport:
         formats = f" ({formats_in(plan)})" if options.mode == "native" and formats_in(plan) else ""
         run = f"{options.mode}{formats}, {plan.microbatches} micro-batches, {steps}{clipped}"
         layout = layout_of(options.applied_to(plan))
-        lines = [_line("plan", f"{layout}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
+        lines = [titled("plan", f"{layout}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
         if self.left_out:
-            lines.append(_line("left out", f"save and load: {self.left_out}"))
+            lines.append(titled("left out", f"save and load: {self.left_out}"))
         if self.first is None:
             return lines
         first, difference = self.first, self.first.difference
@@ -178,14 +171,14 @@ class VerificationReport:
         number = "" if location.microbatch is None else f", micro-batch {location.microbatch}"
         subject = self._subject(location)
         lines += [
-            _line("first", f"{when(location)}, {location.phase}{number}{subject and f': {subject}'}"),
-            _line("on", _ranks(first)),
-            _line("where", _where(difference)),
-            _line("likely", first.cause),
-            _line("in all", f"{self.different:,} of {self.compared:,} tensors differ{self._advice()}"),
+            titled("first", f"{when(location)}, {location.phase}{number}{subject and f': {subject}'}"),
+            titled("on", _ranks(first)),
+            titled("where", _where(difference)),
+            titled("likely", first.cause),
+            titled("in all", f"{self.different:,} of {self.compared:,} tensors differ{self._advice()}"),
         ]
         if options.isolate:
-            lines += [_line("also", text) for text in self._also()]
+            lines += [titled("also", text) for text in self._also()]
         return lines
 
     def _also(self) -> list[str]:
@@ -254,15 +247,9 @@ def when(location: Location) -> str:
 
 
 def _ranks(first: FirstDifference) -> str:
-    shown = [
-        f"rank {rank} ({_coordinate(coordinate)})"
-        for rank, coordinate in zip(first.ranks, first.coordinates, strict=True)
-    ]
+    places = [" · ".join(f"{axis} {index}" for axis, index in one.items()) for one in first.coordinates]
+    shown = [f"rank {rank} ({place})" for rank, place in zip(first.ranks, places, strict=True)]
     return ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
-
-
-def _coordinate(coordinate: Mapping[str, int]) -> str:
-    return " · ".join(f"{axis} {index}" for axis, index in coordinate.items())
 
 
 def _where(difference: Difference) -> str:
@@ -279,7 +266,7 @@ def _where(difference: Difference) -> str:
     return f"{part}; worst at {list(difference.worst)}: {values}"
 
 
-def _line(title: str, text: str) -> str:
+def titled(title: str, text: str) -> str:
     """Return `  title    text`, wrapped to the width of a terminal."""
     return textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
 

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,12 +23,11 @@ from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import Partitioning
 from plait.ranks.mesh import Mesh
-from plait.ranks.text_collectives import broadcast_text
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.findings import ComparedBox
 from plait.verification.location import Location, StepPhase
-from plait.verification.reference.recording import Tolerance, largest_magnitude
+from plait.verification.reference.recording import Tolerance, broadcast_object, largest_magnitude
 
 MakeEngine = Callable[[Plan, Mesh], Engine]
 """Returns a new engine of the model, with its initial values."""
@@ -39,24 +37,24 @@ BYTES_OF_PARAMETER = 32
 """Bytes a parameter that a checkpoint has at most, but for unusual optimizers: four numbers in float64."""
 
 
-class NotSavedError(Exception):
-    """Raised where no checkpoint can be written, with the reason as a clause; on all ranks."""
-
-
-def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> CandidateRun:
+def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> CandidateRun | None:
     """Save a candidate, load it in both ways, and return the run of the new engine under the same plan.
 
-    `step`: the number of the step that comes next, in which differences are reported. Raises NotSavedError.
-    Communication: that of `save`, of two times `load`, and of a mesh.
+    `step`: the number of the step that comes next, in which differences are reported. None where no
+    checkpoint can be written, for the reason in `Findings.left_out`. Communication: that of `save`, of two
+    times `load`, and of a mesh.
     """
-    mesh = candidate.engine.mesh
-    with _shared_folder(mesh) as folder:
-        _require_space(folder, candidate)
+    findings = candidate.comparison.findings
+    with _shared_folder(candidate.engine.mesh) as folder:
         path = folder / "checkpoint"
+        findings.left_out = _lacking_space(folder, candidate)
         try:
-            save(candidate.engine, candidate.update.optimizer, path)
+            if not findings.left_out:
+                save(candidate.engine, candidate.optimizer, path)
         except CheckpointError as error:
-            raise NotSavedError(str(error)) from None
+            findings.left_out = str(error)
+        if findings.left_out:
+            return None
         run = _loaded(candidate, make_engine, step, path)
         _compare_under_another_plan(candidate.comparison, make_engine, step, path)
     return run
@@ -70,18 +68,18 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
     for _, buffer in engine.named_buffers():  # set to values that show if nothing is loaded
         buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
     first = {name: tensor.detach().clone() for name, tensor, _ in _saved_tensors(run)}
-    load(engine, run.update.optimizer, path)
+    load(engine, run.optimizer, path)
     loaded = {name: tensor for name, tensor, _ in _saved_tensors(run)}
     saved = list(_saved_tensors(candidate))
     for name, expected, box in saved:
-        old.findings.compare(
+        location, exactly = (
             Location(step, StepPhase.LOAD, name=name),
-            loaded.get(name, torch.zeros_like(expected)),
-            expected,
             Tolerance(largest_magnitude(expected), 0.0),
-            box=box,
-            alternatives=partial(_after_mistakes, name, first, loaded, saved),
         )
+        actual = loaded.get(name, torch.zeros_like(expected))
+        mistakes = _after_mistakes(name, first, loaded, saved)
+        exactly = Tolerance(largest_magnitude(expected), 0.0)
+        old.findings.compare(location, actual, expected, exactly, box=box, alternatives=mistakes)
     return run
 
 
@@ -102,7 +100,7 @@ def _after_mistakes(
 
 def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
     """Yield what a checkpoint holds of a rank: parameters, optimizer state, buffers, numbers of the run."""
-    for name, tensor in run.update.updated_tensors():
+    for name, tensor in run.updated_tensors():
         parameter = name.rpartition("/")[0] or name
         has_its_shape = tensor.shape == run.comparison.parameters[parameter].shape
         yield name, tensor, run.comparison.box(parameter) if has_its_shape else None
@@ -128,7 +126,7 @@ def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, st
         return  # on every rank: the model or its optimizer does not allow this plan
     finally:
         other.close()
-    loaded.compare_loaded(step, optimizer)
+    loaded.compare_state(step, optimizer)
 
 
 def another_plan(plan: Plan, layers: int) -> Plan | None:
@@ -148,25 +146,22 @@ def another_plan(plan: Plan, layers: int) -> Plan | None:
     return Plan(pp=plan.world, **precisions) if layers >= plan.world else None
 
 
-def _require_space(folder: Path, candidate: CandidateRun) -> None:
-    """Raise NotSavedError, on all ranks, where the disk may have no room for a checkpoint."""
+def _lacking_space(folder: Path, candidate: CandidateRun) -> str:
+    """Return, on all ranks, why the disk may have no room for a checkpoint; "" if it has."""
     mesh = candidate.engine.mesh
-    world, text = mesh.group("world"), ""
+    text = ""
     if mesh.rank == 0:
         elements = sum(parameter.numel() for parameter in candidate.comparison.sequence.parameters.values())
         needed, free = BYTES_OF_PARAMETER * elements, shutil.disk_usage(folder).free
         if free < 2 * needed:
             text = f"{folder.parent} has {free / 1e9:.1f} GB free, for a checkpoint of {needed / 1e9:.1f} GB"
-    if text := broadcast_text(text, world, world.device_for_text(mesh.device)):
-        raise NotSavedError(text)
+    return broadcast_object(text, mesh)
 
 
 @contextmanager
 def _shared_folder(mesh: Mesh) -> Iterator[Path]:
     """Context: yield a new folder, the same on all ranks, which is removed at exit."""
-    world = mesh.group("world")
-    made = tempfile.mkdtemp(prefix="plait-verify-") if mesh.rank == 0 else ""
-    path = Path(broadcast_text(made, world, world.device_for_text(mesh.device)))
+    path = Path(broadcast_object(tempfile.mkdtemp(prefix="plait-verify-") if mesh.rank == 0 else "", mesh))
     try:
         yield path
     finally:

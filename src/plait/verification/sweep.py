@@ -142,9 +142,8 @@ def plans_on(
         for way, mode in product(both if tp > 1 else (), modes):
             plans.append(_with_schedule(replace(next(sharded), sequence_parallel=way), next(schedules), mode))
         if in_chunks and plan.loss_rows is None:
-            plans.append(
-                _with_schedule(replace(next(sharded), loss_rows=LOSS_ROWS), next(schedules), next(turns))
-            )
+            one = replace(next(sharded), loss_rows=LOSS_ROWS)
+            plans.append(_with_schedule(one, next(schedules), next(turns)))
     if in_parts:
         plans += _context_parallel(ranks, plan, rows)
     return tuple(dict.fromkeys(plans))
@@ -173,16 +172,11 @@ def _context_parallel(ranks: int, plan: Plan, rows: int) -> Iterator[Plan]:
 
 
 def _with_degrees(plan: Plan, rows: int, *, pp: int, dp: int, tp: int, cp: int = 1) -> Plan:
-    """Return `plan` with other degrees, and as many micro-batches as a rank of dp then has."""
-    return replace(
-        plan,
-        pp=pp,
-        dp=dp,
-        cp=cp,
-        tp=tp,
-        replicate=plan.replicate if dp % plan.replicate == 0 else 1,
-        microbatches=_microbatches_per_rank(plan.dp * plan.microbatches, dp, rows),
-    )
+    """Return `plan` with other degrees, and up to as many equal micro-batches as a rank of dp then has."""
+    most = max(1, plan.dp * plan.microbatches // dp)
+    count = next(count for count in range(most, 0, -1) if rows // dp % count == 0)
+    replicate = plan.replicate if dp % plan.replicate == 0 else 1
+    return replace(plan, pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate, microbatches=count)
 
 
 def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recompute, ...]) -> Plan:
@@ -210,12 +204,6 @@ def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:
         for dp in range(1, ranks // pp + 1):
             if ranks % (pp * dp) == 0:
                 yield pp, dp, ranks // (pp * dp)
-
-
-def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
-    """Return the largest divisor of a dp rank's number of rows up to `microbatches / dp`, at least 1."""
-    most = max(1, microbatches // dp)
-    return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
 
 
 def verify_plans(

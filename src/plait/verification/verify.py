@@ -19,18 +19,17 @@ from plait.tensor.chunked_cross_entropy import output_linear_name, require_cross
 from plait.tensor.layer_values import Value
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
-from plait.verification.case import Case, rows_of
+from plait.verification.case import Case, batches_of_steps, rows_of
 from plait.verification.diagnosis.cause import likely_cause
 from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.findings import Tally
 from plait.verification.independent_comparison import compare_with_reference
 from plait.verification.independent_reference import IndependentReference
-from plait.verification.independent_report import IndependentReport, independent_report
+from plait.verification.independent_report import IndependentReport, report_of_all
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import FirstDifference, VerificationReport
-from plait.verification.step_batches import batches_of_steps
 from plait.verification.sweep import RefusedPlan, ReportProgress, Sweep, plans_on, verify_plans
 
 
@@ -78,9 +77,10 @@ def _first_difference(
     difference = outcomes[chosen].findings.differences[0]
     location = difference.location
     same = {rank: own for rank, own in evidence.items() if own.location == location}
-    # Those whose first difference is at the location, possibly in another parameter.
-    alike = {rank: replace(own.location, name=location.name) == location for rank, own in evidence.items()}
-    ranks = tuple(rank for rank in evidence if alike[rank])
+    ranks = tuple(  # at the location, possibly in another parameter
+        rank for rank, own in evidence.items() if replace(own.location, name=location.name) == location
+    )
+    partitioned = set[int]().union(*(outcome.findings.partitioned for outcome in outcomes))
     inside = [outcomes[rank].findings.differences[0].inside for rank in same]
     earliest = min((one for one in inside if one is not None), key=lambda one: one.order, default=None)
     symptoms = Symptoms(
@@ -94,7 +94,7 @@ def _first_difference(
             and (outcome.rank in same or outcome.rank not in ranks)
         ],
         plan=plan,
-        partitioned=_is_partitioned(outcomes, location),
+        partitioned=bool(partitioned) if location.layer is None else location.layer in partitioned,
     )
     layer = location.layer
     return FirstDifference(
@@ -104,12 +104,6 @@ def _first_difference(
         layer=paths[layer] if layer is not None and 0 <= layer < len(paths) else "",
         cause=likely_cause(symptoms),
     )
-
-
-def _is_partitioned(outcomes: Sequence[RankOutcome], location: Location) -> bool:
-    """Return whether a location's layer (any layer if it has none) has a parameter partitioned over `tp`."""
-    layers = {layer for outcome in outcomes for layer in outcome.findings.partitioned}
-    return bool(layers) if location.layer is None else location.layer in layers
 
 
 def _compares(outcome: RankOutcome, chosen: RankOutcome, location: Location) -> bool:
@@ -176,42 +170,15 @@ def verify(
         reference: an independent model, any callable from `inputs`: its outputs, loss, gradients in float64.
     """
     _require_types(model, plan, timeout)
-    if reference is not None:
-        _require_usual(reference, mode=mode, steps=steps, clip=clip, isolate=isolate, optimizer=optimizer)
-    steps, alone = _steps(mode, steps, reference), reference is None
+    other = _independent(reference, mode=mode, steps=steps, clip=clip, isolate=isolate, optimizer=optimizer)
+    if steps is None:
+        steps = usual_steps(mode) if other is None else 1
     options = VerifyOptions(
-        mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=alone
+        mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=True
     )
-    others = rules, device, timeout, ranks_as, ranks_per_gpu
-    case = _case(model, loss, inputs, targets, plan, options, *others)
-    return _verified(case, plan, reference, threads)
-
-
-def _verified(
-    case: Case, plan: Plan, reference: Callable[[Any], Any] | None, threads: int | None
-) -> VerificationReport | IndependentReport:
-    if reference is None:
-        return verify_case(case, plan, threads=threads)
-    return verify_against(case, plan, IndependentReference(partial(_itself, reference)), threads=threads)
-
-
-def _steps(mode: Mode, steps: int | None, reference: object) -> int:
-    """Return how many steps are compared: with an independent reference one, whose gradients are."""
-    return 1 if reference is not None else usual_steps(mode) if steps is None else steps
-
-
-def _case(
-    model: nn.Module | Callable[[], nn.Module],
-    loss: GivenLoss,
-    inputs: Value,
-    targets: Value,
-    plan: Plan,
-    options: VerifyOptions,
-    *others: Any,
-) -> Case:
-    """Return the case of one batch, whose rows later steps take in another order."""
-    batches = batches_of_steps(inputs, targets, options.steps, plan.dp * plan.microbatches)
-    return Case(model, as_loss(loss), batches, options, *others)
+    batches = batches_of_steps(inputs, targets, steps, plan.dp * plan.microbatches)
+    case = Case(model, as_loss(loss), batches, options, rules, device, timeout, ranks_as, ranks_per_gpu)
+    return verify_case(case, plan, other, threads=threads)
 
 
 def _require_types(model: object, plan: object, timeout: object) -> None:
@@ -222,26 +189,25 @@ def _require_types(model: object, plan: object, timeout: object) -> None:
     require_number("timeout", timeout, PlanError, positive=True, infinite="no limit")
 
 
-def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> VerificationReport:
-    """Verify `plan` on the batches of `case`, one for each step."""
-    outcomes = _launch(partial(verify_rank, case, plan), case, plan.world, threads)
-    return build_report(outcomes, plan, case.options)
-
-
-def verify_against(
-    case: Case, plan: Plan, reference: IndependentReference, *, threads: int | None = None
-) -> IndependentReport:
-    """Compare `plan` with an independent model on the batches of `case`."""
-    outcomes = _launch(partial(compare_with_reference, case, plan, reference), case, plan.world, threads)
-    return independent_report(outcomes, case.options.applied_to(plan), reference.name)
+def verify_case(
+    case: Case, plan: Plan, reference: IndependentReference | None = None, *, threads: int | None = None
+) -> VerificationReport | IndependentReport:
+    """Compare `plan` on the batches of `case`, one for each step, with one device or an independent model."""
+    if reference is None:
+        outcomes = _launch(partial(verify_rank, case, plan), case, plan.world, threads)
+        return build_report(outcomes, plan, case.options)
+    compare = partial(compare_with_reference, case, plan, reference)
+    return report_of_all(_launch(compare, case, plan.world, threads))
 
 
 def _itself(reference: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return reference
 
 
-def _require_usual(reference: object, **given: object) -> None:
-    """Raise PlanError for an argument of `verify` that a comparison with a reference does not use."""
+def _independent(reference: Callable[[Any], Any] | None, **given: object) -> IndependentReference | None:
+    """Return the reference of `verify`, if any; PlanError for another argument that does not go with it."""
+    if reference is None:
+        return None
     if not callable(reference):
         raise PlanError(f"the reference is {reference!r}: give an nn.Module, or a function of the inputs.")
     usual = {"mode": "float64", "steps": None, "clip": None, "isolate": False, "optimizer": adamw}
@@ -251,6 +217,7 @@ def _require_usual(reference: object, **given: object) -> None:
                 f"{name} = {value!r} does not go with a reference, whose forward and backward run in "
                 "float64 for one batch: leave it out, and verify the rest without a reference."
             )
+    return IndependentReference(partial(_itself, reference))
 
 
 def verify_all(
@@ -265,8 +232,7 @@ def verify_all(
 
     A plan that the model does not allow (heads that do not divide, more stages than layers) is listed with
     the reason. Sequences are cut where the model has a rule for that, and the loss is computed in chunks of
-    rows where it can be. Rank 0 calls `report_progress` after
-    each plan that it has run.
+    rows where it can be. Rank 0 calls `report_progress` after each plan that it has run.
     """
     model = case.build()
     rules = case.rules_of(model) or {}
@@ -276,8 +242,7 @@ def verify_all(
     plans = plans_on(ranks, plan, rows, in_parts=in_parts, in_chunks=in_chunks)
     outcomes = _launch(partial(verify_plans, case, plans, report_progress), case, ranks, threads)
     results: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
-    for number, one in enumerate(plans):
-        of_ranks = [every[number] for every in outcomes]
+    for one, of_ranks in zip(plans, zip(*outcomes, strict=True), strict=True):
         refused = [outcome for outcome in of_ranks if isinstance(outcome, RefusedPlan)]
         found = [outcome for outcome in of_ranks if not isinstance(outcome, RefusedPlan)]
         results.append((one, refused[0] if refused else build_report(found, one, case.options)))

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.verification.attention_mistakes import (
-    KIND,
+from plait.verification.definitions.functions import Definitions, positions_in
+from plait.verification.location import RecordKey, RecordScope
+from plait.verification.reference.inside_layers import unequal_weights
+from plait.verification.reference.values_after_mistakes import (
+    MISTAKEN,
     fitting_mistakes,
     other_documents,
     sums_after_mistakes,
-    weights_for,
 )
-from plait.verification.definitions import Definitions
-from plait.verification.definitions.attention import positions_in
-from plait.verification.location import RecordKey, RecordScope
 
 LENGTH, LAYER = 6, 3
 X = torch.randn(2, 1, LENGTH, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -34,7 +33,7 @@ def attended(x: Tensor, window: int | None = None, mask: Tensor | None = None) -
 
 
 def of_sums(output: Tensor) -> Tensor:
-    return (output * weights_for(4, X.device)).sum(-1, keepdim=True)
+    return (output * unequal_weights(4, X.device)).sum(-1, keepdim=True)
 
 
 def test_windows_that_are_off_by_one_are_recognised() -> None:
@@ -49,7 +48,7 @@ def test_windows_that_are_off_by_one_are_recognised() -> None:
         assert not sums_after_mistakes(book, lambda x: run(x)[0][0, 0], X, LAYER, {}), "no sequence of rows"
         assert not sums_after_mistakes(book, lambda x: run(x)[0] > 0, X, LAYER, {}), "no numbers"
     names = [f"it is what the layer gives with a window of {other} instead of 3" for other in (4, 2)]
-    assert list(records) == [RecordKey(KIND, LAYER, name) for name in names]
+    assert list(records) == [RecordKey(MISTAKEN, LAYER, name) for name in names]
     for sums, window in zip(records.values(), (4, 2), strict=True):
         torch.testing.assert_close(sums, of_sums(attended(X, window)), rtol=0, atol=1e-13)
 

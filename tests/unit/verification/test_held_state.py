@@ -41,7 +41,7 @@ def test_modules_run_on_copies_and_are_set_back() -> None:
     model = nn.Sequential(Counting(shared), Counting(shared))
     state, before = HeldState.of(sequence_of(model).layers), held(model)
     for _ in range(2):
-        state.set_copies()
+        state.set_back(to_copies=True)
         assert held(model) == before
         assert model[0].shared is model[1].shared
         assert model[0].shared is not shared

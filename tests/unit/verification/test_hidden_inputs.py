@@ -14,7 +14,7 @@ from verification_cases import CLASSES, rows_and_classes
 import plait
 from plait.errors import ModelError
 from plait.plan.plan import Plan
-from plait.verification.hidden_inputs import require_no_hidden_input
+from plait.verification.reference.reference_layers import require_no_hidden_input
 from plait.verification.report import VerificationReport
 
 

@@ -23,12 +23,7 @@ from plait.models.huggingface.pretrained import logits_of
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
-from plait.verification.independent_comparison import (
-    Compared,
-    RankComparison,
-    compare,
-    compare_with_reference,
-)
+from plait.verification.independent_comparison import compare, compare_with_reference
 from plait.verification.independent_reference import (
     FACTOR,
     PART_OF_LARGEST,
@@ -37,7 +32,7 @@ from plait.verification.independent_reference import (
     Float64Mode,
     IndependentReference,
 )
-from plait.verification.independent_report import IndependentReport, independent_report
+from plait.verification.independent_report import Compared, IndependentReport, report_of_all
 from plait.verification.options import VerifyOptions
 from unit.verification.verification_cases import mlp, rows_and_classes
 from zoo.forward import micro_batches_interleaved
@@ -62,7 +57,7 @@ def beside(
         outcomes = [compare_with_reference(case, plan, given)]
     else:
         outcomes = thread_ranks.run(compare_with_reference, case, plan, given, ranks=plan.world)
-    return independent_report(outcomes, plan, given.name)
+    return report_of_all(outcomes)
 
 
 def contexts(rows: int = 4) -> tuple[Tensor, Tensor]:
@@ -369,11 +364,15 @@ def test_the_report_combines_the_comparisons_of_all_ranks() -> None:
     def one(batch: int, what: str, name: str = "", off: float = 0.0) -> Compared:
         return Compared(batch, what, name, off, 2.0, 0.25, (3,), (1.0 + off, 1.0))
 
+    def report_of(*compared: Compared, unmatched: int, place: str, seconds: float) -> IndependentReport:
+        return IndependentReport("the reference", ONE, compared, unmatched, place, seconds)
+
+    found = one(1, "loss"), one(0, "gradient", "a"), one(0, "loss")
     ranks = [
-        RankComparison(0, {}, (one(1, "loss"), one(0, "gradient", "a"), one(0, "loss")), 2, "a place", 1.5),
-        RankComparison(1, {}, (one(0, "output", off=0.125), one(1, "output")), 7, "another", 2.5),
+        report_of(*found, unmatched=2, place="a place", seconds=1.5),
+        report_of(one(0, "output", off=0.125), one(1, "output"), unmatched=7, place="another", seconds=2.5),
     ]
-    report = independent_report(ranks, ONE, "the reference")
+    report = report_of_all(ranks)
     order = [(each.batch, each.what) for each in report.compared_tensors]
     assert order == [(0, "output"), (0, "loss"), (0, "gradient"), (1, "output"), (1, "loss")]
     assert (report.unmatched, report.place, report.seconds) == (2, "a place", 2.5)
@@ -381,8 +380,8 @@ def test_the_report_combines_the_comparisons_of_all_ranks() -> None:
     assert str(report).startswith(
         "EQUAL to the reference: 5 tensors differ by at most 6.2e-02 of their size."
     )
-    wrong = replace(ranks[1], compared=(one(0, "loss", off=1.0), one(0, "gradient", "b", off=2.0)))
-    report = independent_report([ranks[0], wrong], ONE, "the reference")
+    compared = one(0, "loss", off=1.0), one(0, "gradient", "b", off=2.0)
+    report = report_of_all([ranks[0], replace(ranks[1], compared_tensors=compared)])
     text = " ".join(str(report).split())
     assert "NOT EQUAL to the reference: the loss differs by 5.0e-01 of its size." in text
     assert "first batch 1, the loss where worst at [3]: 2 instead of 1" in text

@@ -59,9 +59,9 @@ def test_a_rank_of_tp_has_its_part_of_cps_positions() -> None:
     for rank, own in enumerate([[0, 1], [6, 7], [2, 3], [4, 5]]):
         assert torch.equal(of_rank(plan, rank, dim=1), WHOLE[:, own])
         parts = parts_of(plan, rank, dim=1)
-        assert parts.is_partitioned(OUTPUT)
+        assert parts.tp_dim(OUTPUT) is not None
         for other in (OUTPUT._replace(name="1"), OUTPUT._replace(layer=-1), OUTPUT._replace(layer=0)):
-            assert not parts.is_partitioned(other)
+            assert parts.tp_dim(other) is None
 
 
 def test_with_sharded_logits_a_rank_of_tp_has_its_classes() -> None:
@@ -75,7 +75,7 @@ def test_with_sharded_logits_a_rank_of_tp_has_its_classes() -> None:
 def test_activations_without_a_split_dim_are_whole_on_every_rank(plan: Plan, shape: tuple[int, ...]) -> None:
     parts = parts_of(plan, 0)
     assert parts.box(OUTPUT, shape) is None
-    assert not parts.is_partitioned(OUTPUT)
+    assert parts.tp_dim(OUTPUT) is None
     assert parts.positions(8) is None or plan.cp > 1
 
 

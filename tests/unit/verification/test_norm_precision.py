@@ -13,8 +13,7 @@ from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm
-from plait.verification.norm_precision import FEATURES, RMSNorms, rounded_otherwise
-from plait.verification.reference.tensor_sketches import ModuleSketches
+from plait.verification.reference.inside_layers import FEATURES, ModuleSketches, RMSNorms, rounded_otherwise
 
 
 class Wrapped(nn.Module):

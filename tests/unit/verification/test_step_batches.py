@@ -15,7 +15,7 @@ import plait
 from plait.engine.runner import Runner
 from plait.plan.plan import Plan
 from plait.tensor.layer_values import Microbatches
-from plait.verification.step_batches import batches_of_steps
+from plait.verification.case import batches_of_steps
 
 
 def numbered(rows: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.step_comparison import DIVIDED_IN_FLOAT16, StepComparison
+from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.location import StepPhase
 from plait.verification.reference.recording import RecordKey, RecordScope, Tolerance
 
@@ -23,7 +24,7 @@ def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:
     found: list[Any] = []
 
     def compared(location: Any, actual: Any, expected: Any, tolerance: Tolerance, **told: Any) -> bool:
-        found.append((tolerance.allowed, [name for name, _ in told["alternatives"]()]))
+        found.append((tolerance.allowed, [name for name, _ in told["alternatives"]]))
         return False
 
     def judged(phase: StepPhase, actual: torch.Tensor, dtype: torch.dtype, used_scale: float) -> Any:
@@ -32,9 +33,7 @@ def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:
             tolerances={scope: {key: Tolerance(1.0, 0.5)}},
             number=lambda step, name: {"scale": used_scale}[name],
         )
-        formats = SimpleNamespace(
-            compute_of=lambda _: torch.float32, gradient_of=lambda _: torch.float32, reduce_of=lambda _: dtype
-        )
+        formats = NumberFormats(torch.float32, torch.float32, torch.float32, dtype)
         own: Any = SimpleNamespace(
             recording=recording,
             resynchronizes=False,
@@ -70,7 +69,7 @@ def test_a_parameter_that_the_last_step_left_as_it_was_is_named() -> None:
     found: list[Any] = []
 
     def compared(location: Any, actual: Any, expected: Any, *_: Any, **told: Any) -> bool:
-        found.extend(told["alternatives"]())
+        found.extend(told["alternatives"])
         return True
 
     own: Any = SimpleNamespace(

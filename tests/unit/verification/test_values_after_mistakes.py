@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.tensor.losses import cross_entropy
-from plait.verification.diagnosis.values_after_mistakes import (
+from plait.verification.reference.values_after_mistakes import (
     with_another_loss,
     with_local_positions,
     with_other_parameters,

@@ -19,8 +19,8 @@ from plait.verification.findings import ComparedBox, Findings
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
+from plait.verification.reference.inside_layers import InnerDifference
 from plait.verification.reference.recording import Tolerance
-from plait.verification.reference.tensor_sketches import InnerDifference
 from plait.verification.report import LISTED, VerificationReport, formats_in, layout_of
 from plait.verification.verify import build_report
 

@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         from plait.app.train.run_data import check_data
         from plait.app.train.run_sources import with_context_of_data
         from plait.app.train.verification_case import transformers_reference, verification_case
-        from plait.verification.verify import verify_against, verify_all, verify_case
+        from plait.verification.verify import verify_all, verify_case
 
     plan, threads = config.plan(), config.run.threads
     ranks = plan.world if options.ranks is None else options.ranks
@@ -83,12 +83,11 @@ def run(argv: Sequence[str]) -> int:
         check_data(config)
         case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result: VerificationReport | Sweep | IndependentReport
-        if options.against is not None:
-            result = verify_against(case, plan, transformers_reference(config), threads=threads)
-        elif options.all:
+        if options.all:
             result = verify_all(case, plan, ranks, threads=threads, report_progress=_show_progress)
         else:
-            result = verify_case(case, plan, threads=threads)
+            reference = transformers_reference(config) if options.against is not None else None
+            result = verify_case(case, plan, reference, threads=threads)
     if options.all:
         _replace_line("")
     if prints:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
-from plait.verification.findings import one_alternative
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference.recording import NO_TOLERANCE
 from plait.verification.reference.reference_update import CLIP_EPSILON
@@ -27,16 +25,23 @@ class CandidateRun:
     """Runs the parallel training on one rank, and compares each result with the recorded reference run."""
 
     def __init__(self, comparison: StepComparison) -> None:
+        options = comparison.options
         self.comparison = comparison
         self.engine = comparison.engine
         self.recording = comparison.recording
-        self.update = CandidateUpdate(comparison)
+        self.parameters = comparison.parameters
         self.checker: InstructionChecker | None = None
+        self.optimizer = options.optimizer(self.engine.parameter_groups(options.weight_decay))
+        self.norm_type = options.norm_type
+        self.norm_kind = "norm" if self.norm_type == 2 else "largest"
+        """Kind of the recorded norm that gradients are clipped by."""
+        self.norm_differs = False
+        """Whether a norm has differed in this step."""
 
     def start(self, change: ValueChange) -> None:
         """Check the initial parameters and loss scale; then apply `change` to the value of each parameter."""
         sequence, formats = self.comparison.sequence, self.comparison.formats
-        for name, parameter in self.comparison.parameters.items():
+        for name, parameter in self.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]
             box, local = self.comparison.box(name), name.removeprefix(f"{layer.path}.")
             whole = initial_value(layer.module, layer.path, local, self.comparison.options.seed)
@@ -61,7 +66,7 @@ class CandidateRun:
             comparison.compare(step, StepPhase.BATCH, RecordKey("whole"), mean)
         scale = self.recording.number(step, "scale")
         comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, scale)
-        self.update.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self.engine.observe(self._observer(step, self._rows_of_rank(targets)))
         mean = self.engine.forward_backward(self._rows_of_rank(inputs), self._rows_of_rank(targets))
         self.engine.observe(None)
@@ -75,7 +80,7 @@ class CandidateRun:
 
         comparison.compare_gradients(step, StepPhase.REDUCTION, "final", inherited=inherited)
         comparison.compare(step, StepPhase.MEAN_LOSS, RecordKey("mean"), mean)
-        self.update.run(step)
+        self._update(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
         """Compare an evaluation before `step`, instruction by instruction, and its mean loss."""
@@ -107,24 +112,7 @@ class CandidateRun:
         mesh = self.engine.mesh
         return split(value, mesh.size("dp"), "batch")[mesh.index("dp")]
 
-
-class CandidateUpdate:
-    """Optimizer of the parallel run; `run` performs one update and compares it with the reference run's."""
-
-    def __init__(self, comparison: StepComparison) -> None:
-        options = comparison.options
-        self.comparison = comparison
-        self.engine = comparison.engine
-        self.recording = comparison.recording
-        self.parameters = comparison.parameters
-        self.optimizer = options.optimizer(self.engine.parameter_groups(options.weight_decay))
-        self.norm_type = options.norm_type
-        self.norm_kind = "norm" if self.norm_type == 2 else "largest"
-        """Kind of the recorded norm that gradients are clipped by."""
-        self.norm_differs = False
-        """Whether a norm has differed in this step."""
-
-    def run(self, step: int) -> None:
+    def _update(self, step: int) -> None:
         """Clip the gradients and update: in even steps by `Engine.step`, else by `optimizer.step()`.
 
         Calls each before with a bound above the norm, which must change nothing; not under a dynamic loss
@@ -144,7 +132,7 @@ class CandidateUpdate:
             self._compare_norm(step, self.engine.clip_grad_norm_(bound, self.norm_type), self.norm_kind)
             self._compare_clipped(step)
             self.optimizer.step()
-        self.comparison.compare_update(step, before, self.optimizer)
+        self.comparison.compare_state(step, self.optimizer, before)
 
     def overflow(self, step: int) -> None:
         """Set a parameter's gradient to infinity, call `Engine.step`, and check that no rank updates.
@@ -164,9 +152,8 @@ class CandidateUpdate:
         self.engine.step(self.optimizer, 1.0)
         mistake = "it was updated, though the gradients of the step were not finite"
         for name, tensor in self.updated_tensors():
-            box = None if "/" in name else self.comparison.box(name)
             location = Location(step, StepPhase.OPTIMIZER, name=name)
-            self.comparison.compare_unchanged(location, tensor, before[name], box, mistake)
+            self.comparison.compare_unchanged(location, tensor, before[name], mistake)
         expected = scale / 2 if dynamic else scale
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
@@ -178,8 +165,7 @@ class CandidateUpdate:
         mistake = "it was scaled, though the norm is below the bound"
         for name in trained:
             gradient, location = self.comparison.gradient(name), Location(step, StepPhase.CLIP, name=name)
-            box = self.comparison.box(name)
-            self.comparison.compare_unchanged(location, gradient, before[name], box, mistake)
+            self.comparison.compare_unchanged(location, gradient, before[name], mistake)
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:
@@ -188,7 +174,7 @@ class CandidateUpdate:
         other.grad = torch.ones_like(other)
         norm = self.engine.step(torch.optim.SGD([other], lr=1.0), bound)
         location = Location(step, StepPhase.OPTIMIZER, name="an optimizer of one step")
-        mistake = partial(one_alternative, "it was not updated", torch.zeros_like(other))
+        mistake = [("it was not updated", torch.zeros_like(other))]
         expected = torch.full_like(other, -1.0)
         self.comparison.findings.compare(location, other, expected, NO_TOLERANCE, alternatives=mistake)
         return norm

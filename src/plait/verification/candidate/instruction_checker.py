@@ -5,14 +5,12 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from plait.engine.runtime import Runtime
-from plait.ranks.collectives import all_reduce
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.program import (
     AwaitParameters,
@@ -27,24 +25,25 @@ from plait.schedules.lowering.program import (
     TakeBatch,
 )
 from plait.tensor.layer_values import Value, tensors_of, with_tensors
-from plait.verification.attention_mistakes import KIND, fitting_mistakes
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker
-from plait.verification.diagnosis.values_after_mistakes import (
+from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
+from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.reference.inside_layers import (
+    InnerDifference,
+    ModuleSketches,
+    RMSNorms,
+    first_inner_difference,
+    rounded_otherwise,
+)
+from plait.verification.reference.recording import NO_TOLERANCE
+from plait.verification.reference.values_after_mistakes import (
+    MISTAKEN,
     NamedTensors,
+    fitting_mistakes,
     with_another_loss,
     with_local_positions,
     with_other_parameters,
-)
-from plait.verification.findings import ComparedBox, one_alternative
-from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.norm_precision import RMSNorms, rounded_otherwise
-from plait.verification.reference.recording import NO_TOLERANCE
-from plait.verification.reference.tensor_sketches import (
-    InnerDifference,
-    ModuleSketches,
-    first_inner_difference,
 )
 
 
@@ -141,28 +140,22 @@ class InstructionChecker:
 
     def _compare_parameter(self, name: str, parameter: Tensor, layer: int) -> None:
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
-        expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
-        box = self.weights.box(name)
-        expected = box.of(expected)
+        box, tolerance = self.weights.box(name), self.recording.tolerances[scope][key]
+        expected = box.of(self.recording.values[scope][key])
         if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
             dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
             expected, tolerance = expected.to(dtype), NO_TOLERANCE
 
-        def alternatives() -> NamedTensors:
+        def mistakes() -> NamedTensors:
             before = self.recording.find(RecordScope(self.step - 2), key)
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
                 is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
                 yield text, torch.where(is_right, expected, box.of(before).to(expected))
 
-        equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating),
-            parameter,
-            expected,
-            tolerance,
-            box=box,
-            alternatives=alternatives,
-        )
+        findings = self.comparison.findings
+        location = Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating)
+        equal = findings.compare(location, parameter, expected, tolerance, box=box, alternatives=mistakes())
         if not equal and self.isolate:
             parameter.data.copy_(expected)
 
@@ -175,7 +168,7 @@ class InstructionChecker:
             return
         if action.kind is not Kind.W:
             self._compare_gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
-        use = layer, self._global_microbatch(action)
+        use = layer, self._scope(action).microbatch
         self.weights.after_backward(action.kind, action.stage, number, use)
 
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
@@ -194,104 +187,71 @@ class InstructionChecker:
 
     def _compare_norms(self, action: Action, number: int, layer: int) -> None:
         """Compare how precisely the norms of a layer have computed."""
-        scope = self._scope(action)
+        scope, findings = self._scope(action), self.comparison.findings
+        location = Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, evaluating=self.evaluating)
         found = list(self.rms_norms[action.stage, number].differences())
         sketches = self.sketches[action.stage, number]
         recorded = self.recording.values[scope].items()
         expected = {key.name: value for key, value in recorded if key[:2] == ("inside", layer)}
         other = rounded_otherwise(sketches.found, expected, sketches.norms)
         for sentence, actual, right in (*found, *([other] if other is not None else [])):
-            self.comparison.findings.compare(
-                Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, evaluating=self.evaluating),
-                actual,
-                right,
-                NO_TOLERANCE,
-                alternatives=partial(one_alternative, sentence, actual),
-            )
+            findings.compare(location, actual, right, NO_TOLERANCE, alternatives=[(sentence, actual)])
 
     def _compare_loss(self, action: Action) -> None:
         """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
         scope, key = self._scope(action), RecordKey("total")
-        total, number = self.recording.values[scope][key], action.microbatch
-        expected, tolerance = total, self.recording.tolerances[scope][key]
+        expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
+        number, loss = action.microbatch, self.runtime.loss
         actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
         if output is not None:
-            expected, tolerance = self.parts.total(
-                self.runtime.loss, output, self.targets[number], total, tolerance
-            )
-        equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating),
-            actual,
-            expected,
-            tolerance,
-            alternatives=lambda: chain(
-                self._alternatives(StepPhase.LOSS, scope, key, actual),
-                self._other_losses(number, scope, expected),
-            ),
-        )
+            expected, tolerance = self.parts.total(loss, output, self.targets[number], expected, tolerance)
+        location = Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating)
+        others = self._alternatives(StepPhase.LOSS, scope, key, actual)
+        mistakes = chain(others, self._other_losses(number, scope, expected))
+        findings = self.comparison.findings
+        equal = findings.compare(location, actual, expected, tolerance, alternatives=mistakes)
         if not equal and self.isolate:
             actual.data.copy_(expected)
 
     def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
         """Compare the gradient of layer `source`'s output with the reference run's; report it at `layer`."""
         scope = self._scope(action)
-        for number, tensor in enumerate(
-            self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
-        ):
+        gradients = self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
+        for number, tensor in enumerate(gradients):
             key = RecordKey("gradient", source, str(number))
             recorded = self.recording.find(scope, key)
             if tensor is None and recorded is not None:
-                tensor = torch.zeros_like(self._expected(recorded, recorded, key)[0])
+                tensor = torch.zeros_like(self._part(recorded, key))
             if tensor is None:
                 continue
-            whole = self._sum_over_tp(tensor) if phase is StepPhase.LOSS_GRADIENT else tensor
+            whole = tensor
+            if phase is StepPhase.LOSS_GRADIENT and self.computes_logits and self.runtime.vocabulary:
+                whole = sum_over(self.runtime.mesh.group("tp"), tensor)  # each rank has a part of the sum
             equal = self._compare(phase, action, layer, key, whole)
             if whole is not tensor and not equal and self.isolate:
                 tensor.copy_(whole if self.runtime.mesh.index("tp") == 0 else torch.zeros_like(whole))
-
-    def _sum_over_tp(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the loss's input, summed over `tp` where each rank has a part of the sum.
-
-        They do where the loss computes the logits of a rank's own classes. Communication: then one all-reduce
-        of 8 bytes an element over `tp`, whose ranks compare the same gradients in the same order.
-        """
-        if not self.computes_logits or self.runtime.vocabulary is None:
-            return gradient
-        copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
-        group = self.runtime.mesh.group("tp")
-        return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
 
     def _compare(
         self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
     ) -> bool:
         """Compare a tensor with the one recorded under `key`; return whether they are equal."""
-        scope = self._scope(action)
+        scope, number = self._scope(action), int(key.name)
         recorded = self.recording.find(scope, key)
-        expected, box = self._expected(recorded, actual, key)
-        neighbour = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
-        base = None
-        if neighbour is not None:
-            base = self.recording.find(scope, key._replace(layer=key.layer + neighbour))
+        box = None if recorded is None else self.parts.box(key, recorded.shape)
+        expected = torch.zeros_like(actual) if recorded is None else self._part(recorded, key)
+        before = {StepPhase.FORWARD: key.layer - 1, StepPhase.INPUT_GRADIENT: key.layer + 1}.get(phase)
+        base = None if before is None else self.recording.find(scope, key._replace(layer=before))
         if base is not None and recorded is not None and base.shape == recorded.shape:
-            base, _ = self._expected(base, actual, key)
+            base = self._part(base, key)
         equal = self.comparison.findings.compare(
-            Location(
-                self.step,
-                phase,
-                layer,
-                scope.microbatch,
-                tensor=int(key.name),
-                evaluating=self.evaluating,
-            ),
+            Location(self.step, phase, layer, scope.microbatch, tensor=number, evaluating=self.evaluating),
             actual,
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
             box=box,
-            alternatives=lambda: self._alternatives(phase, scope, key, actual),
+            alternatives=self._alternatives(phase, scope, key, actual),
             base=base,
-            inside=lambda: (
-                self._inner_difference(action, key.layer, scope) if phase is StepPhase.FORWARD else None
-            ),
+            inside=lambda: self._inner_difference(phase, action, key.layer, scope),
         )
         if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
@@ -307,38 +267,31 @@ class InstructionChecker:
         for other in range(self.recording.microbatches(self.step)):
             value = self.recording.find(scope._replace(microbatch=other), key)
             if other != scope.microbatch and value is not None and value.shape == recorded.shape:
-                yield f"it is that of micro-batch {other}", self._expected(value, actual, key)[0]
+                yield f"it is that of micro-batch {other}", self._part(value, key)
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
-            yield "it is that of the step before", self._expected(before, actual, key)[0]
+            yield "it is that of the step before", self._part(before, key)
         if phase is StepPhase.FORWARD:
             sums = [
-                (one.name, self._expected(value, actual, key)[0])
+                (one.name, self._part(value, key))
                 for one, value in self.recording.values[scope].items()
-                if one[:2] == (KIND, key.layer) and key.name == "0"
+                if one[:2] == (MISTAKEN, key.layer) and key.name == "0"
             ]
             yield from fitting_mistakes(actual, self.recording.tolerances[scope][key].allowed, sums)
-        if phase is StepPhase.FORWARD and not self.parts.is_partitioned(key):
-            yield from self._with_other_parameters(scope, key, recorded)
+            if self.parts.tp_dim(key) is None:
+                yield from self._with_other_parameters(scope, key, recorded)
 
     def _with_other_parameters(self, scope: RecordScope, key: RecordKey, recorded: Tensor) -> NamedTensors:
         """Yield a layer's output after common mistakes with its biases and tables of positions."""
-        parameters, tp = self._parameters_of(key.layer, scope), self.runtime.mesh.size("tp")
-        box = self.parts.box(key, recorded.shape)
-        yield from (
-            (text, value if box is None else box.of(value))
-            for text, value in with_other_parameters(recorded, parameters, tp)
-        )
-        positions = self.parts.positions(recorded.shape[1]) if recorded.dim() > 2 else None
-        if positions is not None and box is not None:
-            yield from with_local_positions(box.of(recorded), parameters, positions)
-
-    def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
-        """Return the unsharded parameters of a layer by name, as far as recorded on this rank."""
         values = self.recording.values.get(RecordScope(self.step - 1), {})
-        names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", layer)]
+        names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", key.layer)]
         keys = {name: RecordKey("value", name=name) for name in names}
-        return {name: values[key] for name, key in keys.items() if key in values}
+        whole = {name: values[key] for name, key in keys.items() if key in values}
+        for text, value in with_other_parameters(recorded, whole, self.runtime.mesh.size("tp")):
+            yield text, self._part(value, key)
+        positions = self.parts.positions(recorded.shape[1]) if recorded.dim() > 2 else None
+        if positions is not None:
+            yield from with_local_positions(self._part(recorded, key), whole, positions)
 
     def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> NamedTensors:
         """Yield a micro-batch's loss after common mistakes; nothing for an output of several tensors."""
@@ -353,30 +306,26 @@ class InstructionChecker:
             ]
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
-    def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
+    def _inner_difference(
+        self, phase: StepPhase, action: Action, layer: int, scope: RecordScope
+    ) -> InnerDifference | None:
         sketches = self.sketches.get((action.stage, layer - self.blueprint.stage_layers[action.stage].start))
-        if sketches is None:
+        if sketches is None or phase is not StepPhase.FORWARD:
             return None
         keys = [key for key in self.recording.values[scope] if key[:2] == ("inside", layer)]
         expected = {key.name: self.recording.values[scope][key] for key in keys}
         tolerances = {key.name: self.recording.tolerances[scope][key] for key in keys}
         return first_inner_difference(sketches.found, expected, tolerances)
 
-    def _expected(
-        self, recorded: Tensor | None, actual: Tensor, key: RecordKey
-    ) -> tuple[Tensor, ComparedBox | None]:
-        """Return the values to compare with: this rank's part of the tensor `recorded`, or zeros if None."""
-        if recorded is None:
-            return torch.zeros_like(actual), None
+    def _part(self, recorded: Tensor, key: RecordKey) -> Tensor:
+        """Return this rank's part of a recorded output or gradient."""
         box = self.parts.box(key, recorded.shape)
-        return recorded if box is None else box.of(recorded), box
+        return recorded if box is None else box.of(recorded)
 
     def _scope(self, action: Action) -> RecordScope:
-        return RecordScope(self.step, self._global_microbatch(action), self.evaluating)
-
-    def _global_microbatch(self, action: Action) -> int:
-        """Return the index of a micro-batch in the global batch."""
-        return self.runtime.mesh.index("dp") * self.blueprint.plan.microbatches + action.microbatch
+        """Return the scope of a micro-batch, by its index in the global batch."""
+        first = self.runtime.mesh.index("dp") * self.blueprint.plan.microbatches
+        return RecordScope(self.step, first + action.microbatch, self.evaluating)
 
 
 def _overlaps(tensor: Tensor) -> bool:

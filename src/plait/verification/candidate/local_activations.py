@@ -33,7 +33,7 @@ class ActivationParts:
 
     def box(self, key: RecordKey, shape: Sequence[int]) -> ComparedBox | None:
         """Return this rank's part of an output or gradient that is recorded in `shape`; None: all of it."""
-        dim, cuts = self._tp_dim(key), self.cp > 1 and len(shape) > 1
+        dim, cuts = self.tp_dim(key), self.cp > 1 and len(shape) > 1
         if dim is None and not cuts:
             return None
         cp, tp = self.mesh.index("cp"), self.mesh.index("tp")
@@ -98,11 +98,7 @@ class ActivationParts:
         own = (recorded.double() - each.sum()).to(recorded.dtype)
         return own, tolerance._replace(allowed=tolerance.allowed + slack)
 
-    def is_partitioned(self, key: RecordKey) -> bool:
-        """Return whether `tp` partitions a recorded tensor, along its classes or its sequence."""
-        return self._tp_dim(key) is not None
-
-    def _tp_dim(self, key: RecordKey) -> int | None:
+    def tp_dim(self, key: RecordKey) -> int | None:
         """Return the dim along which `tp` partitions a recorded tensor (classes or sequence), or None."""
         if self.has_vocabulary and key.layer == self.blueprint.stage_layers[-1][-1]:
             return -1

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +10,7 @@ from torch import Tensor
 from plait.engine.engine import Engine
 from plait.models.layers.layer_sequence import LayerSequence
 from plait.verification.expected_dtypes import NumberFormats, epsilon_of
-from plait.verification.findings import (
-    ComparedBox,
-    Findings,
-    box_of,
-    has_only_small_digits_of_float16,
-    one_alternative,
-)
+from plait.verification.findings import ComparedBox, Findings, box_of, has_only_small_digits_of_float16
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.recording import NO_TOLERANCE, ReferenceRecording
@@ -103,7 +96,7 @@ class StepComparison:
             expected,
             tolerance,
             box=box,
-            alternatives=lambda: alternatives,
+            alternatives=alternatives,
             rounding=rounding,
             base=base,
         )
@@ -113,16 +106,13 @@ class StepComparison:
 
     def _was_divided_in_float16(self, step: int, name: str, actual: Tensor, expected: Tensor) -> bool:
         """Return whether a gradient times the loss scale was divided by it where small ones are lost."""
-        parameter, formats = self.sequence.parameters[name], self.formats
-        kinds = formats.compute_of(parameter), formats.gradient_of(parameter), formats.reduce_of(parameter)
-        is_scaled = torch.float16 in kinds and self.recording.number(step, "scale") != 1
+        may_overflow = self.formats.may_overflow(self.sequence.parameters[name])
+        is_scaled = may_overflow and self.recording.number(step, "scale") != 1
         return is_scaled and has_only_small_digits_of_float16(actual, expected)
 
-    def compare_unchanged(
-        self, location: Location, actual: Tensor, before: Tensor, box: ComparedBox | None, mistake: str
-    ) -> None:
-        """Compare a tensor with its value before a call that must not change it."""
-        alternatives = partial(one_alternative, mistake, actual)
+    def compare_unchanged(self, location: Location, actual: Tensor, before: Tensor, mistake: str) -> None:
+        """Compare a parameter's tensor, or its state's, with that before a call that must not change it."""
+        box, alternatives = None if "/" in location.name else self.box(location.name), [(mistake, actual)]
         self.findings.compare(location, actual, before, NO_TOLERANCE, box=box, alternatives=alternatives)
 
     def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
@@ -158,33 +148,23 @@ class StepComparison:
             gradient, key = self.gradient(name), RecordKey(kind, name=name)
             self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
 
-    def compare_update(self, step: int, before: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """Compare the parameters (previously `before`) and optimizer state with the reference run's."""
-        for name, parameter in self.parameters.items():
-            alternatives = [("it was not updated", before[name])]
-            key = RecordKey("value", name=name)
-            self.compare(step, StepPhase.OPTIMIZER, key, parameter, name, alternatives, before[name])
-        missing = "the optimizer has no such state: the parameter was not updated"
-        self._compare_states(step, StepPhase.OPTIMIZER, optimizer, missing)
-
-    def compare_loaded(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Compare parameters and state that were loaded with those of the reference run before `step`."""
-        for name, parameter in self.parameters.items():
-            key = RecordKey("value", name=name)
-            self.compare(step, StepPhase.LOAD, key, parameter, name, recorded_in=RecordScope(step - 1))
-        missing = "the loaded optimizer has no such state"
-        self._compare_states(step, StepPhase.LOAD, optimizer, missing, recorded_in=RecordScope(step - 1))
-
-    def _compare_states(
-        self,
-        step: int,
-        phase: StepPhase,
-        optimizer: torch.optim.Optimizer,
-        missing: str,
-        recorded_in: RecordScope | None = None,
+    def compare_state(
+        self, step: int, optimizer: torch.optim.Optimizer, before: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Compare the optimizer's state with the recorded one; `missing`: what is said if it has none."""
-        for key, recorded in self.recording.values[recorded_in or RecordScope(step)].items():
+        """Compare parameters and optimizer state with the reference run's after `step`.
+
+        `before`: the parameters before the update. None: both were loaded, and are those of the step before.
+        """
+        phase, scope = StepPhase.OPTIMIZER, RecordScope(step)
+        missing = "the optimizer has no such state: the parameter was not updated"
+        if before is None:
+            phase, scope = StepPhase.LOAD, RecordScope(step - 1)
+            missing = "the loaded optimizer has no such state"
+        for name, parameter in self.parameters.items():
+            key, old = RecordKey("value", name=name), None if before is None else before[name]
+            alternatives = [] if old is None else [("it was not updated", old)]
+            self.compare(step, phase, key, parameter, name, alternatives, old, recorded_in=scope)
+        for key, recorded in self.recording.values[scope].items():
             name, _, entry = key.name.rpartition("/")
             if key.kind != "state" or name not in self.parameters:  # rank 0 has the whole recording
                 continue
@@ -192,7 +172,7 @@ class StepComparison:
             if state is None:
                 state = torch.zeros_like(self.expected(recorded, name)[0])
                 alternatives = [(missing, state)]
-            self.compare(step, phase, key, state, name, alternatives, recorded_in=recorded_in)
+            self.compare(step, phase, key, state, name, alternatives, recorded_in=scope)
 
     def gradient(self, name: str) -> Tensor:
         """Return this rank's gradient of a parameter; zeros if it has none."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from plait.engine.runtime import Runtime
 from plait.ranks.collectives import all_reduce
+from plait.ranks.group import Group
 from plait.schedules.action import Kind
 from plait.tensor.parallel.partition import is_sharded
 from plait.verification.candidate.step_comparison import StepComparison
@@ -123,10 +125,7 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield each of `keys` with `open` contributions, and expect all of these; empty `open` for it.
-
-        The tuple is the gradient's key, the first use with such a contribution, and the tracked gradient.
-        """
+        """Yield the keys with `open` contributions, the first use, the gradient with all; empty `open`."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])
@@ -171,6 +170,18 @@ class GradientTracker:
         return tracked
 
 
+def sum_over(group: Group, gradient: Tensor) -> Tensor:
+    """Return the sum of a gradient over the ranks of a group.
+
+    Communication: one all-reduce of 8 bytes an element, unless this rank is alone. The ranks compare the same
+    gradients in the same order, for what they do next depends on sums alone, which are equal.
+    """
+    if group.size == 1:
+        return gradient
+    copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
+    return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
+
+
 class WeightGradientChecker:
     """Compares a rank's accumulated gradients with the reference run's after each backward of a layer."""
 
@@ -189,17 +200,16 @@ class WeightGradientChecker:
             units = [unit for unit in runtime.units.values() if stage.number in unit.stages]
             keys = {key[0]: key for unit in units for key in unit.gradients_of(stage.number)}
             names = {id(p): name for unit in units for name, p in unit.parameters_of(stage.number).items()}
-            for unit in units:
-                gradients |= unit.gradients_of(stage.number)
+            gradients |= {key: one for unit in units for key, one in unit.gradients_of(stage.number).items()}
             for number, layer in enumerate(stage.layers):
                 used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
                 if any(is_sharded(self.blueprint.whole_layouts[name]) for name in used):
                     comparison.findings.partitioned.add(self.blueprint.stage_layers[stage.number][number])
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
-                self.gradients_of[stage.number, number] = [
-                    keys[name] for name in trained if self._is_complete(name)
-                ]
-        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, self._sum_over_cp)
+                complete = [keys[name] for name in trained if self._is_complete(name)]
+                self.gradients_of[stage.number, number] = complete
+        over_cp = partial(sum_over, runtime.mesh.group("cp"))  # whose ranks add what their positions give
+        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, over_cp)
 
     def begin_step(self, step: int) -> None:
         """Start a step: expect all gradients to be zero."""
@@ -210,15 +220,12 @@ class WeightGradientChecker:
         """Compare the parameter gradients that a layer's backward (`I`, `W` or `B`) has added to."""
         own = self.runtime.pipeline.stages[stage].layers[layer].module.parameters()
         self.runtime.queue.set_to_zero(own)  # to which nothing was added yet
+        late = kind is Kind.B or self.adds_late
         for key in self.gradients_of[stage, layer]:
-            if kind is not Kind.W:
-                contribution = self._contribution(key[0], use)
-                if contribution is not None:
-                    late = kind is Kind.B or self.adds_late
-                    self._compare(
-                        key, use, self.tracker.after_input(key, use, *contribution, until_weight=late)
-                    )
-        for key in self.gradients_of[stage, layer]:
+            contribution = None if kind is Kind.W else self._contribution(key[0], use)
+            if contribution is not None:
+                added = self.tracker.after_input(key, use, *contribution, until_weight=late)
+                self._compare(key, use, added)
             if kind is not Kind.I:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
@@ -232,9 +239,8 @@ class WeightGradientChecker:
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
         """Compare the gradients of `keys` (None: of all) for which `tracker.open` holds contributions."""
-        for key, use, tracked in list(
-            self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
-        ):
+        keys = self.tracker.gradients if keys is None else keys
+        for key, use, tracked in list(self.tracker.open_gradients(keys)):
             self._compare(key, use, tracked)
 
     def tolerance_of(self, name: str) -> float:
@@ -270,7 +276,7 @@ class WeightGradientChecker:
             expected,
             tracked.tolerance,
             box=self.box(name),
-            alternatives=lambda: self._alternatives(name, use, tracked.expected),
+            alternatives=self._alternatives(name, use, tracked.expected),
             base=None if contribution is None else tracked.expected - contribution[0],
             rounding=rounding,
         )
@@ -281,18 +287,6 @@ class WeightGradientChecker:
         elif self.resynchronizes and not self.tracker.is_partial(key):
             self._overwrite(key, expected)
             self.tracker.accept(key, exactly=True)
-
-    def _sum_over_cp(self, gradient: Tensor) -> Tensor:
-        """Return the sum of a gradient over `cp`, whose ranks add what their positions give.
-
-        Communication: one all-reduce of 8 bytes an element over `cp`. Its ranks compare the same gradients in
-        the same order, for what they do next depends on sums alone, which are equal.
-        """
-        group = self.runtime.mesh.group("cp")
-        if group.size == 1:
-            return gradient
-        copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
-        return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
 
     def _overwrite(self, key: GradientKey, expected: Tensor) -> None:
         """Overwrite a gradient, so that its sum over `cp` is `expected`."""

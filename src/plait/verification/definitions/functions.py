@@ -1,4 +1,7 @@
-"""`Definitions`: replaces plait's functions and the forwards of its layers, for one reference run."""
+"""plait's functions by definition: attention of all pairs, positions and documents, dropout.
+
+Softmax attention has all scores, and a mask of all pairs; documents are equal ids that follow each other.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,125 @@ from weakref import proxy
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils.checkpoint import checkpoint
 
 from plait.tensor.attention import attention
 from plait.tensor.attention.attention import attend, share_keys
 from plait.tensor.attention.unfused_kernel import AnyDropout, is_active
 from plait.tensor.autograd.replaceable import Replacements, replacing
 from plait.tensor.dropout import Dropout
+from plait.tensor.layer_values import Value
 from plait.tensor.running_sequence import longest_document, positions
-from plait.verification.definitions.attention import Visibility, numbers_of, positions_in, softmax_attention
 
+MOST_SCORES = 1 << 25
+"""Scores that are held at once: of longer sequences, blocks of queries are computed again in the backward."""
+DOCUMENT_IDS = "document_ids"
+"""The key of the ids `[rows, length]` in a batch that is a dictionary."""
 NEAR = 8.0
 """Rounding errors of the largest value, at most, by which a kernel for attention is off."""
 Forward = Callable[..., Any]
 """Given the `Definitions`, a layer and its input, returns the layer's output."""
+
+
+class Visibility(NamedTuple):
+    """Which keys a query sees."""
+
+    causal: bool
+    """None behind it."""
+    window: int | None
+    """Those at a distance below it; None: at any."""
+    numbers: Tensor | None
+    """Those of its document, by the number `[rows, length]` of each position's; None: of all."""
+
+    def mask(self, queries: range, keys: int, device: torch.device) -> Tensor:
+        """Return which of `keys` each of `queries` sees: bool `[rows or 1, 1, queries, keys]`."""
+        here, there = (torch.arange(one.start, one.stop, device=device) for one in (queries, range(keys)))
+        distance = here[:, None] - there
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.causal:
+            seen = seen & (distance >= 0)
+        if self.window is not None:
+            seen = seen & (distance.abs() < self.window)
+        if self.numbers is None:
+            return seen[None, None]
+        numbers = self.numbers.to(device)
+        of_one_document = numbers[:, queries.start : queries.stop, None] == numbers[:, None, :]
+        return (seen & of_one_document)[:, None]
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sees: Visibility,
+    scale: float,
+    softcap: float | None = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return `softmax(s) v`, with scores `s = scale · q kᵀ`, or `c · tanh(s / c)` for a softcap of c.
+
+    Tensors are `[rows, heads, length, size]`; query head h reads head `h // (heads / kv heads)` of key and
+    value. `keep`: drops weights `[rows, heads, queries, keys]`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+    rows, heads, queries, _ = query.shape
+    block = queries if keep is not None else max(1, MOST_SCORES // max(1, rows * heads * key.shape[2]))
+    parts = []
+    for start in range(0, queries, block):
+        own = range(start, min(start + block, queries))
+        mask = sees.mask(own, key.shape[2], query.device)
+        given = query[:, :, own.start : own.stop], key, value, mask
+        attend = partial(masked_attention, scale=scale, softcap=softcap, keep=keep)
+        parts.append(checkpoint(attend, *given, use_reentrant=False) if block < queries else attend(*given))
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    keep: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Return attention to the keys in `mask`, of as many heads; overridable by a `TorchFunctionMode`."""
+    if has_torch_function_variadic(query, key, value):
+        arguments = query, key, value, mask, scale, softcap, keep
+        replaced: Tensor = handle_torch_function(masked_attention, (query, key, value), *arguments)
+        return replaced
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    if keep is not None:
+        weights = keep(weights)
+    return (weights @ value.to(wide)).to(query.dtype)
+
+
+def separated(batch: Value) -> tuple[Value, Tensor | None]:
+    """Return a batch's values for the first layer, and its document ids, or None if it has none."""
+    if not isinstance(batch, dict) or DOCUMENT_IDS not in batch:
+        return batch, None
+    rest = {key: value for key, value in batch.items() if key != DOCUMENT_IDS}
+    return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[DOCUMENT_IDS]
+
+
+def numbers_of(ids: Tensor) -> Tensor:
+    """Return for each position the number of its document in the row: 0, 0, 1, 1, 1, …; like `ids`."""
+    begins = torch.zeros_like(ids)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return begins.cumsum(1)
+
+
+def positions_in(ids: Tensor) -> Tensor:
+    """Return each position's distance from the start of its document: int64, like `ids`."""
+    numbers = numbers_of(ids)
+    same = numbers.unsqueeze(2) == numbers.unsqueeze(1)
+    return same.tril(-1).sum(2)
 
 
 class GivenKeys(NamedTuple):
@@ -31,9 +140,9 @@ class GivenKeys(NamedTuple):
 
     key: Tensor
     value: Tensor
-    causal: bool
-    window: int | None
-    documents: Tensor | None
+    causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
 
 
 class Definitions:
@@ -46,59 +155,42 @@ class Definitions:
         """The document ids `[rows, length]` of the running micro-batch, if it has any."""
         self.windows: set[int] = set()
         """The windows of attention since these were last cleared."""
-        self._mask_ids: Tensor | None = None
-        self._position_ids: Tensor | None = None
-        self._other_windows: Mapping[int, int] = {}
+        self._mistake: Mapping[str, Any] = {}
 
     @contextmanager
     def running(self, ids: Tensor | None) -> Iterator[None]:
         """Within the context, layers run on documents with these ids, and compute by definition."""
-        self.ids = self._mask_ids = self._position_ids = ids
+        self.ids = ids
+        replacements: Replacements = {
+            attention: self.attention,
+            share_keys: lambda *arguments, query_heads, **options: GivenKeys(*arguments, **options),
+            attend: lambda query, keys, **options: self.attention(query, *keys, **options),
+            positions: self.positions,
+            longest_document: self._longest_document,
+        }
         try:
-            with replacing(self._replacements):
+            with replacing(replacements):
                 yield
         finally:
-            self.ids = self._mask_ids = self._position_ids = None
+            self.ids = None
 
     @contextmanager
-    def mistaken(
-        self,
-        *,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        windows: Mapping[int, int] | None = None,
-    ) -> Iterator[None]:
-        """Within the context, compute attention with given mistakes: other documents or another window."""
-        self._mask_ids = self.ids if mask is None else mask
-        self._position_ids = self.ids if positions is None else positions
-        self._other_windows = windows or {}
+    def mistaken(self, **mistake: Any) -> Iterator[None]:
+        """Within the context, compute attention with a mistake.
+
+        `mask`, `positions`: documents with other ids. `windows`: other windows, by the right ones.
+        """
+        self._mistake = mistake
         try:
             yield
         finally:
-            self._mask_ids = self._position_ids = self.ids
-            self._other_windows = {}
+            self._mistake = {}
 
     def install(self, modules: Iterable[nn.Module], forwards: dict[type[nn.Module], Forward]) -> None:
         """Replace the forward of each module, and of those within, whose type is in `forwards`."""
         for module in (inner for outer in modules for inner in outer.modules()):
             if type(module) in forwards and "forward" not in vars(module):
                 module.forward = partial(forwards[type(module)], self, proxy(module))
-
-    @property
-    def _is_mistaken(self) -> bool:
-        """Whether masks, positions or windows are others now: see `mistaken`."""
-        has_other_ids = self._mask_ids is not self.ids or self._position_ids is not self.ids
-        return has_other_ids or bool(self._other_windows)
-
-    @property
-    def _replacements(self) -> Replacements:
-        return {
-            attention: self.attention,
-            share_keys: self._share_keys,
-            attend: self._attend,
-            positions: self.positions,
-            longest_document: self._longest_document,
-        }
 
     def attention(
         self,
@@ -116,39 +208,25 @@ class Definitions:
         """Return what `plait.attention` is documented to return for these arguments."""
         if window is not None:
             self.windows.add(window)
-            window = self._other_windows.get(window, window)
-        ids = self._mask_ids if documents is None else documents
+            window = self._mistake.get("windows", {}).get(window, window)
+        ids = self._mistake.get("mask", self.ids) if documents is None else documents
         sees = Visibility(causal, window, None if ids is None else numbers_of(ids))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         keep = dropout if is_active(dropout) else None
         defined = softmax_attention(query, key, value, sees, scale, softcap, keep)
-        if not self.keeps_near or keep is not None or self._is_mistaken:
+        if not self.keeps_near or keep is not None or self._mistake:
             return defined
         with replacing({}):  # the reason to keep it: it has the same bits as the candidate's
             own = attention(query, key, value, causal, window, documents, scale=scale, softcap=softcap)
         allowed = NEAR * torch.finfo(own.dtype).eps * value.detach().abs().amax()
         return own if bool(((own - defined).detach().abs() <= allowed).all()) else defined
 
-    def _share_keys(
-        self,
-        key: Tensor,
-        value: Tensor,
-        causal: bool = True,
-        window: int | None = None,
-        documents: Tensor | None = None,
-        *,
-        query_heads: int,
-    ) -> GivenKeys:
-        return GivenKeys(key, value, causal, window, documents)
-
-    def _attend(self, query: Tensor, keys: GivenKeys, **options: Any) -> Tensor:
-        return self.attention(query, *keys, **options)
-
     def positions(self, tensor: Tensor) -> Tensor:
         """Return the positions of dim 1 of `tensor` in their documents: `[length]`, or `[rows, length]`."""
-        if self._position_ids is None:
+        ids: Tensor | None = self._mistake.get("positions", self.ids)
+        if ids is None:
             return torch.arange(tensor.shape[1], device=tensor.device)
-        return positions_in(self._position_ids).to(tensor.device)
+        return positions_in(ids).to(tensor.device)
 
     def _longest_document(self, tensor: Tensor) -> int:
         return int(self.positions(tensor).max()) + 1 if tensor.numel() else 0

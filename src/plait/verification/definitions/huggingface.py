@@ -7,6 +7,7 @@ so does plait: where plait's are as close to the definition as float32 is, they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ def _angles(
         parameters = parameters.get(kind)  # each type of layer has its own
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
         return taken
-    scaled = scaled_frequencies(
-        parameters, _rotated_size(rotary, config, parameters), config.max_position_embeddings
-    )
+    size = _rotated_size(rotary, config, parameters)
+    scaled = scaled_frequencies(parameters, size, config.max_position_embeddings)
     if scaled is None:
         return taken
     frequencies, factor = scaled[0].to(normed.device), scaled[1]
@@ -45,10 +45,8 @@ def _angles(
     allowed = FLOAT32_ANGLE * factor * (reach.unsqueeze(1) if positions.dim() == 2 else reach)
     if normed.dtype.itemsize <= 2:
         allowed = allowed + factor * torch.finfo(normed.dtype).eps
-    if all(
-        one.shape == other.shape and bool(((one.double() - other).abs() <= allowed).all())
-        for one, other in zip(taken, defined, strict=True)
-    ):
+    pairs = zip(taken, defined, strict=True)
+    if all(a.shape == b.shape and bool(((a.double() - b).abs() <= allowed).all()) for a, b in pairs):
         return taken
     return Angles(*(one.to(normed.dtype) for one in defined))
 
@@ -101,25 +99,12 @@ def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
     heads = split_heads(attn.query_key_value(normed), 3 * attn.head_size)
     query, key, value = torch.split(heads, attn.head_size, -1)
     angles = _angles(book, layer.rotary, attn.config, None, normed)
-    mixed = book.attention(
-        rotated(query, angles),
-        rotated(key, angles),
-        value,
-        scale=attn.scaling,
-        dropout=layer.attention_dropout,
-    )
+    query, key = rotated(query, angles), rotated(key, angles)
+    mixed = book.attention(query, key, value, scale=attn.scaling, dropout=layer.attention_dropout)
     after = x + layer.post_attention_dropout(attn.dense(joined_heads(mixed)))
     inner = layer.mlp(layer.post_attention_layernorm(x if layer.parallel else after))
     result: Tensor = after + layer.post_mlp_dropout(inner)
     return result
-
-
-def _decoder_attention(book: Definitions, layer: decoder.Attention, x: Tensor) -> Tensor:
-    return _branch(layer, x, lambda normed: _mixed(book, layer, normed))
-
-
-def _decoder_mlp(book: Definitions, layer: decoder.MLP, x: Tensor) -> Tensor:
-    return _branch(layer, x, layer.mlp)
 
 
 def _branch(layer: Any, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
@@ -139,15 +124,9 @@ def _mixed(book: Definitions, layer: decoder.Attention, normed: Tensor) -> Tenso
     if layer.rotates:
         angles = _angles(book, layer.rotary, attn.config, kind, normed)
         key, query = rotated(key, angles), rotated(query, angles)
+    value, window, dropout = split_heads(value, size), _window(layer, kind), layer.attention_dropout
     mixed = book.attention(
-        query,
-        key,
-        split_heads(value, size),
-        True,
-        _window(layer, kind),
-        scale=attn.scaling,
-        softcap=layer.cap,
-        dropout=layer.attention_dropout,
+        query, key, value, True, window, scale=attn.scaling, softcap=layer.cap, dropout=dropout
     )
     output: Tensor = attn.o_proj(joined_heads(mixed))
     return output
@@ -191,7 +170,7 @@ FORWARDS: dict[type[nn.Module], Forward] = {
     gpt2.Embedding: _gpt2_embedding,
     gpt2.Attention: _gpt2_attention,
     gpt_neox.Block: _neox_block,
-    decoder.Attention: _decoder_attention,
-    decoder.MLP: _decoder_mlp,
+    decoder.Attention: lambda book, layer, x: _branch(layer, x, partial(_mixed, book, layer)),
+    decoder.MLP: lambda book, layer, x: _branch(layer, x, layer.mlp),
 }
 """By the type of a module, its forward by definition."""

@@ -8,22 +8,21 @@ from itertools import combinations
 
 import torch
 
-from plait.verification.diagnosis.misplaced_values import (
-    part_of_a_dim,
-    permuted,
-    positions,
-    shifted,
-    transposed,
-)
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.single_tensor import (
     factor,
     multiple_of_input,
     no_number,
+    part_of_a_dim,
+    permuted,
+    positions,
     same_for_all,
+    shifted,
+    transposed,
     zero,
 )
 from plait.verification.diagnosis.symptoms import (
+    NOT_SUMMED,
     Symptoms,
     bases_of,
     close,
@@ -35,8 +34,6 @@ from plait.verification.location import StepPhase
 
 SAME_NORM = 1e-6
 """Relative difference of two norms of the same elements, at most."""
-NOT_SUMMED = (StepPhase.LOAD, StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
-"""Phases whose tensors are not sums over ranks."""
 IN_SHARDS = (
     StepPhase.LOAD,
     StepPhase.INITIAL,
@@ -84,9 +81,8 @@ def part_of_another(symptoms: Symptoms) -> str | None:
 
 def later_parts(symptoms: Symptoms) -> str | None:
     """Return a sentence if, with sequence parallelism, only `tp` ranks after 0 differ; else None."""
-    wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
-    right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.compared_on} - wrong
-    if not symptoms.plan.cuts_sequence or symptoms.phase is not StepPhase.FORWARD or 0 not in right:
+    is_cut = symptoms.plan.cuts_sequence and symptoms.phase is StepPhase.FORWARD
+    if not is_cut or 0 not in symptoms.equal_along("tp"):
         return None
     return (
         "only later parts of the sequence differ: either something counts positions from the start of a "
@@ -97,9 +93,8 @@ def later_parts(symptoms: Symptoms) -> str | None:
 
 def other_positions(symptoms: Symptoms) -> str | None:
     """Return a sentence if, under context parallelism, not all `cp` ranks differ in a layer's output."""
-    wrong = {symptoms.coordinates[rank]["cp"] for rank in symptoms.evidence}
-    right = {symptoms.coordinates[rank]["cp"] for rank in symptoms.compared_on} - wrong
-    if symptoms.plan.cp == 1 or symptoms.phase is not StepPhase.FORWARD or not right:
+    is_cut = symptoms.plan.cp > 1 and symptoms.phase is StepPhase.FORWARD
+    if not is_cut or not symptoms.equal_along("cp"):
         return None
     return (
         "only some ranks' positions of the sequence differ: either something counts positions from the start "
@@ -145,21 +140,8 @@ def norm(symptoms: Symptoms) -> str | None:
 Hypothesis = Callable[[Symptoms], str | None]
 """Returns a sentence where the evidence fits it and no other known cause."""
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    no_number,
-    norm,
-    summands,
-    zero,
-    factor,
-    multiple_of_input,
-    part_of_another,
-    rounded,
-    same_for_all,
-    transposed,
-    shifted,
-    permuted,
-    later_parts,
-    positions,
-    other_positions,
+    *(no_number, norm, summands, zero, factor, multiple_of_input, part_of_another, rounded, same_for_all),
+    *(transposed, shifted, permuted, later_parts, positions, other_positions),
 )
 """The most certain first."""
 
@@ -167,8 +149,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 def likely_cause(symptoms: Symptoms) -> str:
     """Return the probable cause of the first difference as a sentence, with what is known to be equal."""
     difference = symptoms.difference
-    fitting = (hypothesis(symptoms) for hypothesis in HYPOTHESES)
-    found = difference.hint or next((text for text in fitting if text), None)
+    found = difference.hint or next(filter(None, (fits(symptoms) for fits in HYPOTHESES)), None)
     if found is None:
         part = part_of_a_dim(symptoms)
         found = f"{part}; {unexplained(symptoms)}" if part else unexplained(symptoms)
@@ -223,11 +204,9 @@ def _forward(symptoms: Symptoms) -> str:
 
 
 def _loss(symptoms: Symptoms) -> str:
-    others = (
-        ", or the loss is put together from parts of the classes in another way"
-        if symptoms.partitioned
-        else ""
-    )
+    others = ""
+    if symptoms.partitioned:
+        others += ", or the loss is put together from parts of the classes in another way"
     if symptoms.plan.cp > 1:
         others += ", or the loss is no sum over positions, or the targets are those of other positions"
     return f"the output is equal: either the targets or the loss itself are others{others}"
@@ -253,11 +232,8 @@ def _input_gradient(symptoms: Symptoms) -> str:
 def _reduction(symptoms: Symptoms) -> str:
     plan = symptoms.plan
     known = "what each micro-batch gave is right, as far as that is compared"
-    axes = [
-        axis
-        for axis, size in (("dp", plan.dp), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp))
-        if size > 1
-    ]
+    degrees = {"dp": plan.dp, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp}
+    axes = [axis for axis, size in degrees.items() if size > 1]
     if not axes:
         return f"{known}, and something changed the gradients afterwards"
     return (
@@ -279,10 +255,8 @@ def _initial(symptoms: Symptoms) -> str:
 
 
 def _optimizer(symptoms: Symptoms) -> str:
-    return (
-        "the gradients are equal, and what the optimizer makes of them is not: "
-        f"{of_the_optimizer(symptoms.plan)}"
-    )
+    known = "the gradients are equal, and what the optimizer makes of them is not"
+    return f"{known}: {of_the_optimizer(symptoms.plan)}"
 
 
 UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {

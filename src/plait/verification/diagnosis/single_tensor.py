@@ -1,11 +1,24 @@
-"""Hypotheses about one tensor: zero, a multiple of the expected, or with a layer's input added too often."""
+"""Hypotheses about one tensor: zero, a multiple of the expected, with a layer's input added too often.
+
+Or its values are misplaced: transposed, shifted, permuted, or wrong in only a part of the tensor.
+"""
 
 from __future__ import annotations
 
 import math
 
-from plait.verification.diagnosis.misplaced_values import range_of
-from plait.verification.diagnosis.symptoms import FITS, ROUGHLY, Symptoms, bases_of, close, of_the_optimizer
+import torch
+from torch import Tensor
+
+from plait.verification.diagnosis.symptoms import (
+    FITS,
+    NOT_SUMMED,
+    ROUGHLY,
+    Symptoms,
+    bases_of,
+    close,
+    of_the_optimizer,
+)
 from plait.verification.location import StepPhase
 
 NEAR_ONE = 1e-2
@@ -16,6 +29,11 @@ EXACTLY = 1e-9
 """Relative distance of a ratio of two numbers from a degree of the plan, at most."""
 SIMPLE = 1e-5
 """Distance of a factor from a small fraction, at most."""
+SHIFTS = (1, -1, 2, -2)
+SLICES = 4096
+"""Size of a dim, at most, for which a permutation is searched."""
+SHOWN = 4
+"""Permuted slices that a sentence lists."""
 
 
 def no_number(symptoms: Symptoms) -> str | None:
@@ -125,15 +143,8 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
     """Return by name the degrees above 1 (tp, cp, dp, micro-batches, pp) over which tensors may be summed."""
     plan, phase = symptoms.plan, symptoms.phase
-    if phase in (
-        StepPhase.LOAD,
-        StepPhase.INITIAL,
-        StepPhase.INPUT,
-        StepPhase.PARAMETERS,
-        StepPhase.MESSAGE,
-        StepPhase.GRADIENT_MESSAGE,
-    ):
-        return {}  # nothing is summed
+    if phase in (*NOT_SUMMED, StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE):
+        return {}
     inside = phase in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT)
     degrees = {"tp": plan.tp} if symptoms.partitioned or not inside else {}
     if not inside and phase is not StepPhase.LOSS:
@@ -159,21 +170,16 @@ def multiple_of_input(symptoms: Symptoms) -> str | None:
             f"it differs by {times:.3g} times what the parameter was before: the weight decay is another, "
             "or is left out"
         )
-    if symptoms.phase not in AROUND:
+    if symptoms.phase not in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT):
         return None
-    what = AROUND[symptoms.phase]
+    is_forward = symptoms.phase is StepPhase.FORWARD
+    what = "the layer's input" if is_forward else "the gradient of the layer's output"
     if abs(times + 1) < ROUGHLY:
         return f"{what} is missing in it: the residual connection around the layer is left out"
     return (
         f"{what} is in it {product_of(times)} times too often: a residual connection is scaled, doubled, or "
         "where there is none"
     )
-
-
-AROUND = {
-    StepPhase.FORWARD: "the layer's input",
-    StepPhase.INPUT_GRADIENT: "the gradient of the layer's output",
-}
 
 
 def same_for_all(symptoms: Symptoms) -> str | None:
@@ -207,3 +213,109 @@ def product_of(ratio: float) -> str:
         if top and abs(ratio * bottom - top) < SIMPLE:
             return str(top) if bottom == 1 else f"{top}/{bottom}"
     return f"{ratio:.6g}"
+
+
+def transposed(symptoms: Symptoms) -> str | None:
+    """Return a sentence if a square matrix equals the transpose of the expected one; else None."""
+    pair = symptoms.shaped
+    if pair is None or pair[0].dim() != 2 or pair[0].shape[0] != pair[0].shape[1] or len(pair[0]) < 2:
+        return None
+    return "it is transposed" if close(pair[0], pair[1].T, symptoms.slack) else None
+
+
+def shifted(symptoms: Symptoms) -> str | None:
+    """Return a sentence if the tensor is shifted by a few positions along a dim; else None."""
+    pair = symptoms.shaped
+    if pair is None:
+        return None
+    actual, expected = pair
+    for dim, size in enumerate(actual.shape):
+        for shift in SHIFTS:
+            kept = size - abs(shift)
+            if kept < 2 or kept <= size / 2:
+                continue  # halves that changed places
+            later = actual.narrow(dim, max(shift, 0), kept), expected.narrow(dim, max(-shift, 0), kept)
+            if not close(*later, symptoms.slack) or later[1].max() - later[1].min() <= symptoms.slack:
+                continue
+            places = "1 place" if abs(shift) == 1 else f"{abs(shift)} places"
+            return f"it is shifted: along dim {dim} it stands {places} {'later' if shift > 0 else 'earlier'}"
+    return None
+
+
+def permuted(symptoms: Symptoms) -> str | None:
+    """Return a sentence if the values are the expected ones, permuted along a dim or overall; else None."""
+    actual, expected = symptoms.pair
+    if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
+        return None
+    pair = symptoms.shaped
+    gathered = "; parts were gathered to other places" if symptoms.phase is StepPhase.PARAMETERS else ""
+    for dim in range(0 if pair is None else pair[0].dim()):
+        assert pair is not None
+        order = _order_along(dim, *pair, symptoms.slack)
+        if order is not None:
+            moved = [f"{there} at {here}" for here, there in enumerate(order) if here != there]
+            more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
+            return f"dim {dim} is in another order: it has {', '.join(moved[:SHOWN])}{more}{gathered}"
+    return f"the same numbers stand in another order{gathered}"
+
+
+def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> list[int] | None:
+    """Return the index in `expected` of each slice of `actual` along `dim`; None if one is not found."""
+    here, there = (one.movedim(dim, 0).reshape(one.shape[dim], -1) for one in (actual, expected))
+    if not 1 < len(here) <= SLICES:
+        return None
+    weights = torch.rand(here.shape[1], dtype=here.dtype, generator=torch.Generator().manual_seed(0))
+    order = torch.empty(len(here), dtype=torch.int64)
+    order[(here @ weights).argsort()] = (there @ weights).argsort()
+    if not close(here, there[order], slack):
+        return None
+    return [int(location) for location in order]
+
+
+def part_of_a_dim(symptoms: Symptoms) -> str | None:
+    """Return a sentence if the tensor differs in a single range of a single dim only; else None."""
+    part = range_of(symptoms)
+    return None if part is None else f"only {part[1]}:{part[2]} of dim {part[0]} differs"
+
+
+def positions(symptoms: Symptoms) -> str | None:
+    """Return a sentence if a layer's output is right at only its first or last positions; else None."""
+    part = range_of(symptoms)
+    if part is None or symptoms.phase is not StepPhase.FORWARD:
+        return None
+    dim, start, stop, size = part
+    if not 0 < dim < len(symptoms.difference.shape) - 1:
+        return None
+    found = f"only {start}:{stop} of dim {dim} differs"
+    if start and stop == size and start <= size / 2:
+        return (
+            f"{found}: if that is a sequence, its first {_positions(start)} right, as where attention has "
+            "wrong scores, rotary angles or a wrong mask, which the first positions, that see little, do "
+            "not show"
+        )
+    if not start and stop >= size / 2:
+        return (
+            f"{found}: if that is a sequence, its last {_positions(size - stop)} right, as where a mask "
+            "lets positions see what comes after them, which the last cannot"
+        )
+    return None
+
+
+def range_of(symptoms: Symptoms) -> tuple[int, int, int, int] | None:
+    """Return (dim, start, stop, size of the dim) if the tensor differs in one range of one dim; else None."""
+    difference = symptoms.difference
+    if difference.whole_box or len(difference.box) != len(difference.shape):
+        return None
+    volume = math.prod(stop - start for start, stop in difference.box)
+    if difference.share * math.prod(difference.shape) < volume / 2:
+        return None  # scattered elements, by chance not in all rows
+    parts = [
+        (dim, start, stop, size)
+        for dim, ((start, stop), size) in enumerate(zip(difference.box, difference.shape, strict=True))
+        if stop - start < size
+    ]
+    return parts[0] if len(parts) == 1 else None
+
+
+def _positions(count: int) -> str:
+    return "position is" if count == 1 else f"{count} positions are"

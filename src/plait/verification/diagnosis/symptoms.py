@@ -18,6 +18,8 @@ from plait.verification.location import StepPhase
 FITS, ROUGHLY = 1e-6, 1e-3
 """Fraction of a difference that a hypothesis may leave unexplained, and at most where rounding is large."""
 AXES = ("tp", "cp", "dp", "pp")
+NOT_SUMMED = (StepPhase.LOAD, StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
+"""Phases whose tensors are not sums over ranks."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class Symptoms:
             if all(index == own[axis] for axis, index in coordinate.items() if axis not in free)
         ]
 
+    def equal_along(self, axis: str) -> set[int]:
+        """Return the indices along a mesh axis of ranks that compared a tensor here and found it equal."""
+        wrong = {self.coordinates[rank][axis] for rank in self.evidence}
+        return {self.coordinates[rank][axis] for rank in self.compared_on} - wrong
+
     @property
     def axes(self) -> Sequence[str]:
         """Names of the mesh axes over which a tensor may be summed; with hybrid sharding `replicate`, too."""
@@ -84,10 +91,7 @@ class Symptoms:
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
-    """Yield zeros and any `evidence.base`, to subtract from both tensors; each with a name of what remains.
-
-    Each after the name of what remains, such as "the update" of a parameter.
-    """
+    """Yield zeros and any `evidence.base`, to subtract from both tensors, after names of what remains."""
     yield "all of it", torch.zeros_like(evidence.expected)
     if evidence.base is not None:
         yield REST.get(phase, "what the layer adds to it"), evidence.base
@@ -122,13 +126,12 @@ def of_the_optimizer(plan: Plan) -> str:
 
 def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
     """Return text for ranks: their indices on an axis where no differing rank has the same, or numbers."""
+    sizes = sizes_of_plan(symptoms.plan)
     for axis in AXES:
-        indices = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in ranks}
-        others = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in symptoms.evidence}
+        indices, others = (
+            {index_along(axis, symptoms.coordinates[rank], sizes) for rank in group}
+            for group in (ranks, symptoms.evidence)
+        )
         if not indices & others:
             return f"{axis} {', '.join(map(str, sorted(indices)))}"
     return f"rank {', '.join(map(str, ranks))}"
-
-
-def _along(coordinate: Mapping[str, int], axis: str, plan: Plan) -> int:
-    return index_along(axis, coordinate, sizes_of_plan(plan))

@@ -36,7 +36,7 @@ from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 from plait.tensor.parallel.partition import Vocabulary
-from plait.verification.definitions.attention import masked_attention
+from plait.verification.definitions.functions import masked_attention
 
 PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34
@@ -78,10 +78,6 @@ def _norm(
     return scaled if bias is None else scaled + bias
 
 
-def _norm_of_parts(input: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return fold(input) * weight
-
-
 def _group_norm(
     input: Tensor,
     num_groups: int,
@@ -90,20 +86,8 @@ def _group_norm(
     eps: float | None = None,
 ) -> Tensor:
     channels = (-1, *[1] * (input.dim() - 2))
-    return _norm(
-        input,
-        None,
-        None if weight is None else weight.view(channels),
-        None if bias is None else bias.view(channels),
-    )
-
-
-def _activation(input: Tensor, *_: Any, **__: Any) -> Tensor:
-    return fold(input).clamp(min=0)
-
-
-def _softmax(input: Tensor, *_: Any, **__: Any) -> Tensor:
-    return fold(input)
+    weight, bias = (one if one is None else one.view(channels) for one in (weight, bias))
+    return _norm(input, None, weight, bias)
 
 
 class _Attention(torch.autograd.Function):
@@ -145,14 +129,11 @@ def _attention(
     return result
 
 
-def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
-    return _attention(query, key, value, attn_mask=mask)
-
-
 def _block_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    out = _attention(query, key, value, **_options(mask), enable_gqa=True)
+    options = {"attn_mask": mask} if isinstance(mask, Tensor) else {"is_causal": mask == "causal"}
+    out = _attention(query, key, value, **options, enable_gqa=True)
     return out, query.new_zeros(query.shape[:3])
 
 
@@ -172,10 +153,6 @@ def _block_backward(
     return torch.autograd.grad(results[0], given, gradient)
 
 
-def _options(mask: BlockMask) -> dict[str, Any]:
-    return {"attn_mask": mask} if isinstance(mask, Tensor) else {"is_causal": mask == "causal"}
-
-
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     out += part_out
 
@@ -188,15 +165,13 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
     functional.group_norm: _group_norm,
-    partitioned_rms_norm: _norm_of_parts,
+    partitioned_rms_norm: lambda input, weight, *_: fold(input) * weight,
     functional.scaled_dot_product_attention: _attention,
-    masked_attention: _masked_attention,
+    masked_attention: lambda query, key, value, mask, *_: _attention(query, key, value, mask),
     block_forward: _block_forward,
     block_backward: _block_backward,
     merge: _merge,
-    functional.softmax: _softmax,
-    torch.softmax: _softmax,
-    Tensor.softmax: _softmax,
+    **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), lambda input, *_, **__: fold(input)),
     **dict.fromkeys(
         (
             *(functional.relu, functional.leaky_relu, functional.elu, functional.gelu, functional.silu),
@@ -204,7 +179,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
             *(functional.tanh, torch.relu, torch.relu_, torch.sigmoid, torch.tanh),
             *(Tensor.relu, Tensor.sigmoid, Tensor.tanh),
         ),
-        _activation,
+        lambda input, *_, **__: fold(input).clamp(min=0),
     ),
     **{function: _rounded(function) for function in (torch.sin, torch.cos, Tensor.sin, Tensor.cos)},
 }

@@ -15,7 +15,7 @@ from plait.ranks import plain_values
 from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
-from plait.verification.location import PARAMETER_KINDS, RecordKey, RecordScope
+from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.reference.integer_mode import GRAIN, require_integers
 
 MARGIN = 16.0
@@ -127,9 +127,8 @@ class ReferenceRecording:
 
     def microbatches(self, step: int) -> int:
         """Return the number of micro-batches of the global batch in a step."""
-        return sum(
-            scope.step == step and scope.microbatch >= 0 and not scope.evaluated for scope in self.values
-        )
+        trained = [scope for scope in self.values if scope.step == step and not scope.evaluated]
+        return sum(scope.microbatch != WHOLE_STEP for scope in trained)
 
     def _since(self) -> str:
         """Return the location of the first NaN, as the continuation of a sentence."""

@@ -14,7 +14,7 @@ another dtype.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -29,9 +29,7 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, ten
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
-from plait.verification.attention_mistakes import other_documents, sums_after_mistakes
-from plait.verification.definitions.attention import separated
-from plait.verification.definitions.functions import Definitions
+from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
 from plait.verification.expected_dtypes import (
@@ -40,24 +38,22 @@ from plait.verification.expected_dtypes import (
     ReferenceLossScale,
     epsilon_of,
 )
-from plait.verification.hidden_inputs import (
-    require_function_of_output,
-    require_no_hidden_input,
-    require_values,
-)
 from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
-from plait.verification.reference.narrowing_casts import NarrowingCasts
+from plait.verification.reference.inside_layers import ModuleSketches
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (
     build_layers,
     failure_named,
     input_replaced,
     random_refused,
+    require_function_of_output,
+    require_no_hidden_input,
+    require_values,
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
-from plait.verification.reference.start_values import Perturbation, ValueChange
-from plait.verification.reference.tensor_sketches import sketched
+from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
+from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 
 
 @dataclass(frozen=True)
@@ -78,15 +74,9 @@ class HeldState:
             tuple((one, own_numbers(one)) for one in modules),
         )
 
-    def set_back(self) -> None:
-        """Set the modules' buffers and numbers back to the recorded ones."""
-        self._set({id(buffer): buffer for _, _, buffer in self.buffers})
-
-    def set_copies(self) -> None:
-        """Set the modules' numbers, and buffers to copies of the recorded ones; shared ones stay shared."""
-        self._set({id(buffer): buffer.clone() for _, _, buffer in self.buffers})
-
-    def _set(self, values: dict[int, Tensor]) -> None:
+    def set_back(self, *, to_copies: bool = False) -> None:
+        """Set the modules' numbers and buffers back, or buffers `to_copies`; shared ones stay shared."""
+        values = {id(one): one.clone() if to_copies else one for _, _, one in self.buffers}
         for module, name, buffer in self.buffers:
             setattr(module, name, values[id(buffer)])
         for module, numbers in self.numbers:
@@ -134,10 +124,9 @@ class ReferenceRun:
         self.casts = NarrowingCasts(formats.compute if options.mode != "exact" else None, perturbation)
         self.formats = formats
         self.baseline = baseline
-        built = build_layers(
+        self.parameters, self.copies, self.layers, self.aliases = build_layers(
             sequence, options.seed, change, formats, device, always_copy=baseline is not None
         )
-        self.parameters, self.copies, self.layers, self.aliases = built
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
         compute = formats.compute
@@ -156,8 +145,7 @@ class ReferenceRun:
         self.sums: dict[str, Tensor] = {}
         """The gradients of the current step so far."""
         self.epsilon_of_loss = 0.0
-        self.resumed_steps = options.resumed_steps
-        self.is_exact = options.mode == "exact"
+        self.resumed_steps, self.is_exact = options.resumed_steps, options.mode == "exact"
 
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
@@ -190,19 +178,23 @@ class ReferenceRun:
     ) -> Iterator[tuple[RecordScope, Records]]:
         """Evaluate a batch before `step`; yield the tensors of each micro-batch, and the mean loss."""
         self._update_aliases()
-        total, weight, before = [], [], HeldState.of(self.layers)
+        totals, before = [], HeldState.of(self.layers)
+        input_parts, target_parts = (split(value, microbatches, "batch") for value in (inputs, targets))
         with torch.no_grad(), evaluating(layer.module for layer in self.layers):
-            parts = (split(value, microbatches, "batch") for value in (inputs, targets))
-            for number, (part, of_targets) in enumerate(zip(*parts, strict=True)):
+            for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
                 scope = RecordScope(step, number, evaluated=True)
-                before.set_copies()
+                before.set_back(to_copies=True)
                 records = self._microbatch(scope, part, of_targets, torch.ones(()))
-                total.append(records[RecordKey("total")].double())
-                weight.append(torch.as_tensor(self.loss.weight(of_targets)).double())
+                totals.append(records[RecordKey("total")].double())
                 yield scope, records
         before.set_back()
-        mean = torch.stack(total).sum() / divisor(self.loss, torch.stack(weight).sum())
+        mean = torch.stack(totals).sum() / self._divisor(target_parts)
         yield RecordScope(step, evaluated=True), {RecordKey("evaluation"): mean}
+
+    def _divisor(self, targets: Iterable[Value]) -> Tensor:
+        """Return the number by which the summed loss of all these targets is divided."""
+        weights = [torch.as_tensor(self.loss.weight(part)).double() for part in targets]
+        return divisor(self.loss, torch.stack(weights).sum())
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
         if self.formats.scales_dynamically(self.model_parameters.values()):
@@ -228,16 +220,13 @@ class ReferenceRun:
         input_parts = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
-        weight = torch.stack(
-            [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
-        ).sum()
-        weight = divisor(self.loss, weight)
+        weight = self._divisor(target_parts)
         for name, parameter in self.update.trainable.items():
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals, before = [], HeldState.of(self.layers)
         for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
-            before.set_copies()  # what changes in each run changes once a step
+            before.set_back(to_copies=True)  # what changes in each run changes once a step
             records = self._microbatch(RecordScope(step, number), part, of_targets, weight)
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
@@ -255,18 +244,18 @@ class ReferenceRun:
 
     def _microbatch(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         """Run a micro-batch, backward too unless gradients are off, and return its tensors."""
-        value, ids = separated(inputs)
-        if ids is not None:
-            self.ids[scope] = ids
-        with self._running(inputs), self.definitions.running(ids):
+        with self._running(inputs) as (value, ids):
+            if ids is not None:
+                self.ids[scope] = ids
             return self._run_layers(scope, value, targets, weight)
 
     @contextmanager
-    def _running(self, inputs: Value) -> Iterator[None]:
-        """Context: layers run on whole sequences, of documents that are checked; see `Definitions`."""
+    def _running(self, inputs: Value) -> Iterator[tuple[Value, Tensor | None]]:
+        """Context: layers run by definition, on whole sequences; yield their input and document ids."""
+        value, ids = separated(inputs)
         (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
-        with running(sequence):
-            yield
+        with running(sequence), self.definitions.running(ids):
+            yield value, ids
 
     def _run_layers(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
@@ -297,16 +286,17 @@ class ReferenceRun:
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
-            recording = sketched(layer.module, wanted=not self.is_exact)
+            recording = nullcontext() if self.is_exact else closing(ModuleSketches(layer.module))
             features = input_replaced(layer.module, linear, lambda given: boundary(given, last))
             failing = failure_named(layer.path or "the model")
-            with failing, random_refused(layer.path), recording as found, features:
+            with failing, random_refused(layer.path), recording as sketches, features:
                 self.definitions.windows.clear()
                 given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
                 output = self._run(layer, scope.microbatch, value)
             if is_first:
                 own = self.aliases[number].values()
                 require_no_hidden_input(layer.path or "the model", output, given, own)
+            found = {} if sketches is None else sketches.found
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
             if not self.is_exact and not self.perturbation.number:
                 run = partial(self._run, layer, scope.microbatch)
@@ -364,16 +354,14 @@ class ReferenceRun:
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """Return the mean loss of a whole batch, without gradients and without changing the layers."""
-        given, ids = separated(inputs)
-        value = map_tensors(torch.clone, given)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         before = HeldState.of(self.layers)
-        before.set_copies()
-        with torch.no_grad(), self._running(inputs), self.definitions.running(ids):
+        before.set_back(to_copies=True)
+        with torch.no_grad(), self._running(inputs) as (given, _):
+            value = map_tensors(torch.clone, given)
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
             total = self._total(value, targets, checked=False)
         before.set_back()
-        weight = torch.as_tensor(self.loss.weight(targets)).to(total.device)
-        return total.double() / divisor(self.loss, weight)
+        return total.double() / self._divisor([targets])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +65,26 @@ class ReferenceUpdate:
         records |= self._clip(step)
         self._reset_gradients(step, "clipped")
         self.optimizer.step()
-        self.scale.update(finite=True)
-        records |= self.values() | self._states()
-        self._reset_parameters(step)
+        self.scale.update()
+        updated = dict(self._updated())
+        records |= {key: tensor.detach().clone() for key, tensor in updated.items()}
+        if self.baseline is not None:
+            with torch.no_grad():
+                for key, tensor in updated.items():
+                    tensor.copy_(self.baseline.values[RecordScope(step)][key])
         return records
 
     def values(self) -> Records:
         """Return copies of all parameters."""
         return {RecordKey("value", name=name): p.detach().clone() for name, p in self.parameters.items()}
+
+    def _updated(self) -> Iterator[tuple[RecordKey, Tensor]]:
+        """Yield the parameters, and the tensors of their optimizer state."""
+        for name, parameter in self.parameters.items():
+            yield RecordKey("value", name=name), parameter
+            for entry, state in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(state, Tensor):
+                    yield RecordKey("state", name=f"{name}/{entry}"), state
 
     def _clip(self, step: int) -> Records:
         gradients = [p.grad.double() for p in self.trainable.values() if p.grad is not None]
@@ -112,14 +124,6 @@ class ReferenceUpdate:
             self.clip = measured * CLIP_FRACTION if float(norm) else math.inf
         return 2 * measured if self.scale.dynamic and step % 2 else self.clip
 
-    def _states(self) -> Records:
-        return {
-            RecordKey("state", name=f"{name}/{entry}"): state.detach().clone()
-            for name, parameter in self.trainable.items()
-            for entry, state in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(state, Tensor)
-        }
-
     def _reset_gradients(self, step: int, kind: str) -> None:
         """Set gradients to the `kind` ones that `baseline`, if any, recorded; add rounding errors to them."""
         if self.baseline is not None:
@@ -128,18 +132,6 @@ class ReferenceUpdate:
                 parameter.grad = self.perturbation.perturb_elementwise(
                     recorded[RecordKey(kind, name=name)].clone()
                 )
-
-    def _reset_parameters(self, step: int) -> None:
-        """Replace parameters and optimizer state by those of the unperturbed `baseline`, if any."""
-        if self.baseline is None:
-            return
-        recorded = self.baseline.values[RecordScope(step)]
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(recorded[RecordKey("value", name=name)])
-                for entry, state in self.optimizer.state.get(parameter, {}).items():
-                    if isinstance(state, Tensor):
-                        state.copy_(recorded[RecordKey("state", name=f"{name}/{entry}")])
 
 
 def exact_bound(norm: Tensor) -> float:

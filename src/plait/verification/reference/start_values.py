@@ -10,11 +10,12 @@ tensor between two layers and every gradient of one (Monte Carlo arithmetic: Par
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.models.initial import initial_value, normal_values
 from plait.models.layers.layer_sequence import copy_attributes, sequence_of
@@ -25,6 +26,11 @@ OFFSET = 0.1
 """Standard deviation of the offset, relative to the root mean square of a parameter."""
 OFFSET_OF_ZEROS = 0.02
 """Standard deviation of the offset of a parameter that is zero."""
+
+CASTS = frozenset(
+    {"_to_copy", "copy_", "sum", "mean", "prod", "cumsum", "cumprod", "_softmax", "_log_softmax"}
+)
+"""ATen operations that may return another dtype than they are given."""
 
 ValueChange = Callable[[str, Tensor], Tensor]
 """Given the name and value of a parameter or buffer, returns its new value."""
@@ -70,15 +76,11 @@ def unchanged(name: str, value: Tensor) -> Tensor:
     return value
 
 
-@dataclass
 class Perturbation:
     """Adds random rounding errors to tensors, seeded with `number`; number 0 adds none."""
 
-    number: int
-    generator: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.number)
+    def __init__(self, number: int) -> None:
+        self.number, self.generator = number, torch.Generator().manual_seed(number)
 
     def perturb(self, tensor: Tensor) -> Tensor:
         """Return `tensor` plus random errors, scaled by each element's magnitude plus the median magnitude.
@@ -107,3 +109,31 @@ class Perturbation:
         """Return uniform random numbers in [-1, 1), float64, of the shape of `tensor`."""
         random = torch.rand(tensor.shape, dtype=torch.float64, generator=self.generator)
         return random.mul_(2).sub_(1).to(tensor.device)
+
+
+class NarrowingCasts(TorchDispatchMode):
+    """Context: notes whether tensors of a dtype are cast to a narrower one, and perturbs the results.
+
+    As does a norm that computes in float32 in a model in float64: what is computed behind such a cast has the
+    rounding errors of the narrower dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, perturbation: Perturbation) -> None:
+        """`dtype`: that of the layers; None, or one of 16 bits: nothing is noted."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype if dtype in (torch.float32, torch.float64) else None
+        self.perturbation = perturbation
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.dtype is None or func.overloadpacket.__name__ not in CASTS or not isinstance(result, Tensor):
+            return result
+        given = args[1 if func.overloadpacket.__name__ == "copy_" else 0]
+        if not isinstance(given, Tensor) or given.dtype != self.dtype:
+            return result
+        if not result.is_floating_point() or result.dtype.itemsize >= given.dtype.itemsize:
+            return result
+        self.found = True
+        perturbed = self.perturbation.perturb(result)
+        return result if perturbed is result else result.copy_(perturbed)

@@ -63,7 +63,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """No rank starts; what would be verified."""
     seen: list[dict[str, Any]] = []
 
-    def one(case: Any, plan: Plan, *, threads: int | None) -> Answer:
+    def one(case: Any, plan: Plan, reference: Any, *, threads: int | None) -> Answer:
         seen.append({"options": case.options, "plan": plan, "threads": threads, "case": case})
         return Answer(True)
 

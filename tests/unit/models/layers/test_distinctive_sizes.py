@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.proof.position_proof import DistinctiveSizes, resized
+from plait.proof.position_proof import distinctive_sizes, resized
 
 
-def sizes_for(length: int, module: nn.Module, *more: int) -> DistinctiveSizes:
-    return DistinctiveSizes.of("head", module, torch.zeros(2, length, *more, device="meta"))
+def sizes_for(length: int, module: nn.Module, *more: int) -> tuple[int, int, int]:
+    return distinctive_sizes("head", module, torch.zeros(2, length, *more, device="meta"))
 
 
 @pytest.mark.parametrize(
@@ -19,20 +19,20 @@ def sizes_for(length: int, module: nn.Module, *more: int) -> DistinctiveSizes:
 def test_distinctive_lengths_are_the_largest_primes_within_the_context(
     length: int, lengths: tuple[int, int]
 ) -> None:
-    assert sizes_for(length, nn.Identity()).lengths == lengths
+    assert sizes_for(length, nn.Identity())[:2] == lengths
 
 
 def test_no_size_of_a_layer_is_a_multiple_of_a_distinctive_length() -> None:
     layer = nn.Sequential(nn.Linear(26, 4), nn.Conv1d(3, 3, 22))
-    assert sizes_for(16, layer).lengths == (7, 5)
-    assert sizes_for(16, layer, 14).lengths == (5, 17)
+    assert sizes_for(16, layer)[:2] == (7, 5)
+    assert sizes_for(16, layer, 14)[:2] == (5, 17)
     layer[0].extra = (3, 35)
     layer[0].table = torch.zeros(2, 17)
-    assert sizes_for(16, layer, 14) == DistinctiveSizes((19, 23), rows=29)
+    assert sizes_for(16, layer, 14) == (19, 23, 29)
 
 
 def test_the_distinctive_number_of_rows_differs_from_all_sizes() -> None:
-    assert sizes_for(16, nn.Linear(3, 5)) == DistinctiveSizes((13, 11), rows=7)
+    assert sizes_for(16, nn.Linear(3, 5)) == (13, 11, 7)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_the_distinctive_number_of_rows_differs_from_all_sizes() -> None:
 )
 def test_tensors_without_one_sequence_are_refused(like: object) -> None:
     with pytest.raises(ModelError, match=r"layer 'head' is given tensors of shapes \[.* cuts dim 1"):
-        DistinctiveSizes.of("head", nn.Identity(), like)
+        distinctive_sizes("head", nn.Identity(), like)
 
 
 def test_inputs_are_resized_to_distinctive_rows_and_length() -> None:

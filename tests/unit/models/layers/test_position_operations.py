@@ -17,8 +17,7 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.proof.position_dims import PositionDim
 from plait.proof.position_operations import RULES, UNIFORM
-from plait.proof.position_proof import tracking
-from plait.proof.position_tracker import PositionTracker, arguments_of
+from plait.proof.position_proof import PositionTracker, arguments_of, tracking
 
 ROWS, LENGTH, HIDDEN = 3, 5, 4
 Step = Callable[[Tensor, int, int], Tensor]

@@ -18,8 +18,9 @@ from plait.models.layers.layer_sequence import sequence_of
 from plait.tensor.attention.attention import attend, share_keys
 from plait.tensor.autograd.replaceable import replaceable, replacing
 from plait.tensor.running_sequence import ContextParallelism, running
-from plait.verification.definitions import Definitions, attention
-from plait.verification.definitions.attention import (
+from plait.verification.definitions import functions
+from plait.verification.definitions.functions import (
+    Definitions,
     Visibility,
     numbers_of,
     positions_in,
@@ -65,7 +66,7 @@ def test_attention_is_that_of_torch_also_in_blocks_of_queries(monkeypatch: pytes
     query, key, value = drawn(2, 4, 6, 3), drawn(2, 2, 6, 3), drawn(2, 2, 6, 5)
     expected = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     for most in (1 << 25, 100):
-        monkeypatch.setattr(attention, "MOST_SCORES", most)
+        monkeypatch.setattr(functions, "MOST_SCORES", most)
         leaves = [one.clone().requires_grad_() for one in (query, key, value)]
         found = softmax_attention(*leaves, Visibility(True, None, None), 1 / math.sqrt(3))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)

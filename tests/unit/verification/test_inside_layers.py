@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.verification.reference.recording import Tolerance
-from plait.verification.reference.tensor_sketches import (
+from plait.verification.reference.inside_layers import (
     InnerDifference,
     ModuleSketches,
     first_inner_difference,
     sketch_of,
-    sketched,
 )
+from plait.verification.reference.recording import Tolerance
 
 
 class Layer(nn.Module):
@@ -42,9 +42,9 @@ X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual
 
 
 def sketches_of(made: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
-    with sketched(made, wanted=True) as found:
+    with closing(ModuleSketches(made)) as sketches:
         made(x)
-    return found
+    return sketches.found
 
 
 def first(found: dict[str, Tensor], expected: dict[str, Tensor]) -> InnerDifference | None:
@@ -156,6 +156,3 @@ def test_only_the_latest_run_counts_and_hooks_are_removed() -> None:
     sketches.close()
     made(X)
     assert not sketches.found
-    with sketched(made, wanted=False) as found:
-        made(X)
-    assert not found
