@@ -165,12 +165,12 @@ PRIVATE_USES = {
         "_scaled_dot_product_efficient_attention_backward",
     ): "likewise",
     (
-        "tensor/attention/packed_kernel.py",
+        "tensor/attention/fused_kernels.py",
         "forward",
         "_flash_attention_forward",
     ): "attention within documents, by the operation of torch.nn.attention.varlen, which gives no backward",
     (
-        "tensor/attention/packed_kernel.py",
+        "tensor/attention/fused_kernels.py",
         "backward",
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",

@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.ranks.device import default_device, forbid_host_waits
 from plait.tensor.attention import attention
 from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.fused_kernels import Attended
 from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.tensor.attention.unfused_kernel import unfused_backward, unfused_forward
 from plait.tensor.attention.visibility import document_bounds
@@ -76,7 +77,7 @@ def _expected(
     inputs = [one.double() for one in (query, key, value)]
     out, lse = unfused_forward(*inputs, pairs, SCALE, None)
     lse = lse.masked_fill(lse.isinf(), 0.0)
-    return out, *unfused_backward(gradient.double(), *inputs, out, lse, pairs, SCALE, None)
+    return out, *unfused_backward(gradient.double(), Attended(*inputs, out, lse), pairs, SCALE, None)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

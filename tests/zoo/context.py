@@ -24,8 +24,7 @@ from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout
 from plait.plan.plan import Plan
 from plait.ranks.handle import Handle
-from plait.tensor.attention import exchange_plan, ulysses
-from plait.tensor.attention import key_blocks as blocks
+from plait.tensor.attention import exchange_plan, ring, ulysses
 from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.tensor.attention.kernels import block_backward, block_forward
 from plait.tensor.attention.key_exchange import KeyExchange, Pair
@@ -109,7 +108,7 @@ def blocks_added_without_rescaling() -> Any:
         out += part_out
         torch.logaddexp(lse, part_lse, out=lse)
 
-    return patch.object(blocks, "merge", merge)
+    return patch.object(ring, "merge", merge)
 
 
 def backward_with_the_blocks_own_sum() -> Any:
@@ -129,7 +128,7 @@ def backward_with_the_blocks_own_sum() -> Any:
         _, own = block_forward(query, key, value, mask, scale, *more)
         return block_backward(gradient, query, key, value, out, own, mask, scale, *more)
 
-    return patch.object(blocks, "block_backward", backward)
+    return patch.object(ring, "block_backward", backward)
 
 
 def gradients_of_keys_to_the_wrong_rank() -> Any:

@@ -18,6 +18,7 @@ query heads. length: the positions that this rank of `cp` has. size and width: f
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
@@ -27,12 +28,11 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.plan.attention_heads import heads_of_ranks
-from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.exchange_plan import Mask
 from plait.tensor.attention.kernels import Scaling
 from plait.tensor.attention.key_exchange import KeyExchange
-from plait.tensor.attention.method_choice import method_choice
-from plait.tensor.attention.ring import attend_to_all, share
-from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, to_heads
+from plait.tensor.attention.ring import KeyBlocks, attend_to_all, share
+from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
 from plait.tensor.attention.unfused_kernel import (
     AnyDropout,
     WeightDropoutMask,
@@ -46,8 +46,6 @@ from plait.tensor.autograd.replaceable import replaceable
 from plait.tensor.dropout import Dropout, tag_dropout
 from plait.tensor.proof_marks import positions_may_mix
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence, running_sequence
-
-_REAL = (Real, Tensor)
 
 
 @replaceable
@@ -78,38 +76,30 @@ def attention(
     `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises
     ModelError for shapes that do not fit.
     """
-    _require_arguments(query, key, value, causal, window, documents, scale, softcap, dropout)
+    tensors = {"query": query, "key": key, "value": value}
+    numbers = {"window": window, "scale": scale, "softcap": softcap}
+    _require_arguments(tensors, numbers, causal, documents, dropout)
     keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
     return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout)
 
 
 def _require_arguments(
-    query: object,
-    key: object,
-    value: object,
+    tensors: Mapping[str, object],
+    numbers: Mapping[str, object],
     causal: object,
-    window: object,
     documents: object,
-    scale: object,
-    softcap: object,
     dropout: object,
 ) -> None:
     """Raise ModelError for an argument of `attention` of another type than it takes."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            found = (
-                list(tensor.shape) if isinstance(tensor, Tensor) else f"an object of {type(tensor).__name__}"
-            )
-            raise ModelError(
-                f"attention was given a {name} {found}: give a tensor [rows, heads, length, size]."
-            )
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.dim() == 4:
+            continue
+        found = list(tensor.shape) if isinstance(tensor, Tensor) else f"an object of {type(tensor).__name__}"
+        raise ModelError(f"attention was given a {name} {found}: give a tensor [rows, heads, length, size].")
     if not isinstance(causal, bool):
         raise ModelError(f"attention was given causal = {causal!r}: give True or False.")
-    for name, number, kinds in (
-        ("window", window, Integral),
-        ("scale", scale, _REAL),
-        ("softcap", softcap, _REAL),
-    ):
+    for name, number in numbers.items():
+        kinds = (Integral,) if name == "window" else (Real, Tensor)
         if number is not None and (not isinstance(number, kinds) or isinstance(number, bool)):
             raise ModelError(f"attention was given {name} = {number!r}: give a number, or None.")
     if documents is not None and not isinstance(documents, Tensor):
@@ -177,7 +167,7 @@ def share_keys(
             for one in to_heads(sequence, of_ranks, key, value)
         )
         return SharedKeys(key, value, mask, sequence, None, query_heads)
-    exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
+    exchange = KeyExchange(sequence, mask, key.device)
     if ranks > 1:
         key, value = share(key, value, exchange)
     return SharedKeys(key, value, mask, sequence, exchange, query_heads)
@@ -231,20 +221,17 @@ def attend(
         )
     dropout_mask = None
     if dropout is not None:
-        dropout_mask = WeightDropoutMask.next(
-            dropout, query.shape[0], heads, sequence.layout.length, query.device
-        )
+        dropout_mask = WeightDropoutMask.next(dropout, query, sequence.layout.length)
     if keys.exchange is not None:
-        return _tagged(
-            attend_to_all(query, keys.key, keys.value, keys.exchange, scaling, dropout_mask), dropout
-        )
+        blocks = KeyBlocks(keys.exchange, scaling, dropout_mask)
+        return _tagged(attend_to_all(query, keys.key, keys.value, blocks), dropout)
     of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
-    exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
+    exchange = KeyExchange(whole, keys.mask, query.device)
     if dropout_mask is not None:
         dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
     (mine,) = to_heads(sequence, of_ranks, query)
-    arguments = exchange, scaling, dropout_mask, sequence, of_ranks
-    return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
+    blocks = KeyBlocks(exchange, scaling, dropout_mask)
+    return _tagged(attend_by_heads(mine, keys.key, keys.value, blocks, sequence, of_ranks), dropout)
 
 
 def _between_graphs(
@@ -263,7 +250,7 @@ def _in_blocks(keys: SharedKeys, softcap: float) -> SharedKeys:
     if keys.sequence is not None:
         return keys
     sequence = ContextParallelism.of_one_rank().sequence(keys.key.shape[2])
-    exchange = KeyExchange(exchange_plan(sequence, keys.mask, keys.key.device), sequence.parallelism)
+    exchange = KeyExchange(sequence, keys.mask, keys.key.device)
     return replace(keys, sequence=sequence, exchange=exchange)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.plan.layout.sequence_layout import SequenceLayout, parts_of
 from plait.ranks.device import CPU
 from plait.ranks.device import sent as copied
-from plait.tensor.attention.packed_kernel import PackedCall
+from plait.tensor.attention.fused_kernels import PackedCall
 from plait.tensor.attention.visibility import (
     BlockCall,
     block_calls,

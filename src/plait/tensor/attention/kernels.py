@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.ranks.device import sent
-from plait.tensor.attention.fused_kernels import Gradients, fused_kernel
+from plait.tensor.attention.fused_kernels import Attended, Gradients, fused_kernel
 from plait.tensor.attention.unfused_kernel import WeightDropout, unfused_backward, unfused_forward
 
 BlockMask = Literal["full", "causal"] | Tensor
@@ -56,14 +56,11 @@ def block_forward(
     """
     if has_torch_function_variadic(query, key, value):
         arguments = query, key, value, mask, scale, dropout, softcap
-        replaced: tuple[Tensor, Tensor] = handle_torch_function(
-            block_forward, (query, key, value), *arguments
-        )
+        replaced: tuple[Tensor, Tensor] = handle_torch_function(block_forward, arguments[:3], *arguments)
         return replaced
     causal, pairs = _causal_and_mask(mask, query)
-    kernel = None
-    if dropout is None and softcap is None:
-        kernel = fused_kernel(query, key, value, pairs, causal)
+    plain = dropout is None and softcap is None
+    kernel = fused_kernel(query, key, value, pairs, causal) if plain else None
     if kernel is None:
         pairs = _as_mask(pairs, causal, query, key)
         return unfused_forward(query, key, value, pairs, scale, dropout, softcap)
@@ -96,18 +93,18 @@ def block_backward(
     """
     if has_torch_function_variadic(gradient, query, key, value):
         arguments = gradient, query, key, value, out, lse, mask, scale, dropout, softcap
-        replaced: Gradients = handle_torch_function(block_backward, (gradient, query, key, value), *arguments)
+        replaced: Gradients = handle_torch_function(block_backward, arguments[:4], *arguments)
         return replaced
     causal, pairs = _causal_and_mask(mask, query)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # weights exp(s - lse) of 0
-    kernel = None
-    if dropout is None and softcap is None:
-        kernel = fused_kernel(query, key, value, pairs, causal)
+    plain = dropout is None and softcap is None
+    kernel = fused_kernel(query, key, value, pairs, causal) if plain else None
+    attended = Attended(query, key, value, out, lse)
     if kernel is None:
         pairs = _as_mask(pairs, causal, query, key)
-        return unfused_backward(gradient, query, key, value, out, lse, pairs, scale, dropout, softcap)
+        return unfused_backward(gradient, attended, pairs, scale, dropout, softcap)
     bias = None if pairs is None else _of_all_heads(_bias(pairs, query), query)
-    return kernel.backward(gradient, query, key, value, out, lse, bias, causal, scale)
+    return kernel.backward(gradient, attended, bias, causal, scale)
 
 
 def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

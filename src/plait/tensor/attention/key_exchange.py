@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from plait.ranks.collectives import all_to_all_uneven
-from plait.tensor.attention.exchange_plan import ExchangePlan, add_selected, selected, sizes_of, views
-from plait.tensor.running_sequence import ContextParallelism
+from plait.tensor.attention.exchange_plan import Mask, add_selected, exchange_plan, selected, sizes_of, views
+from plait.tensor.running_sequence import LocalSequence
 
 Pair = tuple[Tensor, ...]
 """Keys and values, or their gradients: `[rows, heads, length, width]`."""
@@ -23,9 +23,9 @@ Pair = tuple[Tensor, ...]
 class KeyExchange:
     """The exchanges of one layer and micro-batch: of keys and values, and of their gradients."""
 
-    def __init__(self, plan: ExchangePlan, parallelism: ContextParallelism) -> None:
-        self.plan = plan
-        self._parallelism = parallelism
+    def __init__(self, sequence: LocalSequence, mask: Mask, device: torch.device) -> None:
+        self.plan = exchange_plan(sequence, mask, device)
+        self._parallelism = sequence.parallelism
         self._arriving: Callable[[], Tensor] | None = None
         self._returning: Callable[[], Tensor] | None = None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.plan.layout.sequence_layout import parts_of
-from plait.tensor.attention.fused_kernels import Gradients
+from plait.tensor.attention.fused_kernels import Attended, Gradients
 from plait.tensor.attention.visibility import BlockCall
 from plait.tensor.dropout import Dropout
 from plait.tensor.dropout_mask import DimPart, DimRanges, keep_mask_of_ranges
@@ -57,17 +57,14 @@ def unfused_forward(
 
 def unfused_backward(
     gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    attended: Attended,
     mask: Tensor | None,
     scale: float,
     dropout: WeightDropout | None,
     softcap: float | None = None,
 ) -> Gradients:
     """Return the gradients of query, key and value; see `block_backward`."""
+    query, key, value, out, lse = attended
     scores, slopes = _scores(query, key, mask, scale, softcap, slopes=True)
     weights = _weights(scores, lse)
     wide = weights.dtype
@@ -164,14 +161,12 @@ class WeightDropoutMask:
     """Of the whole sequence."""
 
     @staticmethod
-    def next(
-        dropout: AnyDropout, rows: int, query_heads: int, length: int, device: torch.device
-    ) -> WeightDropoutMask:
-        """Return the mask of the next call of `dropout`, for all `query_heads` that this rank of `tp` has."""
+    def next(dropout: AnyDropout, query: Tensor, length: int) -> WeightDropoutMask:
+        """Return the mask of the next call of `dropout`; `query` has all heads of this rank of `tp`."""
         if not isinstance(dropout, Dropout):  # in plain PyTorch
             dropout = Dropout(dropout.p)
-        key, parts = dropout.next_mask((rows, query_heads, length, length), device)
-        heads = parts.get(1, DimPart(0, query_heads))
+        key, parts = dropout.next_mask((*query.shape[:2], length, length), query.device)
+        heads = parts.get(1, DimPart(0, query.shape[1]))
         return WeightDropoutMask(key, dropout.p, parts.get(0, DimPart(0, 0)).start, heads, length)
 
     def from_head(self, first: int) -> WeightDropoutMask:
