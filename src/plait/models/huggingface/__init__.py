@@ -13,9 +13,8 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.huggingface import gpt2, gpt_neox
-from plait.models.huggingface.families import adapt
-from plait.models.huggingface.family import (
+from plait.models.huggingface.common import Branch
+from plait.models.huggingface.families import (
     GEMMA2,
     GEMMA3,
     LLAMA,
@@ -24,10 +23,12 @@ from plait.models.huggingface.family import (
     PHI3,
     QWEN2,
     QWEN3,
-    Branch,
     Family,
+    adapt,
+    require_declared,
 )
-from plait.models.huggingface.unmodified import require_all_parameters, require_declared
+from plait.models.huggingface.gpt import adapt_gpt2, adapt_gpt_neox
+from plait.models.huggingface.unmodified import require_all_parameters
 
 __all__ = ["DECODERS", "FAMILIES", "Branch", "Family", "from_huggingface"]
 
@@ -45,8 +46,8 @@ DECODERS: Mapping[str, Family] = {
 """Families by class name of transformers."""
 
 FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
-    "GPT2LMHeadModel": gpt2.adapt,
-    "GPTNeoXForCausalLM": gpt_neox.adapt,
+    "GPT2LMHeadModel": adapt_gpt2,
+    "GPTNeoXForCausalLM": adapt_gpt_neox,
     **{name: partial(adapt, family=family) for name, family in DECODERS.items()},
 }
 """Converters by class name of transformers, which may not be installed."""

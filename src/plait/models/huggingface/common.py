@@ -1,8 +1,9 @@
-"""Code shared by the converters: layers of several families, and rotary positions."""
+"""Code shared by the converters: layers of several families, branches of a block, and rotary positions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from plait.models.rotary import Angles, ResultCache, angles_of_positions, rotate
 
 STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Types of rotary embedding whose frequencies do not depend on the length of the sequence."""
+ENTRANCE = "entrance"
+"""The name of the module at which a branch without a norm in front enters its region."""
 
 
 class Embedding(InitializedLayer):
@@ -61,27 +64,62 @@ def _plain(table: Any) -> nn.Embedding:
     return plain.train(table.training)
 
 
+@dataclass(frozen=True)
+class Branch:
+    """The modules around attention or MLP in a block, by their names in transformers; None: there is none."""
+
+    before: str | None
+    """The norm of its input."""
+    after: str | None = None
+    """The norm of its output."""
+    dropout: str | None = None
+    """The dropout of its output."""
+
+
+def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
+    """Add to `layer` the modules of a block around attention or MLP; return their names, the first in front.
+
+    Where no norm is in front, an identity is, at which the branch enters its region.
+    """
+    found = [name for name in (branch.before, branch.after, branch.dropout) if name is not None]
+    for name in found:
+        layer.add_module(name, getattr(block, name))
+    if branch.before is not None:
+        return tuple(found)
+    layer.add_module(ENTRANCE, nn.Identity())
+    return (ENTRANCE, *found)
+
+
+def residual(
+    layer: nn.Module, x: Tensor, names: tuple[str, ...], branch: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `x` plus the output of a branch (attention or MLP), with its norms and dropout applied."""
+    before, *behind = names
+    output = branch(layer.get_submodule(before)(x))
+    for name in behind:
+        output = layer.get_submodule(name)(output)
+    return x + output
+
+
 class MLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same shape: x + mlp(norm(x))."""
+    """`[batch, length, hidden]` → the same shape: the residual branch of the MLP."""
 
     def __init__(
         self,
-        name: str,
-        norm: nn.Module,
-        mlp: nn.Module,
+        block: Any,
+        branch: Branch,
         std: float,
         exceptions: Mapping[str, float] | None = None,
+        *,
+        norm_start: float = 1.0,
     ) -> None:
-        """`name`: the attribute that holds `norm`, as in the model of transformers."""
-        super().__init__(std, exceptions)
-        self.name = name
-        self.add_module(name, norm)
-        self.mlp = mlp
+        super().__init__(std, exceptions, norm_start=norm_start)
+        self.branch = add_branch(self, block, branch)
+        self.mlp = block.mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the MLP's output."""
-        result: Tensor = x + self.mlp(self.get_submodule(self.name)(x))
-        return result
+        """Return x plus the MLP's output. With `tp` above 1, each rank's linears hold some features."""
+        return residual(self, x, self.branch, self.mlp)
 
 
 class Head(InitializedLayer):

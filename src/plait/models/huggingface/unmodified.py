@@ -6,30 +6,16 @@ attention, rotary embedding): what a user changed there would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from plait.errors import ModelError, listed
-from plait.models.huggingface.family import Family
 from plait.models.layers.model_validation import refuse_compiled_modules
 from plait.tensor.call_hooks import call_hooks, has_own_forward
 
 _LIBRARY = "transformers."
-_UNDECLARED: Mapping[str, tuple[Any, ...]] = {
-    "sliding_window": (None,),
-    "attention_chunk_size": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "use_bidirectional_attention": (None, False),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-}
-"""Values of a configuration that some decoders read and others do not, with those that change nothing."""
 
 
 def require_unmodified(model: Any, replaced: Iterable[nn.Module]) -> None:
@@ -96,21 +82,6 @@ def require_causal(config: Any, attentions: Iterable[Any], bidirectional: str | 
             f"the model attends to later positions ({found[0]}), where plait adapts causal decoders only: "
             "turn that round."
         )
-
-
-def require_declared(config: Any, family: Family) -> None:
-    """Raise ModelError for a value of `config` that other decoders read, of which `family` says nothing."""
-    declared = {family.score_cap, family.logit_cap, family.bidirectional, *family.ignored}
-    if family.windows != "none":
-        declared.add("sliding_window")
-    for key, neutral in _UNDECLARED.items():
-        value = getattr(config, key, None)
-        if key not in declared and value not in neutral:
-            raise ModelError(
-                f"the configuration has {key} = {value!r}, and the family does not say what the model does "
-                f"with it: declare windows, score_cap or logit_cap, or ignored=({key!r},) if its code does "
-                "not read it."
-            )
 
 
 def require_all_parameters(model: nn.Module, sequence: nn.Module) -> None:
