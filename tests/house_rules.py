@@ -185,12 +185,12 @@ PRIVATE_USES = {
         "_version",
     ): "whether a result was written to: no public way",
     (
-        "tensor/autograd/many_tensors.py",
+        "tensor/autograd/many_gradients.py",
         "add_each",
         "_foreach_add_",
     ): "adds many tensors at once: no public way but an optimizer's",
-    ("tensor/autograd/many_tensors.py", "zero_each", "_foreach_zero_"): "likewise",
-    ("tensor/autograd/many_tensors.py", "multiply_each", "_foreach_mul_"): "likewise",
+    ("tensor/autograd/many_gradients.py", "zero_each", "_foreach_zero_"): "likewise",
+    ("tensor/autograd/many_gradients.py", "multiply_each", "_foreach_mul_"): "likewise",
     (
         "tensor/autograd/regather.py",
         "version_of",

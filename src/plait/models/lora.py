@@ -281,8 +281,7 @@ def _require_weight(path: str, linear: nn.Module) -> None:
     if utility := weight_utility(linear):
         raise ModelError(
             f"the weight of {path} is computed by {utility} in each forward, and an adapter is added to a "
-            "weight that "
-            "is a parameter: remove that, or name targets without it."
+            "weight that is a parameter: remove that, or name targets without it."
         )
     if isinstance(linear, LazyModuleMixin):
         raise ModelError(f"{path}.weight {NO_SHAPE}.")

@@ -82,8 +82,7 @@ class PreferenceLoss:
         if self.apart and len(answers) % 2:
             raise DataError(
                 f"a micro-batch has {len(answers)} rows, and two consecutive rows are a pair: give batches, "
-                "and "
-                "plan.microbatches, that leave pairs together."
+                "and plan.microbatches, that leave pairs together."
             )
         most = 1 if self.apart else 2 * self.pairs - 1
         if answers.device.type == "cpu" and answers.numel() and int(answers.max()) > most:
@@ -157,8 +156,7 @@ def dpo_loss(
     if label_smoothing >= 0.5:
         raise ConfigError(
             f"dpo_loss's label_smoothing is {label_smoothing}, so that pairs would be labelled the wrong way "
-            "as often "
-            "as not: give a number below 0.5."
+            "as often as not: give a number below 0.5."
         )
     require_flag("dpo_loss's average", average)
     pairs = whole("dpo_loss's pairs", pairs)
@@ -235,9 +233,8 @@ def preference_batch(
             if not len(prompt) or not len(answer) or end > length:
                 raise DataError(
                     f"pair {number} has a prompt of {len(prompt)} tokens and an answer of {len(answer)}, and "
-                    "needs "
-                    f"{end} positions of a row of {length}: give prompts and answers with tokens, a greater "
-                    "length, or fewer pairs a row."
+                    f"needs {end} positions of a row of {length}: give prompts and answers with tokens, a "
+                    "greater length, or fewer pairs a row."
                 )
             first, place = used[row] + len(prompt) - 1, slice(used[row], end)
             joined, used[row] = torch.cat([prompt, answer]), end
@@ -306,7 +303,6 @@ def _required(targets: Targets) -> Targets:
         found = ", ".join(targets) if isinstance(targets, Mapping) else type(targets).__name__
         raise DataError(
             f"the targets of dpo_loss are {found}: give those of plait.tensor.preference_batch, a dictionary "
-            "of "
-            f"{', '.join(sorted(_KEYS))}."
+            f"of {', '.join(sorted(_KEYS))}."
         )
     return targets

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from plait.errors import ModelError
-from plait.models.layers.graph_leaves import other_leaf
+from plait.models.layers.carried_values import other_leaf
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
 

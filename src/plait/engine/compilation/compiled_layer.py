@@ -22,7 +22,7 @@ from plait.engine.compilation.weight_terms import WeightTerms
 from plait.errors import ModelError
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.plan import Plan, Recompute
-from plait.tensor.autograd.collected_gradients import add_found
+from plait.tensor.autograd.many_gradients import add_found
 from plait.tensor.autograd.regather import Gather, Regathered
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import Dropout

@@ -24,10 +24,10 @@ from plait.engine.compilation.compiled_layer import CompiledLayer
 from plait.models.layers.layer_sequence import read_attributes, set_attributes
 from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.models.layers.shared_inputs import Readers, join_linears
-from plait.tensor.autograd.collected_gradients import add_found, put_back, set_aside
 from plait.tensor.autograd.deferred_weight_gradients import made_by_linear
 from plait.tensor.autograd.engine_calls import run_backward
 from plait.tensor.autograd.joined_linears import JoinedLinears
+from plait.tensor.autograd.many_gradients import add_found, put_back, set_aside
 from plait.tensor.autograd.weight_gradient_queue import NO_WEIGHTS, WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors

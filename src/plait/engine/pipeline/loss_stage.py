@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.engine.blueprint import Blueprint
 from plait.engine.pipeline.layer_runner import Gradients
 from plait.errors import ModelError
-from plait.models.layers.graph_leaves import other_leaf
+from plait.models.layers.carried_values import other_leaf
 from plait.models.layers.lost_settings import refusing_changed_buffers
 from plait.tensor.autograd.engine_calls import run_backward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue

@@ -84,8 +84,8 @@ def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Seque
     if kind.__name__ not in known and (experts := _experts(model)):
         raise ModelError(
             f"{kind.__qualname__} is a mixture of experts ({experts} in its configuration), and plait has no "
-            "layers "
-            f"of experts for models of transformers: give a dense model, such as {', '.join(FAMILIES)}."
+            "layers of experts for models of transformers: give a dense model, such as "
+            f"{', '.join(FAMILIES)}."
         )
     if kind.__name__ not in known:
         raise ModelError(

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ModelError, PlaitError
-from plait.models.layers.graph_leaves import other_leaf
 from plait.models.layers.layer_sequence import own_numbers
 from plait.plan.rules import join
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
@@ -224,6 +224,28 @@ def _refuse_other_leaves(layer: NamedLayer, value: Value, output: Value) -> None
             f"{_described(layer)} computes with a tensor {list(leaf.shape)} that requires a gradient but "
             "is none of its parameters: make it a parameter of the layer, or detach it."
         )
+
+
+def other_leaf(
+    outputs: Iterable[Tensor], known: Iterable[Tensor], given: Iterable[Node] = ()
+) -> Tensor | None:
+    """Return a leaf tensor, none of `known`, to whose `.grad` a backward of `outputs` would add; else None.
+
+    `given`: nodes beyond which the graph is not followed.
+    """
+    ids, seen = set(map(id, known)), set(given)
+    waiting = [one.grad_fn for one in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in ids:
+            return leaf
+        for other, _ in node.next_functions:
+            waiting.append(other)
+    return None
 
 
 def _refuse_own_backward(layer: NamedLayer) -> None:

@@ -4,13 +4,15 @@ The layers of a rank are copies, whose parameters are new memory. Modules are co
 attributes, parameters and buffers with their attributes. What cannot be copied is refused, by name: hooks on
 parameters, their gradients, classes of their own; hooks and tensors of an `nn.Sequential`, whose layers run
 one by one; tensors that are trained without being parameters; and what a `state_dict` has beside parameters
-and buffers.
+and buffers. Of hooks that are registered later, which copies do not call, `LateHooks` warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from plait.models.layers.layer_sequence import NO_SHAPE, LayerSequence, sequence
 from plait.plan.rules import join
 from plait.ranks.gradient_hooks import first_gradient_hook
 from plait.tensor.autograd.regather import version_of
-from plait.tensor.call_hooks import call_hooks, computed_by_hooks, weight_utility
+from plait.tensor.call_hooks import HOOKS, call_hooks, computed_by_hooks, weight_utility
 from plait.tensor.layer_values import tensors_of
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -167,8 +169,7 @@ def _refuse_attributes(layer: nn.Module, path: str) -> None:
         if tensor.is_meta and (utility := next(filter(None, utilities), None)):
             raise ModelError(
                 f"{join(path, name)} is computed by {utility}, and is on the meta device, where nothing "
-                "draws the "
-                "values that it is computed from: build the model with real values."
+                "draws the values that it is computed from: build the model with real values."
             )
         if tensor.is_meta:
             raise ModelError(
@@ -211,3 +212,43 @@ def _is_same(value: object, tensor: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.shape != tensor.shape:
         return False
     return tensor.layout != torch.strided or value.untyped_storage() is tensor.untyped_storage()
+
+
+class LateHooks:
+    """Warns once of hooks that were registered on a model's modules or parameters after `parallelize`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Count the hooks on calls; parameters have none then. Keeps neither modules nor parameters alive."""
+        self._hooks: list[tuple[str, str, Sized]] = [
+            (name, register, getattr(module, kind))
+            for name, module in model.named_modules()
+            for kind, register in HOOKS.items()
+        ]
+        self._before = self._numbers()
+        self._parameters = [(name, ref(parameter)) for name, parameter in model.named_parameters()]
+
+    def warn(self) -> None:
+        """Warn of a hook registered since `parallelize`, if there is one; only in the first such call."""
+        if not self._hooks or (late := self._first()) is None:
+            return
+        self._hooks, self._parameters = [], []
+        warnings.warn(
+            f"a hook was registered or removed by {late} of the model after parallelize, whose copies the "
+            "ranks run: they go on with the hooks that there were; register hooks before.",
+            stacklevel=3,
+        )
+
+    def _numbers(self) -> list[int]:
+        return [len(hooks) for _, _, hooks in self._hooks]
+
+    def _first(self) -> str | None:
+        now = self._numbers()
+        if now != self._before:
+            at = next(at for at, number in enumerate(now) if number != self._before[at])
+            name, register, _ = self._hooks[at]
+            return f"{name}.{register}" if name else register
+        alive: dict[str, Tensor] = {
+            name: one for name, kept in self._parameters if (one := kept()) is not None
+        }
+        found = first_gradient_hook(alive)
+        return None if found is None else ".".join(found)

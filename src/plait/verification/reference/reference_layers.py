@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
-from plait.models.initial import initial_value
+from plait.models.initial import ModuleReset, initial_value
 from plait.models.layers.layer_sequence import LayerSequence, private_copy
-from plait.models.module_reset import ModuleReset
 from plait.tensor.layer_values import NamedLayer, Value, convert
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.hidden_inputs import PASS_IT_ON
