@@ -76,9 +76,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
             "give another folder."
         )
     adapt(model, chosen, rank=rank, alpha=alpha, dropout=dropout)
-    values = values_in(model, folder)
-    _copy(model, values)
-    return values
+    _check_shapes(model, renamed, folder)
+    _copy(model, renamed)
+    return renamed
 
 
 def values_in(model: nn.Module, folder: Path) -> dict[str, Tensor]:

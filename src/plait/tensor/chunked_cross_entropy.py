@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from plait.errors import PlanError
 from plait.plan.rules import Rule, join
-from plait.tensor.autograd.deferred_weight_gradients import add_product
+from plait.tensor.autograd.deferred_weight_gradients import add_product, bind_forward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import NamedLayer
 from plait.tensor.losses import (
@@ -87,8 +87,7 @@ def return_features(layer: nn.Module, name: str, returned: list[Tensor] | None =
     what the linear returns.
     """
     linear = cast(OutputLinear, layer.get_submodule(name))
-    # setattr, because mypy refuses to assign to a method; nn.Module calls an instance's own forward.
-    setattr(linear, "forward", partial(_features, linear, returned))  # noqa: B010
+    bind_forward(linear, partial(_features, linear, returned))
     return linear
 
 
@@ -157,7 +156,7 @@ class ChunkedCrossEntropy:
         losses = []
         for chunk in self._chunks(len(rows)):
             part = wide(self.logits(rows[chunk]))
-            each, _ = softmax_terms(part, found.rows(chunk), self.vocabulary, *self._options)
+            each, _ = softmax_terms(part, found.rows(chunk), self.vocabulary, self.loss)
             losses.append(each.sum())
         return torch.stack(losses).sum()
 
@@ -190,19 +189,14 @@ class ChunkedCrossEntropy:
 
     def _logits_gradient(self, rows: Tensor, found: LocalTargets, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a chunk, and the gradient of its logits, in the dtype of `rows`."""
-        part, options = wide(self.logits(rows)), self._options
-        losses, factor = softmax_terms(part, found, self.vocabulary, *options)
-        smoothing, _ = options
+        part, smoothing = wide(self.logits(rows)), self.loss.label_smoothing
+        losses, factor = softmax_terms(part, found, self.vocabulary, self.loss)
         overwrite_with_gradient(part, factor, found, self.vocabulary.classes, smoothing, scale.to(part.dtype))
         return losses.sum(), part.to(rows.dtype)
 
     def _targets(self, features: Tensor, targets: Tensor) -> LocalTargets:
         shape = torch.Size((*features.shape[:-1], self.vocabulary.classes))
         return local_targets(targets, shape, self.vocabulary, self.loss.ignore_index)
-
-    @property
-    def _options(self) -> tuple[float, float]:
-        return self.loss.label_smoothing, self.loss.z_loss
 
     def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the linear's weight and bias; None for each that is missing or frozen."""

@@ -206,11 +206,7 @@ def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 def detached(value: Value) -> Value:
     """Return `value` with each tensor detached: a leaf on the same memory, with the same `requires_grad`."""
-    return map_tensors(_detached, value)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def signatures(values: Sequence[Value]) -> str:

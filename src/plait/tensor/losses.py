@@ -98,12 +98,13 @@ def local_targets(
 
 
 def softmax_terms(
-    part: Tensor, found: LocalTargets, vocabulary: Vocabulary, smoothing: float, z_loss: float
+    part: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> tuple[Tensor, Tensor]:
     """Return each row's loss, 0 where it does not count, and the factor of exp(s) in its gradient: `[n]`.
 
     Overwrites `part` `[n, len(own)]` with exp(s). Communication: the two all-reduces above.
     """
+    smoothing, z_loss = terms.label_smoothing, terms.z_loss
     largest = part.amax(1) if len(vocabulary.own) else part.new_full(part.shape[:1], -torch.inf)
     all_reduce(largest, vocabulary.group, "max", checked=False).wait()
     part.sub_(largest[:, None])
@@ -184,16 +185,9 @@ class CrossEntropy:
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy summed over all targets not ignored, 0-d, in at least float32."""
-        rows = output.reshape(-1, output.shape[-1])
-        logits = rows if rows.dtype == torch.float64 else rows.float()
-        numbers = targets.reshape(-1)
-        total = functional.cross_entropy(
-            logits,
-            numbers,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
+        logits, numbers = wide(output.reshape(-1, output.shape[-1])), targets.reshape(-1)
+        options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        total = functional.cross_entropy(logits, numbers, **options, reduction="sum")  # type: ignore[arg-type]
         if self.z_loss:
             squares = logits.logsumexp(-1).square()
             total = total + self.z_loss * squares.where(numbers != self.ignore_index, 0).sum()
@@ -270,10 +264,7 @@ class _LossOverVocabulary:
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Autograd function of the loss of each row of class-partitioned logits `[n, len(own)]`; overwrites them.
-
-    The formulas are those of `plait.tensor.losses`.
-    """
+    """Autograd function of the loss of each row of partitioned logits `[n, len(own)]`; overwrites them."""
 
     @staticmethod
     def forward(
@@ -281,7 +272,7 @@ class _TokenLosses(torch.autograd.Function):
     ) -> Tensor:
         # The same memory and version counter, so that autograd notices the write to saved logits.
         part = logits.detach()
-        losses, factor = softmax_terms(part, found, vocabulary, terms.label_smoothing, terms.z_loss)
+        losses, factor = softmax_terms(part, found, vocabulary, terms)
         ctx.save_for_backward(part, factor)
         ctx.found, ctx.classes, ctx.terms, ctx.ran = found, vocabulary.classes, terms, False
         return losses

@@ -23,7 +23,7 @@ from torch.nn import functional
 from plait.errors import ConfigError, DataError
 from plait.plan.arguments import require_flag, require_instance, require_number, whole
 from plait.tensor.autograd.paired_collectives import reduce
-from plait.tensor.losses import CrossEntropy, token_losses_over_vocabulary
+from plait.tensor.losses import CrossEntropy, token_losses_over_vocabulary, wide
 from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.running_sequence import running_sequence
 
@@ -169,10 +169,8 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     `logits` are whole, `[rows, length, classes]`.
     """
-    values = logits if logits.dtype == torch.float64 else logits.float()
-    losses = functional.cross_entropy(
-        values.flatten(0, 1), tokens.flatten(), ignore_index=CrossEntropy.ignore_index, reduction="none"
-    )
+    values, ignored = wide(logits).flatten(0, 1), CrossEntropy.ignore_index
+    losses = functional.cross_entropy(values, tokens.flatten(), ignore_index=ignored, reduction="none")
     return -losses.view(tokens.shape)
 
 
@@ -184,13 +182,11 @@ def answer_log_probs(logits: Tensor, targets: Targets) -> list[tuple[Tensor, Ten
     """
     values, answers = token_log_probs(logits, targets["tokens"]).cpu(), targets["answers"].cpu()
     found = [
-        values[row, answers[row] == one] for row in range(len(answers)) for one in _numbers(answers[row])
+        of_row[ids == one]
+        for of_row, ids in zip(values, answers, strict=True)
+        for one in ids[ids >= 0].unique()
     ]
     return list(zip(found[0::2], found[1::2], strict=True))
-
-
-def _numbers(answers: Tensor) -> list[int]:
-    return sorted({one for one in answers.tolist() if one >= 0})
 
 
 def preference_batch(

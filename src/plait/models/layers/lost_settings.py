@@ -42,7 +42,9 @@ def refuse_lost_settings(model: nn.Module, loss: object) -> None:
         _refuse(name, _lost_of_parameter(parameter))
     for layer in sequence.layers:
         for name, module in layer.module.named_modules():
-            _refuse(join(layer.path, name) or "the model", _lost_of_module(module))
+            if isinstance(module, WRAPPERS):
+                reason = f"is a {type(module).__name__}, which sums gradients by itself: give its .module"
+                _refuse(join(layer.path, name) or "the model", reason)
         for name, buffer in layer.module.named_buffers():
             _refuse(join(layer.path, name), _lost_of_buffer(buffer))
         _refuse_attributes(layer.module, layer.path)
@@ -51,7 +53,7 @@ def refuse_lost_settings(model: nn.Module, loss: object) -> None:
 
 def _refuse_trained_loss(loss: object) -> None:
     """Raise PlanError for a loss with parameters that require a gradient: an engine trains layers only."""
-    for name, module in _modules_of_loss(loss):
+    for name, module in modules_of_loss(loss):
         for local, parameter in module.named_parameters():
             if parameter.requires_grad:
                 raise PlanError(
@@ -61,7 +63,7 @@ def _refuse_trained_loss(loss: object) -> None:
                 )
 
 
-def _modules_of_loss(loss: object) -> Iterator[tuple[str, nn.Module]]:
+def modules_of_loss(loss: object) -> Iterator[tuple[str, nn.Module]]:
     """Yield the loss, and what it holds, where it is a module, by the name in the loss."""
     for name, held in [("", loss), *getattr(loss, "__dict__", {}).items()]:
         if isinstance(held, nn.Module):
@@ -72,7 +74,7 @@ def buffers_of_loss(loss: object) -> dict[str, Tensor]:
     """Return the buffers of a loss that is a module, or holds some, by name."""
     return {
         join(name, local): buffer
-        for name, module in _modules_of_loss(loss)
+        for name, module in modules_of_loss(loss)
         for local, buffer in module.named_buffers()
     }
 
@@ -133,12 +135,6 @@ def _lost_of_parameter(parameter: nn.Parameter) -> str | None:
         )
     if parameter.grad is not None and (parameter.grad.is_meta or bool(parameter.grad.any())):
         return "has a gradient already, to which plait would not add: call zero_grad() on the model before"
-    return None
-
-
-def _lost_of_module(module: nn.Module) -> str | None:
-    if isinstance(module, WRAPPERS):
-        return f"is a {type(module).__name__}, which sums gradients by itself: give its .module"
     return None
 
 

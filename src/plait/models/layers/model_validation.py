@@ -8,6 +8,7 @@ from torch import nn
 
 from plait.errors import ModelError, PlanError
 from plait.models.layers.layer_sequence import LayerSequence
+from plait.models.layers.lost_settings import modules_of_loss
 from plait.plan.rules import join
 from plait.tensor.dropout import is_plain_dropout
 
@@ -84,11 +85,8 @@ def refuse_compiled_loss(loss: object) -> None:
     """Raise PlanError for a loss that runs compiled code, ModelError if one of its modules does."""
     for method in compiled_functions(loss):
         raise PlanError(f"{method} of the loss {type(loss).__name__} was given to torch.compile: {_WHY}.")
-    for name, value in getattr(loss, "__dict__", {}).items():
-        if isinstance(value, nn.Module):
-            refuse_compiled_modules(value, name)
-    if isinstance(loss, nn.Module):
-        refuse_compiled_modules(loss, "the loss")
+    for name, module in modules_of_loss(loss):
+        refuse_compiled_modules(module, name or "the loss")
 
 
 def compiled_functions(owner: object) -> Iterator[str]:

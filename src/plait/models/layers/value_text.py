@@ -137,10 +137,12 @@ class ValueTexts:
 
     def attributes(self, thing: object, names: frozenset[str] | None = None) -> str:
         """Return the texts of an object's attributes, of all or those of `names`, separated by commas."""
-        found = attributes_of(thing).items()
+        found = attributes_of(thing)
         if isinstance(thing, nn.Module):  # the keys of hooks count up in a process
-            found = {name: _hooks_in_order(one) if "_hooks" in name else one for name, one in found}.items()
-        return ", ".join(f"{name}={self.of(one)}" for name, one in found if names is None or name in names)
+            hooks = {name for name, one in found.items() if "_hooks" in name and isinstance(one, dict)}
+            found |= {name: list(found[name].values()) for name in hooks}
+        wanted = found if names is None else [name for name in found if name in names]
+        return ", ".join(f"{name}={self.of(found[name])}" for name in wanted)
 
     def _of_object(self, thing: Any) -> str:
         if isinstance(thing, Tensor):
@@ -155,9 +157,8 @@ class ValueTexts:
         if isinstance(thing, _CONTAINERS):
             return self._of_container(thing)
         kind = type(thing)
-        described = isinstance(thing, (nn.Module, *_CONFIGURING)) or not (
-            _is_library(kind) or _is_opaque(kind)
-        )
+        is_foreign = _is_library(kind) or _is_opaque(kind)
+        described = not is_foreign or isinstance(thing, (nn.Module, *_CONFIGURING))
         if not described or isinstance(thing, ResultCache | ModuleType):
             return _name_of(kind)
         if isinstance(thing, Pattern):
@@ -179,9 +180,8 @@ class ValueTexts:
 
     def _of_function(self, function: Any) -> str:
         if isinstance(function, partial):
-            return (
-                f"partial({self.of(function.func)}, {self.of(function.args)}, {self.of(function.keywords)})"
-            )
+            parts = (function.func, function.args, function.keywords)
+            return f"partial({', '.join(map(self.of, parts))})"
         if isinstance(function, BuiltinFunctionType):
             return _name_of(function)
         if isinstance(function, MethodType):
@@ -192,9 +192,8 @@ class ValueTexts:
         held = {name: one for name, one in self._enclosed(function) if name not in free}
         given = {**held, "defaults": function.__defaults__, "keywords": function.__kwdefaults__}
         shown = ", ".join(f"{name}={self.of(one)}" for name, one in given.items() if one is not None)
-        return f"{_name_of(function)} of code {_digest_of_code(function.__code__)}" + f"({shown})" * bool(
-            shown
-        )
+        code = f"{_name_of(function)} of code {_digest_of_code(function.__code__)}"
+        return f"{code}({shown})" if shown else code
 
     def _of_method(self, method: MethodType) -> str:
         """Return the text of a bound method: of an object that is no module, the attributes that it reads."""
@@ -243,10 +242,6 @@ def text_of_tensor(tensor: Tensor) -> str:
     if tensor.is_meta or type(tensor) not in kinds or tensor.layout is not torch.strided:
         return describe(tensor)
     return f"{describe(tensor)} of bits {digest_of(bits_of(tensor))}"
-
-
-def _hooks_in_order(hooks: Any) -> Any:
-    return list(hooks.values()) if isinstance(hooks, dict) else hooks
 
 
 def _text_of_string(text: str) -> str:

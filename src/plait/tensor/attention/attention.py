@@ -42,13 +42,12 @@ from plait.tensor.attention.unfused_kernel import (
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.autograd.between_graphs import TRACE
 from plait.tensor.autograd.kept_results import with_kept_operations
-from plait.tensor.autograd.replaceable import replaceable
 from plait.tensor.dropout import Dropout, tag_dropout
-from plait.tensor.proof_marks import positions_may_mix
+from plait.tensor.proof_marks import Replaceable, positions_may_mix
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence, running_sequence
 
 
-@replaceable
+@Replaceable
 def attention(
     query: Tensor,
     key: Tensor,
@@ -138,7 +137,7 @@ class SharedKeys:
     """The number of heads that the query must have."""
 
 
-@replaceable
+@Replaceable
 @positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
@@ -173,7 +172,7 @@ def share_keys(
     return SharedKeys(key, value, mask, sequence, exchange, query_heads)
 
 
-@replaceable
+@Replaceable
 @positions_may_mix(2, "query")
 def attend(
     query: Tensor,

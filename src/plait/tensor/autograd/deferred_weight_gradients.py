@@ -102,14 +102,12 @@ def linear(
     """
     if queue is None or not defers(input):
         return functional.linear(input, _rows_out(weight, transposed), bias)
-    run = RECOMPUTED_RUN.get()
+    arguments, run = (input, weight, bias, queue, transposed), RECOMPUTED_RUN.get()
     if run is None:
-        return apply_function(_Linear, input, weight, bias, queue, transposed, False)  # type: ignore[no-any-return]
+        return apply_function(_Linear, *arguments, False)  # type: ignore[no-any-return]
     if not run.is_second:
-        return run.result(lambda: (apply_function(_Linear, input, weight, bias, queue, transposed, False),))[
-            0
-        ]  # type: ignore[return-value]
-    output: Tensor = apply_function(_Linear, input, weight, bias, queue, transposed, True)
+        return run.result(lambda: (apply_function(_Linear, *arguments, False),))[0]  # type: ignore[return-value]
+    output: Tensor = apply_function(_Linear, *arguments, True)
     # After the input is saved, where a second run may end.
     with torch.no_grad():
         product = run.result(lambda: (functional.linear(input, _rows_out(weight, transposed), bias),))[0]
@@ -272,7 +270,6 @@ class _Embedding(torch.autograd.Function):
         refuse_other_orders(ctx, "an embedding")
         (input,) = ctx.saved_tensors
         weight, padding, queue = ctx.weight, ctx.padding, ctx.queue
-
         if weight.requires_grad:
             queue.add(lambda: add_rows(queue.buffer_of(weight), input, gradient, padding))
         return None, None, None, None

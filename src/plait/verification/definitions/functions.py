@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from plait.tensor.attention import attention
 from plait.tensor.attention.attention import attend, share_keys
 from plait.tensor.attention.unfused_kernel import AnyDropout, is_active
-from plait.tensor.autograd.replaceable import Replacements, replacing
 from plait.tensor.dropout import Dropout
+from plait.tensor.proof_marks import Replacements, replacing
 from plait.tensor.running_sequence import longest_document, positions
 from plait.verification.definitions.attention import Visibility, numbers_of, positions_in, softmax_attention
 
