@@ -72,19 +72,9 @@ def llama(
     head's weight is the token embedding's. `rope_base`: the base of the rotary frequencies. ModelError where
     the sizes do not fit each other.
     """
-    sizes = Decoder.of_family(
-        "llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        inner=inner,
-        vocab=vocab,
-        context=context,
-        tied=tied,
-        rope_base=rope_base,
-    )
-    return llama_of(sizes)
+    given = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "context": context}
+    others = {"kv_heads": kv_heads, "inner": inner, "tied": tied, "rope_base": rope_base}
+    return llama_of(Decoder.of_family("llama", **given, **others))
 
 
 def llama_of(sizes: Decoder) -> nn.Sequential:

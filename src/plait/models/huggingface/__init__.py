@@ -14,36 +14,11 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models.huggingface.common import Branch
-from plait.models.huggingface.families import (
-    GEMMA2,
-    GEMMA3,
-    LLAMA,
-    MISTRAL,
-    OLMO2,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    Family,
-    adapt,
-    require_declared,
-)
+from plait.models.huggingface.families import DECODERS, Family, adapt, require_declared
 from plait.models.huggingface.gpt import adapt_gpt2, adapt_gpt_neox
 from plait.models.huggingface.unmodified import require_all_parameters
 
 __all__ = ["DECODERS", "FAMILIES", "Branch", "Family", "from_huggingface"]
-
-DECODERS: Mapping[str, Family] = {
-    "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": GEMMA3,
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": MISTRAL,
-    "Olmo2ForCausalLM": OLMO2,
-    "Phi3ForCausalLM": PHI3,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen3ForCausalLM": QWEN3,
-    "SmolLM3ForCausalLM": QWEN2,
-}
-"""Families by class name of transformers."""
 
 FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
     "GPT2LMHeadModel": adapt_gpt2,

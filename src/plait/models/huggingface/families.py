@@ -11,7 +11,7 @@ configuration the model's code reads has to be declared: a configuration may hol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -113,12 +113,7 @@ class Family:
         }
 
 
-LLAMA = Family()
-MISTRAL = Family(windows="all")
-QWEN2 = Family(windows="by type")
-"""Qwen2, and SmolLM 3, of which some layers have no positions."""
-QWEN3 = Family(head_norms="each", windows="by type")
-GEMMA2 = Family(
+_GEMMA2 = Family(
     attention=Branch("input_layernorm", "post_attention_layernorm"),
     mlp=Branch("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     windows="by type",
@@ -127,28 +122,29 @@ GEMMA2 = Family(
     bidirectional="use_bidirectional_attention",
     norm_start=0.0,
 )
-GEMMA3 = Family(
-    attention=Branch("input_layernorm", "post_attention_layernorm"),
-    mlp=Branch("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    head_norms="each",
-    windows="by type",
-    logit_cap="final_logit_softcapping",
-    bidirectional="use_bidirectional_attention",
-    norm_start=0.0,
-)
-PHI3 = Family(
-    attention=Branch("input_layernorm", dropout="resid_attn_dropout"),
-    mlp=Branch("post_attention_layernorm", dropout="resid_mlp_dropout"),
-    query_key_value="qkv_proj",
-    windows="all",
-    rotates_part=True,
-    mlp_rules={"gate_up_proj": column.joined(2), "down_proj": row},
-)
-OLMO2 = Family(
-    attention=Branch(None, "post_attention_layernorm"),
-    mlp=Branch(None, "post_feedforward_layernorm"),
-    head_norms="joint",
-)
+DECODERS: Mapping[str, Family] = {
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(_GEMMA2, head_norms="each", score_cap=None),
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(windows="all"),
+    "Olmo2ForCausalLM": Family(
+        attention=Branch(None, "post_attention_layernorm"),
+        mlp=Branch(None, "post_feedforward_layernorm"),
+        head_norms="joint",
+    ),
+    "Phi3ForCausalLM": Family(
+        attention=Branch("input_layernorm", dropout="resid_attn_dropout"),
+        mlp=Branch("post_attention_layernorm", dropout="resid_mlp_dropout"),
+        query_key_value="qkv_proj",
+        windows="all",
+        rotates_part=True,
+        mlp_rules={"gate_up_proj": column.joined(2), "down_proj": row},
+    ),
+    "Qwen2ForCausalLM": Family(windows="by type"),
+    "Qwen3ForCausalLM": Family(head_norms="each", windows="by type"),
+    "SmolLM3ForCausalLM": Family(windows="by type"),  # some layers have no positions
+}
+"""Families by class name of transformers."""
 
 
 def adapt(model: Any, family: Family) -> nn.Sequential:

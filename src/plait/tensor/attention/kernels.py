@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.ranks.device import sent
-from plait.tensor.attention.fused_kernels import Attended, Gradients, fused_kernel
+from plait.tensor.attention.fused_kernels import Attended, FusedKernel, Gradients, fused_kernel
 from plait.tensor.attention.unfused_kernel import WeightDropout, unfused_backward, unfused_forward
 
 BlockMask = Literal["full", "causal"] | Tensor
@@ -58,11 +58,9 @@ def block_forward(
         arguments = query, key, value, mask, scale, dropout, softcap
         replaced: tuple[Tensor, Tensor] = handle_torch_function(block_forward, arguments[:3], *arguments)
         return replaced
-    causal, pairs = _causal_and_mask(mask, query)
     plain = dropout is None and softcap is None
-    kernel = fused_kernel(query, key, value, pairs, causal) if plain else None
+    kernel, causal, pairs = _kernel_and_mask(query, key, value, mask, plain)
     if kernel is None:
-        pairs = _as_mask(pairs, causal, query, key)
         return unfused_forward(query, key, value, pairs, scale, dropout, softcap)
     if pairs is None:
         return kernel.forward(query, key, value, None, causal, scale)
@@ -95,13 +93,10 @@ def block_backward(
         arguments = gradient, query, key, value, out, lse, mask, scale, dropout, softcap
         replaced: Gradients = handle_torch_function(block_backward, arguments[:4], *arguments)
         return replaced
-    causal, pairs = _causal_and_mask(mask, query)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # weights exp(s - lse) of 0
-    plain = dropout is None and softcap is None
-    kernel = fused_kernel(query, key, value, pairs, causal) if plain else None
-    attended = Attended(query, key, value, out, lse)
+    attended, plain = Attended(query, key, value, out, lse), dropout is None and softcap is None
+    kernel, causal, pairs = _kernel_and_mask(query, key, value, mask, plain)
     if kernel is None:
-        pairs = _as_mask(pairs, causal, query, key)
         return unfused_backward(gradient, attended, pairs, scale, dropout, softcap)
     bias = None if pairs is None else _of_all_heads(_bias(pairs, query), query)
     return kernel.backward(gradient, attended, bias, causal, scale)
@@ -133,18 +128,20 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _causal_and_mask(mask: BlockMask, query: Tensor) -> tuple[bool, Tensor | None]:
-    """Return whether a mask is causal, and the mask itself, on the query's device, if it is a tensor."""
-    if isinstance(mask, Tensor):
-        return False, sent(mask, query.device)
-    return mask == "causal", None
+def _kernel_and_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, plain: bool
+) -> tuple[FusedKernel | None, bool, Tensor | None]:
+    """Return the fused kernel, whether it is to mask causally, and the pairs that are seen, None for all.
 
-
-def _as_mask(pairs: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return a mask also for a causal call."""
-    if not causal:
-        return pairs
-    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    `plain`: without dropout and softcap, which no fused kernel has. Without a kernel the pairs are a tensor
+    also for a causal mask.
+    """
+    pairs = sent(mask, query.device) if isinstance(mask, Tensor) else None
+    causal = pairs is None and mask == "causal"
+    kernel = fused_kernel(query, key, value, pairs, causal) if plain else None
+    if kernel is None and causal:
+        pairs = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return kernel, causal, pairs
 
 
 def _bias(mask: Tensor, query: Tensor) -> Tensor:

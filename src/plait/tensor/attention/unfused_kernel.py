@@ -48,7 +48,8 @@ def unfused_forward(
     """Return output and log-sum-exp; see `block_forward`."""
     scores, _ = _scores(query, key, mask, scale, softcap)
     lse = scores.logsumexp(-1)
-    weights = _weights(scores, _finite(lse))
+    # 0 for queries that see no key: -inf less -inf has no value.
+    weights = _weights(scores, lse.masked_fill(lse == -math.inf, 0.0))
     if dropout is not None:
         weights *= dropout.factors(weights.dtype)
     out = torch.matmul(_by_group(weights, key), value.to(weights.dtype))
@@ -109,11 +110,6 @@ def _scores(
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return `exp(scores - lse)` in the memory of `scores`."""
     return scores.sub_(lse.to(scores.dtype).unsqueeze(-1)).exp_()
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Return the log-sum-exp with 0 for queries that see no key: -inf less -inf has no value."""
-    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _by_group(tensor: Tensor, key: Tensor) -> Tensor:

@@ -250,11 +250,8 @@ def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]
     """Yield path, module and parent of all modules, once per name of each module."""
     for path, layer in layers:
         for name, full in _names(path, layer):
-            yield (
-                full,
-                layer.get_submodule(name),
-                layer.get_submodule(name.rpartition(".")[0]) if name else None,
-            )
+            parent = layer.get_submodule(name.rpartition(".")[0]) if name else None
+            yield full, layer.get_submodule(name), parent
 
 
 def _names(path: str, layer: nn.Module) -> Iterable[tuple[str, str]]:
