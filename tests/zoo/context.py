@@ -135,9 +135,10 @@ def gradients_of_keys_to_the_wrong_rank() -> Any:
     """A rank returns to each peer what is the next one's."""
     original = KeyExchange.start_return
 
-    def start_return(self: KeyExchange, gradients: Tensor, each: int) -> None:
-        parts = [part for part in gradients.split(self.plan.received(each)) if len(part)]
-        original(self, torch.cat([*parts[1:], parts[0]]), each)
+    def start_return(self: KeyExchange, gradients: Tensor, key: Tensor, value: Tensor) -> None:
+        sizes = self._parts(self.plan.received(1), key, value).sizes
+        parts = [part for part in gradients.split(sizes) if len(part)]
+        original(self, torch.cat([*parts[1:], parts[0]]), key, value)
 
     return patch.object(KeyExchange, "start_return", start_return)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensor.attention.exchange_plan import PeerBlock, sizes_of
+from plait.tensor.attention.exchange_plan import PeerBlock
 from plait.tensor.attention.fused_kernels import Attended, PackedCall
 from plait.tensor.attention.kernels import Scaling, block_backward, block_forward, empty_result, merge
 from plait.tensor.attention.key_exchange import KeyExchange, Pair
@@ -103,7 +103,7 @@ class KeyBlocks:
                 for one, total in zip(result, totals, strict=True):
                     one.copy_(total)
         if returns:
-            exchange.start_return(returned, sizes_of(key, value))
+            exchange.start_return(returned, key, value)
         if not sends_again:
             exchange.overlap()
             own()

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
-from math import prod
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from plait.errors import PlanError
 from plait.plan.attention_heads import Heads, sending_less, vectors_sent
-from plait.ranks.collectives import all_to_all_uneven
 from plait.tensor.attention.fused_kernels import Attended
+from plait.tensor.attention.key_exchange import RankParts, start_exchange
 from plait.tensor.attention.ring import KeyBlocks
 from plait.tensor.autograd.kept_results import kept
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence
@@ -168,11 +167,11 @@ def _heads_for_positions(
 ) -> list[Tensor]:
     """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
     layout, own = sequence.layout, len(heads[sequence.group.index])
-    sent = _Parts.of(tensors, [(len(one), sequence.size) for one in heads])
+    sent = RankParts.of(tensors, [(len(one), sequence.size) for one in heads])
     for one, parts in zip(heads, sent.parts, strict=True):
         for tensor, part in zip(tensors, parts, strict=True):
             torch.cat([tensor[:, run] for run in _runs(one)], 1, out=part)
-    received = _Parts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    received = RankParts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
     most = sum(map(len, heads)) * max(map(layout.size, range(layout.ranks)))
     _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [layout.join(parts, 2) for parts in zip(*received.parts, strict=True)]
@@ -192,11 +191,11 @@ def _positions_for_heads(
     of float32 and the tensor's dtype.
     """
     layout, own = sequence.layout, len(heads[sequence.group.index])
-    sent = _Parts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    sent = RankParts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
     for rank, parts in enumerate(sent.parts):
         for tensor, part in zip(tensors, parts, strict=True):
             layout.cut(tensor, rank, 2, out=part)
-    received = _Parts.of(tensors, [(len(one), sequence.size) for one in heads])
+    received = RankParts.of(tensors, [(len(one), sequence.size) for one in heads])
     most = max(map(len, heads)) * sum(map(layout.size, range(layout.ranks)))
     _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [_summed(parts, heads, all_heads) for parts in zip(*received.parts, strict=True)]
@@ -227,48 +226,11 @@ def _runs(heads: tuple[int, ...]) -> list[slice]:
     return [slice(heads[first], heads[stop - 1] + 1) for first, stop in pairwise(ends)]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A flat tensor of consecutive parts, one for each rank, with a part for each of several tensors."""
-
-    flat: Tensor
-    sizes: list[int]
-    """Elements of each rank's part."""
-    each: int
-    """Elements of one head at one position, over all tensors."""
-    parts: list[list[Tensor]]
-    """Views of `flat`, `[rows, heads, positions, width]`: by rank, then by tensor."""
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> _Parts:
-        """Return an uninitialised buffer for each rank's heads and positions of tensors like `tensors`."""
-        shapes = [[(one.shape[0], *size, one.shape[3]) for one in tensors] for size in sizes]
-        counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
-        flat = tensors[0].new_empty(sum(map(sum, counts)))
-        views = iter(torch.split(flat, [*chain(*counts)]))
-        parts = [[next(views).view(shape) for shape in of_rank] for of_rank in shapes]
-        each = sum(one.shape[0] * one.shape[3] for one in tensors)
-        return _Parts(flat, [*map(sum, counts)], each, parts)
-
-
 def _all_to_all(
-    sent: _Parts, received: _Parts, most: int, sequence: LocalSequence, *, overlaps: bool
+    sent: RankParts, received: RankParts, most: int, sequence: LocalSequence, *, overlaps: bool
 ) -> None:
-    """Send each rank its part; `overlaps`: meanwhile compute queued weight gradients.
-
-    `most`: heads times positions, more than which no rank sends.
-    """
-    if sent.flat.is_meta:
-        return
-    pending = all_to_all_uneven(
-        sent.flat,
-        sequence.group,
-        sent.sizes,
-        received.sizes,
-        most=most * sent.each,
-        out=received.flat,
-        checked=False,
-    )
-    if overlaps and sequence.parallelism.overlap is not None:
+    """Send each rank its part; `overlaps`: meanwhile compute queued weight gradients."""
+    wait = start_exchange(sent, received, sequence.group, most)
+    if overlaps and not sent.flat.is_meta and sequence.parallelism.overlap is not None:
         sequence.parallelism.overlap()
-    pending.wait()
+    wait()

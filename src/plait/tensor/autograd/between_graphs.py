@@ -49,27 +49,22 @@ ATTENTION_BACKWARD: Any = torch.ops.plait.attention_backward.default
 """Operator for the gradients of a recorded attention's query, keys and values."""
 
 
-@torch.library.register_fake("plait::between_graphs")
 def _like_between_graphs(input: Tensor, number: int, shape: Sequence[int]) -> Tensor:
     return input.new_empty(shape)
 
 
-@torch.library.register_fake("plait::dropout_mask")
 def _like_dropout_mask(number: int, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.bool, device=device)
 
 
-@torch.library.register_fake("plait::positions")
 def _like_positions(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device=device)
 
 
-@torch.library.register_fake("plait::attention")
 def _like_attention(q: Tensor, k: Tensor, v: Tensor, number: int, drops: bool) -> tuple[Tensor, Tensor]:
     return _by_positions(q, (*q.shape[:3], v.shape[3])), q.new_empty(0)
 
 
-@torch.library.register_fake("plait::attention_backward")
 def _like_attention_backward(
     gradient: Tensor, run: Tensor, q: Sequence[int], k: Sequence[int], v: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +78,13 @@ def _by_positions(like: Tensor, shape: Sequence[int]) -> Tensor:
     """
     rows, heads, length, width = shape
     return like.new_empty((rows, length, heads, width)).transpose(1, 2)
+
+
+torch.library.register_fake("plait::between_graphs", _like_between_graphs)
+torch.library.register_fake("plait::dropout_mask", _like_dropout_mask)
+torch.library.register_fake("plait::positions", _like_positions)
+torch.library.register_fake("plait::attention", _like_attention)
+torch.library.register_fake("plait::attention_backward", _like_attention_backward)
 
 
 @dataclass(frozen=True)
