@@ -27,7 +27,7 @@ from plait.ranks.handle import Handle
 from plait.tensor.attention import exchange_plan, ring, ulysses
 from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.tensor.attention.kernels import block_backward, block_forward
-from plait.tensor.attention.key_exchange import KeyExchange, Pair
+from plait.tensor.attention.ring import KeyExchange, Pair
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.location import StepPhase

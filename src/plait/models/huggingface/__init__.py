@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.huggingface.common import Branch
+from plait.models.huggingface.common import Branch, require_all_parameters
 from plait.models.huggingface.families import DECODERS, Family, adapt, require_declared
 from plait.models.huggingface.gpt import adapt_gpt2, adapt_gpt_neox
-from plait.models.huggingface.unmodified import require_all_parameters
 
 __all__ = ["DECODERS", "FAMILIES", "Branch", "Family", "from_huggingface"]
 

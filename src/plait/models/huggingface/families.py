@@ -27,10 +27,11 @@ from plait.models.huggingface.common import (
     Rotary,
     add_branch,
     is_scaled,
+    require_causal,
+    require_unmodified,
     residual,
     rotate_first,
 )
-from plait.models.huggingface.unmodified import require_causal, require_unmodified
 from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block, heads_of
 from plait.plan.rules import Rule, Rules, column, entrance, norm, piece, replicated, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, share_keys

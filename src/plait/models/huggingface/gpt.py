@@ -11,8 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.huggingface.common import MLP, Branch, Embedding, Head, Rotary, rotate_first
-from plait.models.huggingface.unmodified import require_causal, require_unmodified
+from plait.models.huggingface.common import (
+    MLP,
+    Branch,
+    Embedding,
+    Head,
+    Rotary,
+    require_causal,
+    require_unmodified,
+    rotate_first,
+)
 from plait.models.model_helpers import (
     InitializedLayer,
     assemble,

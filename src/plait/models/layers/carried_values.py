@@ -155,7 +155,8 @@ def refuse_carried_values(layer: NamedLayer, value: Value, length: int) -> tuple
                 "rows."
             )
     changed = {name for name, number in after.numbers.items() if before.numbers.get(name) != number}
-    left = [tensor for tensor in after.all if sources.of(tensor) & INPUT]
+    kept = (*after.buffers.values(), *after.attributes)
+    left = [tensor for tensor in kept if sources.of(tensor) & INPUT]
     if left or changed:
         _refuse_memory_of_inputs(layer, value, length, left)
     numbers = [name for name, number in _Held.of(module).numbers.items() if number != after.numbers.get(name)]
@@ -191,10 +192,6 @@ class _Held:
             for name, number in own_numbers(one).items()
         }
         return _Held(parameters, memory, dict(module.named_buffers()), attributes, numbers)
-
-    @property
-    def all(self) -> list[Tensor]:
-        return [*self.buffers.values(), *self.attributes]
 
 
 def _run(layer: NamedLayer, value: Value, length: int, sources: MemorySources, random: int = INPUT) -> Value:

@@ -24,8 +24,7 @@ from torch import Tensor
 from plait.errors import PlanError
 from plait.plan.attention_heads import Heads, sending_less, vectors_sent
 from plait.tensor.attention.fused_kernels import Attended
-from plait.tensor.attention.key_exchange import RankParts, start_exchange
-from plait.tensor.attention.ring import KeyBlocks
+from plait.tensor.attention.ring import KeyBlocks, RankParts, start_exchange
 from plait.tensor.autograd.kept_results import kept
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence
 
