@@ -1,7 +1,7 @@
 """Initial values that depend only on a tensor's name, the seed and an element's index, not on the sharding.
 
 The generator is Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): counter-based,
-so element `i` of a tensor is a pure function of `(seed, name, i)`, and any part can be computed by itself.
+so element `i` of a tensor is a pure function of `(seed, name, i)`.
 
 Where no distribution is named, a module's `reset_parameters()` gives the values, with a check that it writes
 every element. The module is copied to CPU memory in which each byte is known. Modules inside are reset first,
@@ -29,8 +29,6 @@ from plait.errors import ModelError
 from plait.plan.rules import join
 from plait.tensor.call_hooks import computed_by_hooks, weight_utility
 
-WORDS_PER_BLOCK = 4
-"""64-bit words per value of the Philox counter."""
 FIRST_BYTE, OTHER_BYTE = 0xFF, 0x5A
 """What memory holds before a reset: NaN and -1, then numbers that are neither small nor NaN in any dtype."""
 WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -55,16 +53,12 @@ Initial = Normal | Constant
 """The initial distribution of a parameter."""
 
 
-def normal_values(name: str, seed: int, start: int, stop: int, std: float) -> Tensor:
-    """Return normal initial values of elements `start:stop` of tensor `name`, flat; float64, on the CPU."""
+def normal_values(name: str, seed: int, count: int, std: float) -> Tensor:
+    """Return normal initial values of the elements of tensor `name`, flat; float64, on the CPU."""
     if std == 0.0:
-        return torch.zeros(stop - start, dtype=torch.float64)
+        return torch.zeros(count, dtype=torch.float64)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-    generator = np.random.Philox(key=int.from_bytes(digest, "little"))
-    first_block = start // WORDS_PER_BLOCK
-    generator.advance(first_block)
-    skipped = start - first_block * WORDS_PER_BLOCK
-    words = generator.random_raw(stop - start + skipped)[skipped:]
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
     # 52 bits, moved to the middle of their interval: strictly inside (0, 1), so the inverse is finite.
     uniform = torch.from_numpy((words >> np.uint64(12)).astype(np.float64)).add_(0.5).mul_(2.0**-52)
     return uniform.mul_(2).sub_(1).erfinv_().mul_(std * math.sqrt(2))
@@ -87,7 +81,7 @@ def initial_value(
     if isinstance(rule, Constant):
         return torch.full(current.shape, rule.value, dtype=current.dtype, device="cpu")
     if rule is not None:
-        values = normal_values(join(path, name), seed, 0, current.numel(), rule.std)
+        values = normal_values(join(path, name), seed, current.numel(), rule.std)
         return values.to(current.dtype).view(current.shape)
     return (latest or ModuleReset()).value(layer, path, name, seed)
 
@@ -129,7 +123,8 @@ class ModuleReset:
             self._first = _reset(root, root_path, seed, FIRST_BYTE)
         value = self._first.pop(local)
         _require_like(_current(layer, name), join(path, name), value)
-        if _may_hold_unwritten(value):
+        # What was there, NaN in such dtypes, would show.
+        if value.dtype not in WITH_NAN or bool(value.sum().isnan()):
             self._other = self._other or _reset(root, root_path, seed, OTHER_BYTE)
             if not torch.equal(_bytes_of(value), _bytes_of(self._other[local])):
                 place, part = _described(root, root_path), _how_much(value, self._other[local])
@@ -182,7 +177,8 @@ def _reset(root: nn.Module, path: str, seed: int, byte: int) -> dict[str, Tensor
     copied = copy.deepcopy(root, memo | {number: _filled(one, byte) for number, one in tensors.items()})
     originals = dict(root.named_modules(remove_duplicate=False))
     for name, module in _children_first(copied, ""):
-        has_meta = any(id(one) in tensors for one in _tensors(originals[name]))
+        original = originals[name]
+        has_meta = any(id(one) in tensors for one in (*original.parameters(), *original.buffers()))
         if has_meta and hasattr(module, "reset_parameters"):
             where = join(path, name)
             with _seeded(f"{seed}/{where}"):
@@ -215,11 +211,6 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
     yield name, module
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _current(module: nn.Module, name: str) -> Any:
     owner, _, attribute = name.rpartition(".")
     found: Any = getattr(module.get_submodule(owner), attribute, None)
@@ -249,11 +240,6 @@ def _filled(tensor: Tensor, byte: int) -> Tensor:
     count = tensor.numel() * tensor.element_size()
     filled = torch.full((count,), byte, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
     return nn.Parameter(filled, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
-
-
-def _may_hold_unwritten(value: Tensor) -> bool:
-    """Return whether a tensor set on memory of `FIRST_BYTE` may hold what was there, which NaN would show."""
-    return value.dtype not in WITH_NAN or bool(value.sum().isnan())
 
 
 def _bytes_of(value: Tensor) -> Tensor:

@@ -22,13 +22,12 @@ from plait.models.model_helpers import (
     attention_cost,
     block,
     head_count,
-    heads_of,
     require_length,
 )
 from plait.models.rotary import ResultCache, rotary_angles, rotate
 from plait.plan.model_sizes import ROPE_BASE, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
-from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.attention.attention import attend, heads_of, share_keys
 
 EPSILON = 1e-5
 """Epsilon of the norms, as in Llama 2."""

@@ -17,6 +17,7 @@ The partition is that of Shoeybi et al. 2019 (Megatron-LM, section 3); ε over C
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -228,39 +229,37 @@ cross_entropy = CrossEntropy()
 """Cross-entropy over the last dim, mean over all targets of the global batch but those of -100."""
 
 
-def loss_over_vocabulary(loss: Loss, vocabulary: Vocabulary) -> Loss:
-    """Return `loss` as a loss whose `total` takes this rank's shard of the logits, partitioned by class.
+@dataclass(frozen=True)
+class LossOverVocabulary:
+    """A loss as one whose `total` takes this rank's shard of the logits, partitioned by class.
 
     Uses `total_of_pieces` where the loss has it, else gathers the logits. Communication: then one all-gather
     of the logits over the group. `total` raises ModelError if the output is not such a part.
     """
-    return _LossOverVocabulary(loss, vocabulary, _takes_vocabulary_shards(loss))
 
-
-def _takes_vocabulary_shards(loss: Loss) -> bool:
-    """Return whether `total_of_pieces` of `loss` can be used: not if a subclass overrides only `total`."""
-    if not isinstance(loss, PiecewiseLoss):
-        return False
-    classes = (vars(kind) for kind in type(loss).__mro__)
-    first = next((members for members in classes if {"total", "total_of_pieces"} & members.keys()), None)
-    return first is None or "total_of_pieces" in first
-
-
-@dataclass(frozen=True)
-class _LossOverVocabulary:
     loss: Loss
     vocabulary: Vocabulary
-    by_parts: bool
 
     def total(self, output: Any, targets: Any) -> Tensor:
+        """Return the summed loss of one micro-batch, 0-d."""
         part, vocabulary = self.vocabulary.require_vocabulary_shard(output), self.vocabulary
-        if self.by_parts:
+        if self._takes_shards:
             assert isinstance(self.loss, PiecewiseLoss)
             return self.loss.total_of_pieces(part, targets, vocabulary)
         return self.loss.total(gather(part, vocabulary.group, -1, vocabulary.classes), targets)
 
     def weight(self, targets: Any) -> Tensor:
+        """Return the divisor of the summed loss, 0-d."""
         return self.loss.weight(targets)
+
+    @cached_property
+    def _takes_shards(self) -> bool:
+        """Whether `total_of_pieces` of the loss can be used: not if a subclass overrides only `total`."""
+        if not isinstance(self.loss, PiecewiseLoss):
+            return False
+        classes = (vars(kind) for kind in type(self.loss).__mro__)
+        first = next((members for members in classes if {"total", "total_of_pieces"} & members.keys()), None)
+        return first is None or "total_of_pieces" in first
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -32,9 +32,9 @@ from plait.models.huggingface.common import (
     residual,
     rotate_first,
 )
-from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block, heads_of
+from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block
 from plait.plan.rules import Rule, Rules, column, entrance, norm, piece, replicated, row, sequence, vocabulary
-from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.attention.attention import attend, heads_of, share_keys
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers in a configuration that plait computes."""

@@ -21,16 +21,9 @@ from plait.models.huggingface.common import (
     require_unmodified,
     rotate_first,
 )
-from plait.models.model_helpers import (
-    InitializedLayer,
-    assemble,
-    attention_cost,
-    block,
-    heads_of,
-    require_length,
-)
+from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block, require_length
 from plait.plan.rules import Rules, column, entrance, piece, row, sequence, vocabulary
-from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.attention.attention import attend, heads_of, share_keys
 from plait.tensor.running_sequence import positions
 
 GPT2_RULES: Rules = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,6 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from re import Pattern
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -52,7 +52,7 @@ _COMMON = frozenset({bool, int, float, type(None)})
 """The most frequent of them, found without a look at base classes."""
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _CONTAINERS = (dict, MappingProxyType, list, tuple, set, frozenset, deque)
-_CONFIGURING = (SimpleNamespace, Pattern)
+_CONFIGURING = (SimpleNamespace, re.Pattern)
 _OWN_OPAQUE = ("plait.ranks", "plait.engine", "plait.app", "plait.checkpoint")
 
 
@@ -67,12 +67,8 @@ def attributes_of(thing: Any, besides: frozenset[str] = frozenset()) -> dict[str
     held |= {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
     declared: Iterable[str] = held.get(DIFFERS_BY_RANK, getattr(type(thing), DIFFERS_BY_RANK, ()))
     free = {*declared, DIFFERS_BY_RANK, *_BOOKKEEPING, *lazy}
-    found = {}
-    for name in sorted(held.keys() - besides - free):
-        lower = name.lower()
-        if "cache" not in lower and "hash" not in lower:
-            found[name] = held[name]
-    return found
+    names = sorted(held.keys() - besides - free)
+    return {name: held[name] for name in names if not re.search("cache|hash", name.lower())}
 
 
 @lru_cache(1024)
@@ -161,7 +157,7 @@ class ValueTexts:
         described = not is_foreign or isinstance(thing, (nn.Module, *_CONFIGURING))
         if not described or isinstance(thing, ResultCache | ModuleType):
             return _name_of(kind)
-        if isinstance(thing, Pattern):
+        if isinstance(thing, re.Pattern):
             return repr(thing.pattern)
         return f"{self.of_class(kind)}({self.attributes(thing)})"
 
@@ -272,18 +268,14 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _digest_of_code(code: CodeType) -> str:
-    return digest_of(_text_of_code(code).encode())[:8]
-
-
-def _text_of_code(code: CodeType) -> str:
-    """Return instructions, constants and names of code; not the file and lines that it stands in."""
-    constants = [_text_of_constant(one) for one in code.co_consts]
-    return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_freevars} {code.co_cellvars}"
+    return digest_of(_text_of_constant(code).encode())[:8]
 
 
 def _text_of_constant(constant: Any) -> str:
+    """Return the text of a constant; of code its instructions, constants and names, not where it stands."""
     if isinstance(constant, CodeType):
-        return _text_of_code(constant)
+        code, constants = constant, [_text_of_constant(one) for one in constant.co_consts]
+        return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_freevars} {code.co_cellvars}"
     if isinstance(constant, frozenset):
         return str(sorted(map(repr, constant)))
     return repr(constant)

@@ -81,6 +81,12 @@ def attention(
     return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout)
 
 
+def heads_of(projected: Tensor, size: int) -> Tensor:
+    """Return `[rows, length, heads · size]` as `[rows, heads, length, size]`, for any number of heads."""
+    heads: Tensor = projected.unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    return heads.transpose(1, 2)
+
+
 def _require_arguments(
     tensors: Mapping[str, object],
     numbers: Mapping[str, object],
