@@ -23,7 +23,7 @@ from torch.nn import functional
 from plait.errors import ConfigError, DataError
 from plait.plan.arguments import require_flag, require_instance, require_number, whole
 from plait.tensor.autograd.paired_collectives import reduce
-from plait.tensor.losses import CrossEntropy, token_losses_over_vocabulary, wide
+from plait.tensor.losses import cross_entropy, token_losses_over_vocabulary, wide
 from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.running_sequence import running_sequence
 
@@ -38,7 +38,6 @@ reference   the reference's log-probability of each token of an answer, else 0
 Preference = Sequence[Sequence[int] | Sequence[float] | Tensor]
 """Tokens of a prompt, a chosen answer and a rejected one, and the reference's log-probabilities, if any."""
 _KEYS = {"tokens", "answers", "begins", "reference"}
-_TERMS = CrossEntropy()
 _NO_TOKENS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROUNDING = 1e-3
 """By how much less a log-probability may exceed 0."""
@@ -71,7 +70,7 @@ class PreferenceLoss:
         """
 
         def losses(tokens: Tensor) -> Tensor:
-            return token_losses_over_vocabulary(logits, tokens, vocabulary, _TERMS).view(tokens.shape)
+            return token_losses_over_vocabulary(logits, tokens, vocabulary, cross_entropy).view(tokens.shape)
 
         return self._total(losses, _required(targets))
 
@@ -114,7 +113,7 @@ class PreferenceLoss:
 
     def _sums(self, losses: Tensor, targets: Targets) -> Tensor:
         """Return of each answer the sum of log p - log q, its tokens, and its pairs: `[3, rows, answers]`."""
-        answers, counts = targets["answers"], targets["tokens"] != CrossEntropy.ignore_index
+        answers, counts = targets["answers"], targets["tokens"] != cross_entropy.ignore_index
         ratios = -losses - targets["reference"].to(losses)
         here = [counts & (answers == number) for number in range(2 * self.pairs)]
         begins = targets["begins"].to(losses)
@@ -169,7 +168,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     `logits` are whole, `[rows, length, classes]`.
     """
-    values, ignored = wide(logits).flatten(0, 1), CrossEntropy.ignore_index
+    values, ignored = wide(logits).flatten(0, 1), cross_entropy.ignore_index
     losses = functional.cross_entropy(values, tokens.flatten(), ignore_index=ignored, reduction="none")
     return -losses.view(tokens.shape)
 
@@ -215,7 +214,7 @@ def preference_batch(
         )
     inputs, ids = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows, length), -1)
     targets = {
-        "tokens": torch.full((rows, length), CrossEntropy.ignore_index),
+        "tokens": torch.full((rows, length), cross_entropy.ignore_index),
         "answers": torch.full((rows, length), -1),
         "begins": torch.zeros(rows, length, dtype=torch.int64),
         "reference": torch.zeros(rows, length, dtype=torch.float64),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from plait.models.layers.lost_settings import refuse_lost_settings
+from plait.models.layers.model_validation import refuse_lost_settings
 from plait.plan.rules import Rules
 from plait.tensor.layer_values import Value, split, tensors_of
 from plait.tensor.losses import Loss

@@ -59,19 +59,19 @@ class Gather:
                 "as many positions as they get, or take that rule off them."
             )
         mine = _padded(part, dim, len(cuts[0]))
+        gathered_shape, whole = (group.size * mine.shape[0], *mine.shape[1:]), None
         if len(cuts[-1]) == len(cuts[0]) and prod(part.shape[:dim]) == 1:  # contiguous: gathered in place
             whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
-            in_place = _start_all_gather(mine, group, whole.view(_gathered_shape(mine, group)))
-
-            def finish_in_place() -> Tensor:
-                in_place()
-                return whole
-
-            return finish_in_place
-        pending = _start_all_gather(mine, group, mine.new_empty(_gathered_shape(mine, group)))
+        out = mine.new_empty(gathered_shape) if whole is None else whole.view(gathered_shape)
+        wait: PendingTensor = (
+            (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
+        )
 
         def finish() -> Tensor:
-            parts = zip(pending().chunk(group.size), cuts, strict=True)
+            gathered = wait()
+            if whole is not None:
+                return whole
+            parts = zip(gathered.chunk(group.size), cuts, strict=True)
             return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in parts], dim)
 
         return finish
@@ -101,22 +101,12 @@ def start_reduce_scatter(summand: Tensor, group: Group, dim: int) -> PendingTens
     return lambda: pending().narrow(dim, 0, len(own)).clone(memory_format=torch.contiguous_format)
 
 
-def _start_all_gather(mine: Tensor, group: Group, out: Tensor) -> PendingTensor:
-    """Start an all-gather along dim 0."""
-    return (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
-
-
 def _start_reduce_scatter(mine: Tensor, group: Group) -> PendingTensor:
     """Start a reduce-scatter along dim 0."""
     if not mine.is_meta:
         return reduce_scatter(mine, group, checked=False).wait
     part = mine.new_empty(mine.shape[0] // group.size, *mine.shape[1:])
     return lambda: part
-
-
-def _gathered_shape(mine: Tensor, group: Group) -> tuple[int, ...]:
-    """Return the shape of all ranks' tensors, concatenated along dim 0."""
-    return group.size * mine.shape[0], *mine.shape[1:]
 
 
 def _padded(part: Tensor, dim: int, size: int) -> Tensor:
