@@ -122,7 +122,7 @@ def _require_arguments(
 
 def _require_mask(dropout: AnyDropout | None) -> None:
     """Raise ModelError for a dropout whose mask is not known by position, as attention in blocks needs it."""
-    if is_active(dropout) and not isinstance(dropout, AnyDropout):
+    if dropout is not None and not isinstance(dropout, AnyDropout):
         raise ModelError(
             f"attention was given the dropout {type(dropout).__name__}, whose mask is not known by position, "
             "as context parallelism, packed documents and a softcap need it: give plait.Dropout(p)."
@@ -193,15 +193,14 @@ def attend(
     two, and two in the backward.
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    trace = TRACE.get()
+    dropout, trace = dropout if is_active(dropout) else None, TRACE.get()
     if keys.sequence is not None or softcap is not None:
         _require_mask(dropout)
-    if trace is not None and (keys.sequence is not None or softcap is not None):
-        between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
-        return trace.attention(between, query, keys.key, keys.value, dropout if is_active(dropout) else None)
+        if trace is not None:
+            between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
+            return trace.attention(between, query, keys.key, keys.value, dropout)
     if softcap is not None:
         keys = _in_blocks(keys, softcap)
-    dropout = dropout if is_active(dropout) else None
     sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
     if sequence is None and dropout is not None:
         given = query, keys.key, keys.value, keys.mask.causal, scale, dropout
@@ -228,14 +227,16 @@ def attend(
         dropout_mask = WeightDropoutMask.next(dropout, query, sequence.layout.length)
     if keys.exchange is not None:
         blocks = KeyBlocks(keys.exchange, scaling, dropout_mask)
-        return _tagged(attend_to_all(query, keys.key, keys.value, blocks), dropout)
-    of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
-    exchange = KeyExchange(whole, keys.mask, query.device)
-    if dropout_mask is not None:
-        dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
-    (mine,) = to_heads(sequence, of_ranks, query)
-    blocks = KeyBlocks(exchange, scaling, dropout_mask)
-    return _tagged(attend_by_heads(mine, keys.key, keys.value, blocks, sequence, of_ranks), dropout)
+        output = attend_to_all(query, keys.key, keys.value, blocks)
+    else:
+        of_ranks = heads_of_ranks(heads, heads, sequence.group.size)
+        if dropout_mask is not None:
+            dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
+        (mine,) = to_heads(sequence, of_ranks, query)
+        blocks = KeyBlocks(KeyExchange(_whole(sequence), keys.mask, query.device), scaling, dropout_mask)
+        output = attend_by_heads(mine, keys.key, keys.value, blocks, sequence, of_ranks)
+    # The proof of tensor parallelism looks for dropouts.
+    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def _between_graphs(
@@ -256,11 +257,6 @@ def _in_blocks(keys: SharedKeys, softcap: float) -> SharedKeys:
     sequence = ContextParallelism.of_one_rank().sequence(keys.key.shape[2])
     exchange = KeyExchange(sequence, keys.mask, keys.key.device)
     return replace(keys, sequence=sequence, exchange=exchange)
-
-
-def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
-    """Return attention whose weights `dropout` has dropped, tagged for the proof of tensor parallelism."""
-    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
