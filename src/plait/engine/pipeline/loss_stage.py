@@ -14,7 +14,7 @@ from plait.engine.pipeline.layer_runner import Gradients
 from plait.errors import ModelError
 from plait.models.layers.carried_values import other_leaf
 from plait.models.layers.model_validation import refusing_changed_buffers
-from plait.tensor.autograd.engine_calls import run_backward
+from plait.tensor.autograd.torch_calls import run_backward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy, return_features
 from plait.tensor.layer_values import NamedLayer, Value, tensors_of
