@@ -28,7 +28,7 @@ from plait.models import rotary
 from plait.models.huggingface import common
 from plait.models.huggingface import families as decoder
 from plait.plan.plan import Plan
-from plait.tensor.attention import exchange_plan, kernels, unfused_kernel, visibility
+from plait.tensor.attention import exchange_plan, unfused_kernel, visibility
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.location import StepPhase
 from zoo import cases
@@ -108,8 +108,8 @@ def slope_of_the_cap_left_out() -> Any:
 def scale_of_the_scores_squared() -> Any:
     """The scale is applied twice."""
 
-    def scaling(scale: float, softcap: float | None = None) -> kernels.Scaling:
-        return kernels.Scaling(scale * scale, softcap)
+    def scaling(scale: float, softcap: float | None = None) -> unfused_kernel.Scaling:
+        return unfused_kernel.Scaling(scale * scale, softcap)
 
     return patch.object(ATTENTION, "Scaling", scaling)
 

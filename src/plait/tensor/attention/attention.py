@@ -29,11 +29,11 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.plan.attention_heads import heads_of_ranks
 from plait.tensor.attention.exchange_plan import Mask
-from plait.tensor.attention.kernels import Scaling
 from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
 from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
 from plait.tensor.attention.unfused_kernel import (
     AnyDropout,
+    Scaling,
     WeightDropoutMask,
     attention_with_dropout,
     is_active,

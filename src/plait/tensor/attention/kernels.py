@@ -13,7 +13,7 @@ consecutive query heads. PyTorch's fused kernels compute a block where it has on
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,21 +21,12 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.ranks.device import sent
 from plait.tensor.attention.fused_kernels import Attended, FusedKernel, Gradients, fused_kernel
-from plait.tensor.attention.unfused_kernel import WeightDropout, unfused_backward, unfused_forward
+from plait.tensor.attention.unfused_kernel import Scaling, WeightDropout, unfused_backward, unfused_forward
 
 BlockMask = Literal["full", "causal"] | Tensor
 """Which pairs of a block are computed: see `BlockCall.mask`."""
 BIAS_MULTIPLE = 16
 """Rows of a bias begin at multiples of so many elements, as the efficient kernel requires."""
-
-
-class Scaling(NamedTuple):
-    """How scores are computed from the products of queries and keys: a factor and an optional softcap."""
-
-    scale: float
-    """Their factor."""
-    softcap: float | None = None
-    """The bound c of scores s that become c · tanh(s / c)."""
 
 
 def block_forward(
@@ -61,7 +52,7 @@ def block_forward(
     plain = dropout is None and softcap is None
     kernel, causal, pairs = _kernel_and_mask(query, key, value, mask, plain)
     if kernel is None:
-        return unfused_forward(query, key, value, pairs, scale, dropout, softcap)
+        return unfused_forward(query, key, value, pairs, Scaling(scale, softcap), dropout)
     if pairs is None:
         return kernel.forward(query, key, value, None, causal, scale)
     bias = _bias(pairs, query)
@@ -97,7 +88,7 @@ def block_backward(
     attended, plain = Attended(query, key, value, out, lse), dropout is None and softcap is None
     kernel, causal, pairs = _kernel_and_mask(query, key, value, mask, plain)
     if kernel is None:
-        return unfused_backward(gradient, attended, pairs, scale, dropout, softcap)
+        return unfused_backward(gradient, attended, pairs, Scaling(scale, softcap), dropout)
     bias = None if pairs is None else _of_all_heads(_bias(pairs, query), query)
     return kernel.backward(gradient, attended, bias, causal, scale)
 

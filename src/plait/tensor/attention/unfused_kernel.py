@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,15 @@ from plait.tensor.attention.fused_kernels import Attended, Gradients
 from plait.tensor.attention.visibility import BlockCall
 from plait.tensor.dropout import Dropout
 from plait.tensor.dropout_mask import DimPart, DimRanges, keep_mask_of_ranges
+
+
+class Scaling(NamedTuple):
+    """How scores are computed from the products of queries and keys: a factor and an optional softcap."""
+
+    scale: float
+    """Their factor."""
+    softcap: float | None = None
+    """The bound c of scores s that become c · tanh(s / c)."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,11 @@ def unfused_forward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scale: float,
+    scaling: Scaling,
     dropout: WeightDropout | None,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `block_forward`."""
-    scores, _ = _scores(query, key, mask, scale, softcap)
+    scores, _ = _scores(query, key, mask, scaling)
     lse = scores.logsumexp(-1)
     # 0 for queries that see no key: -inf less -inf has no value.
     weights = _weights(scores, lse.masked_fill(lse == -math.inf, 0.0))
@@ -57,16 +66,11 @@ def unfused_forward(
 
 
 def unfused_backward(
-    gradient: Tensor,
-    attended: Attended,
-    mask: Tensor | None,
-    scale: float,
-    dropout: WeightDropout | None,
-    softcap: float | None = None,
+    gradient: Tensor, attended: Attended, mask: Tensor | None, scaling: Scaling, dropout: WeightDropout | None
 ) -> Gradients:
     """Return the gradients of query, key and value; see `block_backward`."""
     query, key, value, out, lse = attended
-    scores, slopes = _scores(query, key, mask, scale, softcap, slopes=True)
+    scores, slopes = _scores(query, key, mask, scaling, slopes=True)
     weights = _weights(scores, lse)
     wide = weights.dtype
     factors = None if dropout is None else dropout.factors(wide)
@@ -77,7 +81,7 @@ def unfused_backward(
     if factors is not None:
         of_weights *= factors
     mean = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    of_products = weights.mul_(of_weights.sub_(mean)).mul_(scale)
+    of_products = weights.mul_(of_weights.sub_(mean)).mul_(scaling.scale)
     of_scores = _by_group(of_products if slopes is None else of_products.mul_(slopes), key)
     of_query = torch.matmul(of_scores, key.to(wide)).view_as(query)
     of_key = torch.matmul(of_scores.mT, _by_group(query.to(wide), key))
@@ -85,19 +89,13 @@ def unfused_backward(
 
 
 def _scores(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    *,
-    slopes: bool = False,
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: Scaling, *, slopes: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scores `[rows, heads, n, m]`, -inf outside of the mask, and the derivative of their cap.
 
     The derivative is None without a cap, and unless `slopes`.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide, (scale, softcap) = torch.promote_types(query.dtype, torch.float32), scaling
     products = torch.matmul(_by_group(query.to(wide), key), key.to(wide).mT)
     scores, found = products.mul_(scale).view(*query.shape[:3], key.shape[2]), None
     if softcap is not None:
