@@ -183,14 +183,9 @@ def _reset(root: nn.Module, path: str, seed: int, byte: int) -> dict[str, Tensor
             where = join(path, name)
             with _seeded(f"{seed}/{where}"):
                 _call_reset(module, where)
-    return {
-        name: _current(copied, name)
-        for name, tensor in (
-            *root.named_parameters(remove_duplicate=False),
-            *root.named_buffers(remove_duplicate=False),
-        )
-        if id(tensor) in tensors
-    }
+    parameters = root.named_parameters(remove_duplicate=False)
+    named = (*parameters, *root.named_buffers(remove_duplicate=False))
+    return {name: _current(copied, name) for name, tensor in named if id(tensor) in tensors}
 
 
 def _call_reset(module: nn.Module, path: str) -> None:

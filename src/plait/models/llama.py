@@ -84,12 +84,9 @@ def llama_of(sizes: Decoder) -> nn.Sequential:
     angles = ResultCache()
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
+        of_attention = hidden, sizes.heads, sizes.key_heads, context, sizes.rope_base, std, angles
         blocks = [
-            block(
-                Attention(hidden, sizes.heads, sizes.key_heads, context, sizes.rope_base, std, angles),
-                MLP(hidden, sizes.inside, std),
-            )
-            for _ in range(sizes.layers)
+            block(Attention(*of_attention), MLP(hidden, sizes.inside, std)) for _ in range(sizes.layers)
         ]
         head = Head(nn.RMSNorm(hidden, eps=EPSILON), hidden, vocab)
     if sizes.tied:

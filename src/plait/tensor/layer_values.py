@@ -112,10 +112,12 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
             f"give a multiple of {microbatches} rows or change plan.microbatches."
         )
     size = count // microbatches
-    return [
-        map_tensors(lambda tensor, start=start: tensor[start : start + size], value)  # type: ignore[misc]
-        for start in range(0, count, size)
-    ]
+    return [_rows(value, start, start + size) for start in range(0, count, size)]
+
+
+def _rows(value: Value, start: int, stop: int) -> Value:
+    """Return views of the rows `start` to `stop` of the tensors in `value`."""
+    return map_tensors(lambda tensor: tensor[start:stop], value)
 
 
 def split_both(
@@ -182,15 +184,9 @@ def counted_microbatches(
     counted = min(counting, microbatches)
     bounds = [(number * counting // counted, (number + 1) * counting // counted) for number in range(counted)]
     bounds += [(0, 1)] * (microbatches - counted)
-    return _cut(inputs, bounds, 1), _cut(targets, bounds, of_targets // given), counted
-
-
-def _cut(value: Value, bounds: Sequence[tuple[int, int]], times: int) -> Microbatches:
-    """Return rows `bounds[0] * times` to `bounds[1] * times` of `value`."""
-    return Microbatches(
-        map_tensors(lambda tensor, rows=slice(times * begin, times * end): tensor[rows], value)  # type: ignore[misc]
-        for begin, end in bounds
-    )
+    times = of_targets // given
+    cut = Microbatches(_rows(inputs, *each) for each in bounds)
+    return cut, Microbatches(_rows(targets, times * begin, times * end) for begin, end in bounds), counted
 
 
 def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:

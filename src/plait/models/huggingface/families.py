@@ -164,13 +164,10 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
     std, context = config.initializer_range, config.max_position_embeddings
     rotaries = Rotary.by_layer_type(body.rotary_emb)
     windows = _windows(config, family, len(layers))
-    blocks = [
-        block(
-            Attention(one, family, _rotary(config, rotaries, index), windows[index], std),
-            MLP(one, family.mlp, std, norm_start=family.norm_start),
-        )
-        for index, one in enumerate(layers)
-    ]
+    blocks = []
+    for index, one in enumerate(layers):
+        attention = Attention(one, family, _rotary(config, rotaries, index), windows[index], std)
+        blocks.append(block(attention, MLP(one, family.mlp, std, norm_start=family.norm_start)))
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
     cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
     head = Head("norm", body.norm, model.lm_head, std, cap=cap, norm_start=family.norm_start)

@@ -27,7 +27,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ModelError, PlaitError
-from plait.models.layers.layer_sequence import own_numbers
+from plait.models.layers.layer_sequence import attribute_tensors, own_numbers
 from plait.plan.rules import join
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 
@@ -178,13 +178,7 @@ class _Held:
     def of(module: nn.Module) -> _Held:
         """Return the tensors that `module` holds now."""
         parameters: dict[str, Tensor] = dict(module.named_parameters())
-        attributes = [
-            tensor
-            for one in module.modules()
-            for name, value in vars(one).items()
-            if name not in ("_parameters", "_buffers", "_modules")
-            for tensor in tensors_of(value)
-        ]
+        attributes = [tensor for _, tensor in attribute_tensors(module)]
         memory = {name: one.untyped_storage() for name, one in parameters.items()}
         numbers = {
             join(path, name): number

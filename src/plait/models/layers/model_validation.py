@@ -21,13 +21,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from plait.errors import ModelError, PlanError
-from plait.models.layers.layer_sequence import NO_SHAPE, LayerSequence, sequence_of, sequentials_of
+from plait.models.layers.layer_sequence import (
+    NO_SHAPE,
+    LayerSequence,
+    attribute_tensors,
+    sequence_of,
+    sequentials_of,
+)
 from plait.plan.rules import join
 from plait.ranks.gradient_hooks import first_gradient_hook
 from plait.tensor.autograd.regather import version_of
 from plait.tensor.call_hooks import HOOKS, call_hooks, computed_by_hooks, weight_utility
 from plait.tensor.dropout import is_plain_dropout
-from plait.tensor.layer_values import tensors_of
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -79,11 +84,8 @@ def _modules_of_loss(loss: object) -> Iterator[tuple[str, nn.Module]]:
 
 def buffers_of_loss(loss: object) -> dict[str, Tensor]:
     """Return the buffers of a loss that is a module, or holds some, by name."""
-    return {
-        join(name, local): buffer
-        for name, module in _modules_of_loss(loss)
-        for local, buffer in module.named_buffers()
-    }
+    named = ((name, module.named_buffers()) for name, module in _modules_of_loss(loss))
+    return {join(name, local): buffer for name, buffers in named for local, buffer in buffers}
 
 
 @contextmanager
@@ -159,7 +161,7 @@ def _lost_of_buffer(buffer: Tensor) -> str | None:
 def _refuse_attributes(layer: nn.Module, path: str) -> None:
     """Raise ModelError for a plain attribute with a tensor that requires a gradient or is on meta."""
     own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *computed_by_hooks(layer))}
-    for name, tensor in _attributes(layer):
+    for name, tensor in attribute_tensors(layer):
         if id(tensor) in own:
             continue
         place = f"{join(path, name)} is a tensor {list(tensor.shape)} that is no parameter"
@@ -179,15 +181,6 @@ def _refuse_attributes(layer: nn.Module, path: str) -> None:
                 f"{place} or buffer, and is on the meta device, where nothing gives it a value: register it "
                 "as a buffer with an initial value, or build the model with real values."
             )
-
-
-def _attributes(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in plain attributes of a layer's modules, also in lists and dictionaries."""
-    for path, module in layer.named_modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                for tensor in tensors_of(value):
-                    yield join(path, name), tensor
 
 
 def _refuse_other_state(model: nn.Module, sequence: LayerSequence) -> None:

@@ -206,16 +206,9 @@ def attend(
         given = query, keys.key, keys.value, keys.mask.causal, scale, dropout
         return with_kept_operations(lambda: attention_with_dropout(*given))
     if sequence is None:
-        return with_kept_operations(
-            lambda: functional.scaled_dot_product_attention(
-                query,
-                keys.key,
-                keys.value,
-                is_causal=keys.mask.causal,
-                scale=scale,
-                enable_gqa=heads != keys.key.shape[1],
-            )
-        )
+        causal, groups = keys.mask.causal, heads != keys.key.shape[1]
+        plain = partial(functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=groups)
+        return with_kept_operations(lambda: plain(query, keys.key, keys.value, scale=scale))
     rows = keys.key.shape[0]
     if query.shape[:3] != (rows, keys.query_heads, sequence.size):
         raise ModelError(

@@ -73,12 +73,9 @@ def _chosen_backend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> SDPBackend:
     """Return what `scaled_dot_product_attention` would choose for training; there is no public way to ask."""
-    query = query.detach().requires_grad_()
-    return SDPBackend(
-        torch._fused_sdp_choice(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    )
+    query, groups = query.detach().requires_grad_(), query.shape[1] != key.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=groups)
+    return SDPBackend(choice)
 
 
 def cpu_attention(

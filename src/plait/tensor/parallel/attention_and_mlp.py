@@ -9,6 +9,7 @@ linears. The row linear's bias is added once, after the sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,11 +131,9 @@ class TensorParallelAttention(nn.Module):
         key, value = (heads_of(one, self.head_size) for one in shared)
         if self.rotate is not None:
             query, key = self.rotate(query, key)
-        mixed = with_kept_operations(
-            lambda: functional.scaled_dot_product_attention(
-                query, key, value, is_causal=self.causal, enable_gqa=query.shape[1] != key.shape[1]
-            )
-        )
+        groups = query.shape[1] != key.shape[1]
+        attend = partial(functional.scaled_dot_product_attention, is_causal=self.causal, enable_gqa=groups)
+        mixed = with_kept_operations(lambda: attend(query, key, value))
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
