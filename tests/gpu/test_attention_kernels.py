@@ -14,8 +14,15 @@ from plait.ranks.device import default_device, forbid_host_waits
 from plait.tensor.attention import attention
 from plait.tensor.attention.exchange_plan import Mask, exchange_plan
 from plait.tensor.attention.fused_kernels import Attended
-from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
-from plait.tensor.attention.unfused_kernel import Scaling, unfused_backward, unfused_forward
+from plait.tensor.attention.kernels import (
+    Scaling,
+    block_backward,
+    block_forward,
+    empty_result,
+    merge,
+    unfused_backward,
+    unfused_forward,
+)
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 

@@ -29,15 +29,15 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.plan.attention_heads import heads_of_ranks
 from plait.tensor.attention.exchange_plan import Mask
-from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
-from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
-from plait.tensor.attention.unfused_kernel import (
+from plait.tensor.attention.kernels import (
     AnyDropout,
     Scaling,
     WeightDropoutMask,
     attention_with_dropout,
     is_active,
 )
+from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
+from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.autograd.between_graphs import TRACE
 from plait.tensor.autograd.kept_results import with_kept_operations

@@ -29,8 +29,15 @@ from plait.ranks.collectives import all_to_all_uneven
 from plait.ranks.group import Group
 from plait.tensor.attention.exchange_plan import Mask, PeerBlock, add_selected, exchange_plan, selected
 from plait.tensor.attention.fused_kernels import Attended, PackedCall
-from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
-from plait.tensor.attention.unfused_kernel import Scaling, WeightDropout, WeightDropoutMask
+from plait.tensor.attention.kernels import (
+    Scaling,
+    WeightDropout,
+    WeightDropoutMask,
+    block_backward,
+    block_forward,
+    empty_result,
+    merge,
+)
 from plait.tensor.attention.visibility import BlockCall
 from plait.tensor.autograd.kept_results import kept, next_result_is_kept
 from plait.tensor.running_sequence import LocalSequence

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plait.tensor.attention import attention
 from plait.tensor.attention.attention import attend, share_keys
-from plait.tensor.attention.unfused_kernel import AnyDropout, is_active
+from plait.tensor.attention.kernels import AnyDropout, is_active
 from plait.tensor.dropout import Dropout
 from plait.tensor.proof_marks import Replacements, replacing
 from plait.tensor.running_sequence import longest_document, positions
