@@ -169,7 +169,7 @@ class ChunkedCrossEntropy:
         """
         rows, found = features.reshape(-1, features.shape[-1]), self._targets(features, targets)
         of_rows = torch.empty_like(rows) if features.requires_grad else None
-        weight, bias = (None if one is None else self._buffer(one) for one in self._parameters())
+        weight, bias = self._buffer(self.linear.weight), self._buffer(self.linear.bias)
         losses = []
         for chunk in self._chunks(len(rows)):
             loss, gradient = self._logits_gradient(rows[chunk], found.rows(chunk), scale)
@@ -182,7 +182,7 @@ class ChunkedCrossEntropy:
                 bias.add_(gradient.sum(0))
             del gradient
         if self.queue.adds_late:
-            for parameter, total in zip(self._parameters(), (weight, bias), strict=True):
+            for parameter, total in ((self.linear.weight, weight), (self.linear.bias, bias)):
                 if parameter is not None and total is not None:
                     self.queue.add(partial(_add, self.queue, parameter, total))
         return torch.stack(losses).sum(), None if of_rows is None else of_rows.view_as(features)
@@ -198,16 +198,10 @@ class ChunkedCrossEntropy:
         shape = torch.Size((*features.shape[:-1], self.vocabulary.classes))
         return local_targets(targets, shape, self.vocabulary, self.loss.ignore_index)
 
-    def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the linear's weight and bias; None for each that is missing or frozen."""
-        weight, bias = self.linear.weight, self.linear.bias
-        return (
-            weight if weight.requires_grad else None,
-            bias if bias is not None and bias.requires_grad else None,
-        )
-
-    def _buffer(self, parameter: Tensor) -> Tensor:
-        """Return the tensor to which a parameter's gradient is added."""
+    def _buffer(self, parameter: Tensor | None) -> Tensor | None:
+        """Return the tensor to which a parameter's gradient is added; None if it is missing or frozen."""
+        if parameter is None or not parameter.requires_grad:
+            return None
         buffer = self.queue.buffer_of(parameter)
         return buffer.new_zeros(parameter.shape) if self.queue.adds_late else buffer
 

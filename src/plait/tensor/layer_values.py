@@ -134,8 +134,8 @@ def split_both(
         raise DataError(
             f"the {whole[0]} are not Microbatches, but the others are: give both cut, or both whole."
         )
-    convert_of = dict(zip(given, convert, strict=True))
-    return [split_one(value, what, microbatches, convert_of[what]) for what, value in given.items()]
+    both = zip(given.items(), convert, strict=True)
+    return [split_one(value, what, microbatches, own) for (what, value), own in both]
 
 
 def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Value], Value]) -> list[Value]:

@@ -85,16 +85,14 @@ def _with_names(sequence: nn.Sequential, model: nn.Module) -> nn.Sequential:
 
 
 def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
-    """Return for each parameter name in `sequence` (several if shared) the corresponding name in `model`."""
+    """Return for each parameter name in `sequence` (several if shared) the corresponding name in `model`.
+
+    The last two parts of a name (module and attribute) are equal in both.
+    """
     theirs: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         theirs.setdefault(id(parameter), []).append(name)
     return {
-        name: next(other for other in theirs[id(parameter)] if _end(other) == _end(name))
+        name: next(other for other in theirs[id(parameter)] if other.split(".")[-2:] == name.split(".")[-2:])
         for name, parameter in sequence.named_parameters(remove_duplicate=False)
     }
-
-
-def _end(name: str) -> list[str]:
-    """Return the last two parts of a tensor's name (module and attribute), which are equal in both models."""
-    return name.split(".")[-2:]

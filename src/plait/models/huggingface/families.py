@@ -166,7 +166,8 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
     windows = _windows(config, family, len(layers))
     blocks = []
     for index, one in enumerate(layers):
-        attention = Attention(one, family, _rotary(config, rotaries, index), windows[index], std)
+        rotary = rotaries[None if None in rotaries else config.layer_types[index]]
+        attention = Attention(one, family, rotary, windows[index], std)
         blocks.append(block(attention, MLP(one, family.mlp, std, norm_start=family.norm_start)))
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
     cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
@@ -197,11 +198,6 @@ def _windows(config: Any, family: Family, count: int) -> list[int | None]:
                 f"{' or '.join(map(repr, LAYER_TYPES))}, the second with a sliding_window."
             )
     return [window if one == LAYER_TYPES[1] else None for one in types]
-
-
-def _rotary(config: Any, rotaries: dict[str | None, Rotary], index: int) -> Rotary:
-    """Return the rotary embedding of a layer: that of its type where they differ by type."""
-    return rotaries[None if None in rotaries else config.layer_types[index]]
 
 
 class Attention(InitializedLayer):

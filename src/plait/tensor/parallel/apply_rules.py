@@ -54,9 +54,9 @@ def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     for path, rule in matched.items():
         kind = type(modules[path])
         if not _is_applicable(modules[path], rule):
-            classes = " or ".join(_public_name(one) for one in APPLICABLE[rule.kind])
+            named = (f"{'plait' if one is Dropout else 'nn'}.{one.__name__}" for one in APPLICABLE[rule.kind])
             raise PlanError(
-                f"the rule {rule.kind} is for {classes}, but {path} is a {kind.__name__}: "
+                f"the rule {rule.kind} is for {' or '.join(named)}, but {path} is a {kind.__name__}: "
                 "let the pattern of the rule match fewer modules, or remove it."
             )
         if rule.kind in APPLICABLE and rule.kind not in WITHOUT_LAYOUT and is_altered(modules[path]):
@@ -173,10 +173,6 @@ def _enter(boundary: RegionBoundary, path: str, module: nn.Module, given: object
             "whose output is one tensor."
         )
     return boundary.enter(output)
-
-
-def _public_name(kind: type[nn.Module]) -> str:
-    return f"{'plait' if kind is Dropout else 'nn'}.{kind.__name__}"
 
 
 def _is_applicable(module: nn.Module, rule: Rule) -> bool:
