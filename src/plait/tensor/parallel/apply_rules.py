@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
 from plait.plan.layout.layout import Layout
-from plait.plan.rules import Rule, Rules, entrance, join, match
+from plait.plan.rules import Rule, Rules, join, match
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -122,16 +122,6 @@ def apply_rules(
                 if isinstance(module, Dropout) and not module.in_region:
                     set_sequence_part(module, boundary.dim, boundary.part)
     return results
-
-
-def partitioned_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
-    """Return the number of classes if the last layer's logits are partitioned by class, else None."""
-    path, module = layer
-    for name, full in _names(path, module):
-        linear, rule = module.get_submodule(name), matched.get(full, entrance)
-        if isinstance(linear, nn.Linear) and rule.kind == "vocabulary" and not rule.gather_output:
-            return linear.out_features
-    return None
 
 
 def _applied(
