@@ -66,12 +66,10 @@ def redistribute(
     back = moves(gradient, _gradient_layout(source))
     if not there and not back:
         return tensor
-    if not tensor.is_meta:
-        return _apply(tensor, there, back, mesh, where)
-    # Nothing is sent, but `plait.proof.gradient_proof` needs nodes where a region begins and ends.
-    enters, leaves = _crossing(source, gradient, target)
+    # On meta nothing is sent, but `plait.proof.gradient_proof` needs nodes where a region begins and ends.
+    enters, leaves = _crossing(source, gradient, target) if tensor.is_meta else (False, False)
     entered = copy(tensor, mesh.group(_REGION_AXIS)) if enters else tensor
-    result = _apply(entered, there, back, mesh, where)
+    result: Tensor = _Redistribution.apply(entered, there, back, mesh, where)  # type: ignore[no-untyped-call]
     return reduce(result, mesh.group(_REGION_AXIS)) if leaves else result
 
 
@@ -161,13 +159,6 @@ def _crossing(source: Layout, gradient: Layout, target: Layout) -> tuple[bool, b
     was_whole = isinstance(source.placements[place], Replicate)
     is_whole = all(isinstance(one.placements[place], Replicate) for one in (target, gradient))
     return was_whole and not is_whole, is_whole and not was_whole
-
-
-def _apply(
-    tensor: Tensor, there: Sequence[Move], back: Sequence[Move], mesh: GridMesh, where: Coordinate
-) -> Tensor:
-    result: Tensor = _Redistribution.apply(tensor, there, back, mesh, where)  # type: ignore[no-untyped-call]
-    return result
 
 
 class _Redistribution(torch.autograd.Function):
