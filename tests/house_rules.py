@@ -52,24 +52,24 @@ WITH_DISTRIBUTED = {"ranks", "checkpoint", "tensor/parallel/torch_parallelize_pl
 """Rooms and files that import torch.distributed."""
 PRIVATE_USES = {
     (
-        "tensor/autograd/engine_calls.py",
+        "tensor/autograd/torch_calls.py",
         "run_backward",
         "_C",
     ): "whether a TorchFunctionMode is on: no public way to ask",
-    ("tensor/autograd/engine_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
+    ("tensor/autograd/torch_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
     (
-        "tensor/autograd/engine_calls.py",
+        "tensor/autograd/torch_calls.py",
         "run_backward_unseen",
         "_execution_engine",
     ): "a backward without checks in Python",
     (
-        "tensor/autograd/engine_calls.py",
+        "tensor/autograd/torch_calls.py",
         "apply_function",
         "_C",
     ): "whether functorch is on: no public way to ask",
-    ("tensor/autograd/engine_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
+    ("tensor/autograd/torch_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
     (
-        "tensor/autograd/engine_calls.py",
+        "tensor/autograd/torch_calls.py",
         "reshaped_in_place",
         "_unsafe_view",
     ): "a result of another shape that is no view",
@@ -174,12 +174,12 @@ PRIVATE_USES = {
         "_scaled_dot_product_efficient_attention_backward",
     ): "likewise",
     (
-        "tensor/attention/packed_kernel.py",
+        "tensor/attention/fused_kernels.py",
         "forward",
         "_flash_attention_forward",
     ): "attention within documents, by the operation of torch.nn.attention.varlen, which gives no backward",
     (
-        "tensor/attention/packed_kernel.py",
+        "tensor/attention/fused_kernels.py",
         "backward",
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
@@ -194,12 +194,12 @@ PRIVATE_USES = {
         "_version",
     ): "whether a result was written to: no public way",
     (
-        "tensor/autograd/many_tensors.py",
+        "tensor/autograd/torch_calls.py",
         "add_each",
         "_foreach_add_",
     ): "adds many tensors at once: no public way but an optimizer's",
-    ("tensor/autograd/many_tensors.py", "zero_each", "_foreach_zero_"): "likewise",
-    ("tensor/autograd/many_tensors.py", "multiply_each", "_foreach_mul_"): "likewise",
+    ("tensor/autograd/torch_calls.py", "zero_each", "_foreach_zero_"): "likewise",
+    ("tensor/autograd/torch_calls.py", "multiply_each", "_foreach_mul_"): "likewise",
     (
         "tensor/autograd/regather.py",
         "version_of",

@@ -14,8 +14,16 @@ from gpu.host_waits import forbid_host_waits
 from plait.ranks.device import default_device
 from plait.tensor.attention import attention
 from plait.tensor.attention.exchange_plan import Mask, exchange_plan
-from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
-from plait.tensor.attention.unfused_kernel import unfused_backward, unfused_forward
+from plait.tensor.attention.fused_kernels import Attended
+from plait.tensor.attention.kernels import (
+    Scaling,
+    block_backward,
+    block_forward,
+    empty_result,
+    merge,
+    unfused_backward,
+    unfused_forward,
+)
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
@@ -75,9 +83,9 @@ def _expected(
     query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, pairs: Tensor
 ) -> tuple[Tensor, ...]:
     inputs = [one.double() for one in (query, key, value)]
-    out, lse = unfused_forward(*inputs, pairs, SCALE, None)
+    out, lse = unfused_forward(*inputs, pairs, Scaling(SCALE), None)
     lse = lse.masked_fill(lse.isinf(), 0.0)
-    return out, *unfused_backward(gradient.double(), *inputs, out, lse, pairs, SCALE, None)
+    return out, *unfused_backward(gradient.double(), Attended(*inputs, out, lse), pairs, Scaling(SCALE), None)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

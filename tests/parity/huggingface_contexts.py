@@ -17,7 +17,7 @@ from parity.case import Batch, Case
 from parity.contexts import packed
 from parity.dropping import ByHand, run_by_hand
 from plait.models.huggingface import families as decoder
-from plait.models.huggingface import gpt2, gpt_neox
+from plait.models.huggingface import gpt
 from plait.ranks.group import Group, Traffic
 from plait.tensor.attention import SharedKeys
 from plait.tensor.attention.visibility import document_bounds
@@ -88,7 +88,7 @@ def dropping_by_hand(model: nn.Module, inputs: Any, step: int) -> Tensor:
     alone = ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
     sequence = alone.sequence(tokens.shape[1], bounds)
     with ExitStack() as entered:
-        for module in (decoder, gpt2, gpt_neox):
+        for module in (decoder, gpt):
             entered.enter_context(patch.object(module, "attend", explicitly))
         entered.enter_context(running(sequence))
         return run_by_hand(model, tokens, step)

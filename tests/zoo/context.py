@@ -24,11 +24,10 @@ from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout
 from plait.plan.plan import Plan
 from plait.ranks.handle import Handle
-from plait.tensor.attention import exchange_plan, ulysses
-from plait.tensor.attention import key_blocks as blocks
+from plait.tensor.attention import exchange_plan, ring, ulysses
 from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.tensor.attention.kernels import block_backward, block_forward
-from plait.tensor.attention.key_exchange import KeyExchange, Pair
+from plait.tensor.attention.ring import KeyExchange, Pair
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.location import StepPhase
@@ -109,7 +108,7 @@ def blocks_added_without_rescaling() -> Any:
         out += part_out
         torch.logaddexp(lse, part_lse, out=lse)
 
-    return patch.object(blocks, "merge", merge)
+    return patch.object(ring, "merge", merge)
 
 
 def backward_with_the_blocks_own_sum() -> Any:
@@ -129,16 +128,17 @@ def backward_with_the_blocks_own_sum() -> Any:
         _, own = block_forward(query, key, value, mask, scale, *more)
         return block_backward(gradient, query, key, value, out, own, mask, scale, *more)
 
-    return patch.object(blocks, "block_backward", backward)
+    return patch.object(ring, "block_backward", backward)
 
 
 def gradients_of_keys_to_the_wrong_rank() -> Any:
     """A rank returns to each peer what is the next one's."""
     original = KeyExchange.start_return
 
-    def start_return(self: KeyExchange, gradients: Tensor, each: int) -> None:
-        parts = [part for part in gradients.split(self.plan.received(each)) if len(part)]
-        original(self, torch.cat([*parts[1:], parts[0]]), each)
+    def start_return(self: KeyExchange, gradients: Tensor, key: Tensor, value: Tensor) -> None:
+        sizes = self._parts(self.plan.received(1), key, value).sizes
+        parts = [part for part in gradients.split(sizes) if len(part)]
+        original(self, torch.cat([*parts[1:], parts[0]]), key, value)
 
     return patch.object(KeyExchange, "start_return", start_return)
 

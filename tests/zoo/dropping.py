@@ -12,7 +12,7 @@ from plait.engine import Engine
 from plait.engine.runner import Runner
 from plait.plan.plan import Plan
 from plait.tensor import dropout
-from plait.tensor.attention import key_blocks as blocks
+from plait.tensor.attention.ring import KeyBlocks
 from plait.tensor.dropout import set_region_part
 from plait.tensor.parallel import apply_rules
 from plait.verification.location import StepPhase
@@ -65,8 +65,12 @@ def positions_counted_from_each_ranks_first() -> Any:
 
 def weights_dropped_as_in_the_own_block() -> Any:
     """Weights of keys that other ranks sent are dropped where those of the rank's own keys are."""
-    original = blocks._dropouts
-    return patch.object(blocks, "_dropouts", lambda mask, query, plan, peer=None: original(mask, query, plan))
+    original = KeyBlocks._dropout
+
+    def as_in_own(self: KeyBlocks, call: Any, query: Any, peer: Any) -> Any:
+        return original(self, call, query, None)
+
+    return patch.object(KeyBlocks, "_dropout", as_in_own)
 
 
 TWO_COPIES = Plan(dp=2, microbatches=2)

@@ -27,7 +27,7 @@ from plait.ranks.group import Group
 from plait.rules import column, entrance, row, sequence
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd.deferred_weight_gradients import linear
-from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_range, start_whole
+from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_range
 from plait.tensor.dropout_mask import DimPart
 from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.linear import RegionBoundary, RowParallelLinear
@@ -87,27 +87,23 @@ def gradient_summed_where_it_is_gathered() -> Iterator[None]:
         yield
 
 
-def _joined_from_the_last(part: Tensor, group: Group, dim: int, size: int) -> Any:
-    finish = start_whole(part, group, dim, size)
-    return lambda: finish().roll(size // group.size, dim)
+def _joined_from_the_last() -> Any:
+    original = Gather.whole
+
+    def whole(self: Gather, part: Tensor) -> Tensor:
+        return original(self, part).roll(self.size // self.group.size, self.dim)
+
+    return patch.object(Gather, "whole", whole)
 
 
 def entered_in_another_order() -> Any:
     """What enters attention begins with the part of the last rank."""
-    return during(
-        "forward",
-        lambda: patch.object(paired_collectives, "start_whole", _joined_from_the_last),
-        layer=cases.ATTENTION,
-    )
+    return during("forward", _joined_from_the_last, layer=cases.ATTENTION)
 
 
 def made_whole_in_another_order() -> Any:
     """So does what the head is given, which takes all positions."""
-    return during(
-        "forward",
-        lambda: patch.object(paired_collectives, "start_whole", _joined_from_the_last),
-        layer="head",
-    )
+    return during("forward", _joined_from_the_last, layer="head")
 
 
 @contextmanager

@@ -14,12 +14,12 @@ from plait.engine.runner import Runner
 from plait.errors import DataError
 from plait.models.layers.layer_sequence import evaluating
 from plait.models.layers.shape_inference import TensorInfo
-from plait.models.layers.uneven_rows import counted_microbatches
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.tensor.autograd.paired_collectives import gather
 from plait.tensor.layer_values import (
     Microbatches,
     Value,
+    counted_microbatches,
     map_tensors,
     signatures,
     split_one,

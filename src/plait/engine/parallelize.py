@@ -27,10 +27,8 @@ from plait.engine.sharding.reduction_groups import counted_parameters, reduction
 from plait.engine.sharding.unit import Unit, UnitFactory
 from plait.engine.tensor_sources import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.errors import ModelError, PlanError, listed
-from plait.models.layers.late_hooks import LateHooks
 from plait.models.layers.layer_sequence import LayerSequence, copy_attributes, private_copy, sequence_of
-from plait.models.layers.lost_settings import refuse_lost_settings
-from plait.models.layers.model_validation import refuse_compiled_loss
+from plait.models.layers.model_validation import LateHooks, refuse_compiled_loss, refuse_lost_settings
 from plait.models.layers.value_text import DIFFERS_BY_RANK
 from plait.plan.arguments import require_flag, require_instance, require_whole
 from plait.plan.layout.shards import shard

@@ -29,7 +29,6 @@ from plait.engine.sharding.gradient_norm import loss_scale, non_finite_gradients
 from plait.engine.sharding.reducer import Reducer
 from plait.errors import DataError, PlanError
 from plait.models.layers.shape_inference import LayerInfo
-from plait.models.layers.uneven_rows import counted_microbatches
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
 from plait.ranks.device import sent
@@ -39,6 +38,7 @@ from plait.tensor.layer_values import (
     DTYPES,
     Microbatches,
     Value,
+    counted_microbatches,
     map_tensors,
     signature,
     signatures,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.sharding.unit import Unit
-from plait.models.layers.late_hooks import LateHooks
 from plait.models.layers.layer_sequence import saved_buffers
+from plait.models.layers.model_validation import LateHooks
 from plait.proof.meta_layers import MetaLayers
 from plait.ranks.mesh import Mesh
 from plait.schedules.lowering.program import Instruction

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, listed
-from plait.models.initial import initial_value
-from plait.models.module_reset import ModuleReset
+from plait.models.initial import ModuleReset, initial_value
 from plait.plan.rules import join
 from plait.ranks.collectives import broadcast
 from plait.ranks.group import Group

@@ -20,12 +20,11 @@ from plait.models.model_helpers import (
     assemble,
     attention_cost,
     block,
-    heads_of,
     require_length,
 )
 from plait.plan.model_sizes import Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
-from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.attention.attention import attend, heads_of, share_keys
 from plait.tensor.running_sequence import positions
 
 RULES: Rules = {

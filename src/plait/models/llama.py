@@ -22,13 +22,12 @@ from plait.models.model_helpers import (
     attention_cost,
     block,
     head_count,
-    heads_of,
     require_length,
 )
 from plait.models.rotary import ResultCache, rotary_angles, rotate
 from plait.plan.model_sizes import ROPE_BASE, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
-from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.attention.attention import attend, heads_of, share_keys
 
 EPSILON = 1e-5
 """Epsilon of the norms, as in Llama 2."""
@@ -72,19 +71,9 @@ def llama(
     head's weight is the token embedding's. `rope_base`: the base of the rotary frequencies. ModelError where
     the sizes do not fit each other.
     """
-    sizes = Decoder.of_family(
-        "llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        inner=inner,
-        vocab=vocab,
-        context=context,
-        tied=tied,
-        rope_base=rope_base,
-    )
-    return llama_of(sizes)
+    given = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "context": context}
+    others = {"kv_heads": kv_heads, "inner": inner, "tied": tied, "rope_base": rope_base}
+    return llama_of(Decoder.of_family("llama", **given, **others))
 
 
 def llama_of(sizes: Decoder) -> nn.Sequential:
@@ -95,12 +84,9 @@ def llama_of(sizes: Decoder) -> nn.Sequential:
     angles = ResultCache()
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
+        of_attention = hidden, sizes.heads, sizes.key_heads, context, sizes.rope_base, std, angles
         blocks = [
-            block(
-                Attention(hidden, sizes.heads, sizes.key_heads, context, sizes.rope_base, std, angles),
-                MLP(hidden, sizes.inside, std),
-            )
-            for _ in range(sizes.layers)
+            block(Attention(*of_attention), MLP(hidden, sizes.inside, std)) for _ in range(sizes.layers)
         ]
         head = Head(nn.RMSNorm(hidden, eps=EPSILON), hidden, vocab)
     if sizes.tied:

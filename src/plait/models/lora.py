@@ -138,7 +138,6 @@ def adapt(
         if id(linear) not in made:
             parts = [int(attrgetter(name)(parent)) for name in _parts_of(matched.get(path))]
             made[id(linear)] = LoraLinear(linear, rank=rank, alpha=alpha, dropout=dropout, parts=parts)
-            _fill(made[id(linear)], path, seed)
         setattr(parent, path.rpartition(".")[2], made[id(linear)])
     names = getattr(model, "huggingface_names", None)
     if names is not None:
@@ -146,6 +145,8 @@ def adapt(
         model.huggingface_names = cast(Any, renamed)
     if isinstance(rules, Mapping):
         model.rules = cast(Any, rules_with_adapters(rules, model, paths, set(chosen), dropout > 0))
+    if not all(one.down.weight.is_meta for one in made.values()):
+        copy_values(model, adapter_values(model, seed))
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
@@ -160,6 +161,15 @@ def adapter_values(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
         for path, one in adapters_of(model).items()
         for half in HALVES
     }
+
+
+@torch.no_grad()
+def copy_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy values, by name, into the parameters of `model` that are not on the meta device."""
+    for name, value in values.items():
+        parameter = model.get_parameter(name)
+        if not parameter.is_meta:
+            parameter.copy_(value)
 
 
 @torch.no_grad()
@@ -281,8 +291,7 @@ def _require_weight(path: str, linear: nn.Module) -> None:
     if utility := weight_utility(linear):
         raise ModelError(
             f"the weight of {path} is computed by {utility} in each forward, and an adapter is added to a "
-            "weight that "
-            "is a parameter: remove that, or name targets without it."
+            "weight that is a parameter: remove that, or name targets without it."
         )
     if isinstance(linear, LazyModuleMixin):
         raise ModelError(f"{path}.weight {NO_SHAPE}.")
@@ -344,16 +353,6 @@ def _parts_of(rule: Rule | None) -> tuple[str, ...]:
 def _parts_names(count: int) -> tuple[str, ...]:
     """Return the attributes with these numbers of a `LoraLinear`, the new parent of the linear."""
     return tuple(f"parts_{number}" for number in range(count))
-
-
-@torch.no_grad()
-def _fill(one: LoraLinear, path: str, seed: int) -> None:
-    """Give the adapter at `path` its initial values, unless it is on the meta device."""
-    if one.down.weight.is_meta:
-        return
-    for half in HALVES:
-        value = initial_value(_on_meta(one), path, f"{half}.weight", seed)
-        one.get_parameter(f"{half}.weight").copy_(value)
 
 
 def _on_meta(one: LoraLinear) -> LoraLinear:

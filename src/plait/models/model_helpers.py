@@ -60,12 +60,6 @@ class Head(InitializedLayer):
         return logits
 
 
-def heads_of(projected: Tensor, size: int) -> Tensor:
-    """Return `[batch, length, heads · size]` as `[batch, heads, length, size]`, for any number of heads."""
-    heads: Tensor = projected.unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
-    return heads.transpose(1, 2)
-
-
 def head_count(linear: nn.Module, size: int) -> int:
     """Return the number of heads of `size` features in a linear's output; with `tp`, on this rank."""
     # Not by get_parameter: while a layer is traced for plan.compile, its weights are plain tensors.

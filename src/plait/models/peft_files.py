@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, hub_remedy, listed
 from plait.files import require_file, write_bytes
 from plait.models.huggingface.weight_files import json_object
-from plait.models.lora import HALVES, LoraLinear, adapt, adapters_of, is_linear, require_sizes
+from plait.models.lora import HALVES, LoraLinear, adapt, adapters_of, copy_values, is_linear, require_sizes
 from plait.plan.rules import join
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 
@@ -76,9 +75,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
             "give another folder."
         )
     adapt(model, chosen, rank=rank, alpha=alpha, dropout=dropout)
-    values = values_in(model, folder)
-    _copy(model, values)
-    return values
+    _check_shapes(model, renamed, folder)
+    copy_values(model, renamed)
+    return renamed
 
 
 def values_in(model: nn.Module, folder: Path) -> dict[str, Tensor]:
@@ -243,11 +242,3 @@ def _check_shapes(model: nn.Module, values: Mapping[str, Tensor], folder: Path) 
         raise ModelError(
             f"the adapters in {folder} do not fit ({listed(faults, between='; ')}): give those of this model."
         )
-
-
-@torch.no_grad()
-def _copy(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        parameter = model.get_parameter(name)
-        if not parameter.is_meta:
-            parameter.copy_(value)

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from plait.errors import PlanError
 from plait.plan.rules import Rule, join
-from plait.tensor.autograd.deferred_weight_gradients import add_product
+from plait.tensor.autograd.deferred_weight_gradients import add_product, bind_forward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import NamedLayer
 from plait.tensor.losses import (
@@ -87,8 +87,7 @@ def return_features(layer: nn.Module, name: str, returned: list[Tensor] | None =
     what the linear returns.
     """
     linear = cast(OutputLinear, layer.get_submodule(name))
-    # setattr, because mypy refuses to assign to a method; nn.Module calls an instance's own forward.
-    setattr(linear, "forward", partial(_features, linear, returned))  # noqa: B010
+    bind_forward(linear, partial(_features, linear, returned))
     return linear
 
 
@@ -157,7 +156,7 @@ class ChunkedCrossEntropy:
         losses = []
         for chunk in self._chunks(len(rows)):
             part = wide(self.logits(rows[chunk]))
-            each, _ = softmax_terms(part, found.rows(chunk), self.vocabulary, *self._options)
+            each, _ = softmax_terms(part, found.rows(chunk), self.vocabulary, self.loss)
             losses.append(each.sum())
         return torch.stack(losses).sum()
 
@@ -170,7 +169,7 @@ class ChunkedCrossEntropy:
         """
         rows, found = features.reshape(-1, features.shape[-1]), self._targets(features, targets)
         of_rows = torch.empty_like(rows) if features.requires_grad else None
-        weight, bias = (None if one is None else self._buffer(one) for one in self._parameters())
+        weight, bias = self._buffer(self.linear.weight), self._buffer(self.linear.bias)
         losses = []
         for chunk in self._chunks(len(rows)):
             loss, gradient = self._logits_gradient(rows[chunk], found.rows(chunk), scale)
@@ -183,16 +182,15 @@ class ChunkedCrossEntropy:
                 bias.add_(gradient.sum(0))
             del gradient
         if self.queue.adds_late:
-            for parameter, total in zip(self._parameters(), (weight, bias), strict=True):
+            for parameter, total in ((self.linear.weight, weight), (self.linear.bias, bias)):
                 if parameter is not None and total is not None:
                     self.queue.add(partial(_add, self.queue, parameter, total))
         return torch.stack(losses).sum(), None if of_rows is None else of_rows.view_as(features)
 
     def _logits_gradient(self, rows: Tensor, found: LocalTargets, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a chunk, and the gradient of its logits, in the dtype of `rows`."""
-        part, options = wide(self.logits(rows)), self._options
-        losses, factor = softmax_terms(part, found, self.vocabulary, *options)
-        smoothing, _ = options
+        part, smoothing = wide(self.logits(rows)), self.loss.label_smoothing
+        losses, factor = softmax_terms(part, found, self.vocabulary, self.loss)
         overwrite_with_gradient(part, factor, found, self.vocabulary.classes, smoothing, scale.to(part.dtype))
         return losses.sum(), part.to(rows.dtype)
 
@@ -200,20 +198,10 @@ class ChunkedCrossEntropy:
         shape = torch.Size((*features.shape[:-1], self.vocabulary.classes))
         return local_targets(targets, shape, self.vocabulary, self.loss.ignore_index)
 
-    @property
-    def _options(self) -> tuple[float, float]:
-        return self.loss.label_smoothing, self.loss.z_loss
-
-    def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the linear's weight and bias; None for each that is missing or frozen."""
-        weight, bias = self.linear.weight, self.linear.bias
-        return (
-            weight if weight.requires_grad else None,
-            bias if bias is not None and bias.requires_grad else None,
-        )
-
-    def _buffer(self, parameter: Tensor) -> Tensor:
-        """Return the tensor to which a parameter's gradient is added."""
+    def _buffer(self, parameter: Tensor | None) -> Tensor | None:
+        """Return the tensor to which a parameter's gradient is added; None if it is missing or frozen."""
+        if parameter is None or not parameter.requires_grad:
+            return None
         buffer = self.queue.buffer_of(parameter)
         return buffer.new_zeros(parameter.shape) if self.queue.adds_late else buffer
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import DataError, PlanError
+from plait.plan.arguments import require_whole
 from plait.plan.parameter_units import PRECISIONS, Dtype
 from plait.plan.plan import Precision
 
@@ -111,10 +112,12 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
             f"give a multiple of {microbatches} rows or change plan.microbatches."
         )
     size = count // microbatches
-    return [
-        map_tensors(lambda tensor, start=start: tensor[start : start + size], value)  # type: ignore[misc]
-        for start in range(0, count, size)
-    ]
+    return [_rows(value, start, start + size) for start in range(0, count, size)]
+
+
+def _rows(value: Value, start: int, stop: int) -> Value:
+    """Return views of the rows `start` to `stop` of the tensors in `value`."""
+    return map_tensors(lambda tensor: tensor[start:stop], value)
 
 
 def split_both(
@@ -131,8 +134,8 @@ def split_both(
         raise DataError(
             f"the {whole[0]} are not Microbatches, but the others are: give both cut, or both whole."
         )
-    convert_of = dict(zip(given, convert, strict=True))
-    return [split_one(value, what, microbatches, convert_of[what]) for what, value in given.items()]
+    both = zip(given.items(), convert, strict=True)
+    return [split_one(value, what, microbatches, own) for (what, value), own in both]
 
 
 def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Value], Value]) -> list[Value]:
@@ -150,6 +153,42 @@ def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Val
     return [convert(one) for one in value.values]
 
 
+def counted_microbatches(
+    inputs: Value, targets: Value, microbatches: int, rows: int | None
+) -> tuple[Value, Value, int]:
+    """Return inputs and targets in micro-batches, and how many of these count, from the first on.
+
+    `rows`: how many rows of the batch count, from the first on; None: all. They are cut into micro-batches of
+    about equal size; where there are fewer rows than micro-batches, the others hold the first row again, and
+    do not count. `Microbatches`, and rows that micro-batches divide evenly, are returned as they are. Targets
+    may have several rows for each of the inputs. DataError where there are no rows, or fewer than `rows`.
+    """
+    if isinstance(inputs, Microbatches) or isinstance(targets, Microbatches):
+        if rows is not None:
+            raise DataError(
+                f"rows = {rows} is given with Microbatches, whose tensors need not have rows: give a batch "
+                "whose dim 0 can be cut, or leave rows out."
+            )
+        return inputs, targets, microbatches
+    if rows is not None:
+        require_whole("rows", rows, DataError, least=0)
+    given, of_targets = row_count(inputs, "inputs"), row_count(targets, "targets")
+    counting = given if rows is None else rows
+    if given and counting == given and given % microbatches == of_targets % microbatches == 0:
+        return inputs, targets, microbatches
+    if not 0 <= counting <= given or not given or of_targets % given:
+        raise DataError(
+            f"{counting} rows of inputs of {given} rows and targets of {of_targets} are to count: give at "
+            "least one row, targets for each, and rows = 0 on a rank whose rows do not count."
+        )
+    counted = min(counting, microbatches)
+    bounds = [(number * counting // counted, (number + 1) * counting // counted) for number in range(counted)]
+    bounds += [(0, 1)] * (microbatches - counted)
+    times = of_targets // given
+    cut = Microbatches(_rows(inputs, *each) for each in bounds)
+    return cut, Microbatches(_rows(targets, times * begin, times * end) for begin, end in bounds), counted
+
+
 def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:
     """Return `value` with its tensors replaced by `tensors`, in the order of `tensors_of`."""
     given = iter(tensors)
@@ -163,11 +202,7 @@ def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 def detached(value: Value) -> Value:
     """Return `value` with each tensor detached: a leaf on the same memory, with the same `requires_grad`."""
-    return map_tensors(_detached, value)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def signatures(values: Sequence[Value]) -> str:

@@ -17,6 +17,7 @@ The partition is that of Shoeybi et al. 2019 (Megatron-LM, section 3); ε over C
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -98,12 +99,13 @@ def local_targets(
 
 
 def softmax_terms(
-    part: Tensor, found: LocalTargets, vocabulary: Vocabulary, smoothing: float, z_loss: float
+    part: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> tuple[Tensor, Tensor]:
     """Return each row's loss, 0 where it does not count, and the factor of exp(s) in its gradient: `[n]`.
 
     Overwrites `part` `[n, len(own)]` with exp(s). Communication: the two all-reduces above.
     """
+    smoothing, z_loss = terms.label_smoothing, terms.z_loss
     largest = part.amax(1) if len(vocabulary.own) else part.new_full(part.shape[:1], -torch.inf)
     all_reduce(largest, vocabulary.group, "max", checked=False).wait()
     part.sub_(largest[:, None])
@@ -184,16 +186,9 @@ class CrossEntropy:
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy summed over all targets not ignored, 0-d, in at least float32."""
-        rows = output.reshape(-1, output.shape[-1])
-        logits = rows if rows.dtype == torch.float64 else rows.float()
-        numbers = targets.reshape(-1)
-        total = functional.cross_entropy(
-            logits,
-            numbers,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
+        logits, numbers = wide(output.reshape(-1, output.shape[-1])), targets.reshape(-1)
+        options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        total = functional.cross_entropy(logits, numbers, **options, reduction="sum")  # type: ignore[arg-type]
         if self.z_loss:
             squares = logits.logsumexp(-1).square()
             total = total + self.z_loss * squares.where(numbers != self.ignore_index, 0).sum()
@@ -234,46 +229,41 @@ cross_entropy = CrossEntropy()
 """Cross-entropy over the last dim, mean over all targets of the global batch but those of -100."""
 
 
-def loss_over_vocabulary(loss: Loss, vocabulary: Vocabulary) -> Loss:
-    """Return `loss` as a loss whose `total` takes this rank's shard of the logits, partitioned by class.
+@dataclass(frozen=True)
+class LossOverVocabulary:
+    """A loss as one whose `total` takes this rank's shard of the logits, partitioned by class.
 
     Uses `total_of_pieces` where the loss has it, else gathers the logits. Communication: then one all-gather
     of the logits over the group. `total` raises ModelError if the output is not such a part.
     """
-    return _LossOverVocabulary(loss, vocabulary, _takes_vocabulary_shards(loss))
 
-
-def _takes_vocabulary_shards(loss: Loss) -> bool:
-    """Return whether `total_of_pieces` of `loss` can be used: not if a subclass overrides only `total`."""
-    if not isinstance(loss, PiecewiseLoss):
-        return False
-    classes = (vars(kind) for kind in type(loss).__mro__)
-    first = next((members for members in classes if {"total", "total_of_pieces"} & members.keys()), None)
-    return first is None or "total_of_pieces" in first
-
-
-@dataclass(frozen=True)
-class _LossOverVocabulary:
     loss: Loss
     vocabulary: Vocabulary
-    by_parts: bool
 
     def total(self, output: Any, targets: Any) -> Tensor:
+        """Return the summed loss of one micro-batch, 0-d."""
         part, vocabulary = self.vocabulary.require_vocabulary_shard(output), self.vocabulary
-        if self.by_parts:
+        if self._takes_shards:
             assert isinstance(self.loss, PiecewiseLoss)
             return self.loss.total_of_pieces(part, targets, vocabulary)
         return self.loss.total(gather(part, vocabulary.group, -1, vocabulary.classes), targets)
 
     def weight(self, targets: Any) -> Tensor:
+        """Return the divisor of the summed loss, 0-d."""
         return self.loss.weight(targets)
+
+    @cached_property
+    def _takes_shards(self) -> bool:
+        """Whether `total_of_pieces` of the loss can be used: not if a subclass overrides only `total`."""
+        if not isinstance(self.loss, PiecewiseLoss):
+            return False
+        classes = (vars(kind) for kind in type(self.loss).__mro__)
+        first = next((members for members in classes if {"total", "total_of_pieces"} & members.keys()), None)
+        return first is None or "total_of_pieces" in first
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Autograd function of the loss of each row of class-partitioned logits `[n, len(own)]`; overwrites them.
-
-    The formulas are those of `plait.tensor.losses`.
-    """
+    """Autograd function of the loss of each row of partitioned logits `[n, len(own)]`; overwrites them."""
 
     @staticmethod
     def forward(
@@ -281,7 +271,7 @@ class _TokenLosses(torch.autograd.Function):
     ) -> Tensor:
         # The same memory and version counter, so that autograd notices the write to saved logits.
         part = logits.detach()
-        losses, factor = softmax_terms(part, found, vocabulary, terms.label_smoothing, terms.z_loss)
+        losses, factor = softmax_terms(part, found, vocabulary, terms)
         ctx.save_for_backward(part, factor)
         ctx.found, ctx.classes, ctx.terms, ctx.ran = found, vocabulary.classes, terms, False
         return losses

@@ -23,7 +23,7 @@ from torch.nn import functional
 from plait.errors import ConfigError, DataError
 from plait.plan.arguments import require_flag, require_instance, require_number, whole
 from plait.tensor.autograd.paired_collectives import reduce
-from plait.tensor.losses import CrossEntropy, token_losses_over_vocabulary
+from plait.tensor.losses import cross_entropy, token_losses_over_vocabulary, wide
 from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.running_sequence import running_sequence
 
@@ -38,7 +38,6 @@ reference   the reference's log-probability of each token of an answer, else 0
 Preference = Sequence[Sequence[int] | Sequence[float] | Tensor]
 """Tokens of a prompt, a chosen answer and a rejected one, and the reference's log-probabilities, if any."""
 _KEYS = {"tokens", "answers", "begins", "reference"}
-_TERMS = CrossEntropy()
 _NO_TOKENS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROUNDING = 1e-3
 """By how much less a log-probability may exceed 0."""
@@ -71,7 +70,7 @@ class PreferenceLoss:
         """
 
         def losses(tokens: Tensor) -> Tensor:
-            return token_losses_over_vocabulary(logits, tokens, vocabulary, _TERMS).view(tokens.shape)
+            return token_losses_over_vocabulary(logits, tokens, vocabulary, cross_entropy).view(tokens.shape)
 
         return self._total(losses, _required(targets))
 
@@ -82,8 +81,7 @@ class PreferenceLoss:
         if self.apart and len(answers) % 2:
             raise DataError(
                 f"a micro-batch has {len(answers)} rows, and two consecutive rows are a pair: give batches, "
-                "and "
-                "plan.microbatches, that leave pairs together."
+                "and plan.microbatches, that leave pairs together."
             )
         most = 1 if self.apart else 2 * self.pairs - 1
         if answers.device.type == "cpu" and answers.numel() and int(answers.max()) > most:
@@ -115,7 +113,7 @@ class PreferenceLoss:
 
     def _sums(self, losses: Tensor, targets: Targets) -> Tensor:
         """Return of each answer the sum of log p - log q, its tokens, and its pairs: `[3, rows, answers]`."""
-        answers, counts = targets["answers"], targets["tokens"] != CrossEntropy.ignore_index
+        answers, counts = targets["answers"], targets["tokens"] != cross_entropy.ignore_index
         ratios = -losses - targets["reference"].to(losses)
         here = [counts & (answers == number) for number in range(2 * self.pairs)]
         begins = targets["begins"].to(losses)
@@ -157,8 +155,7 @@ def dpo_loss(
     if label_smoothing >= 0.5:
         raise ConfigError(
             f"dpo_loss's label_smoothing is {label_smoothing}, so that pairs would be labelled the wrong way "
-            "as often "
-            "as not: give a number below 0.5."
+            "as often as not: give a number below 0.5."
         )
     require_flag("dpo_loss's average", average)
     pairs = whole("dpo_loss's pairs", pairs)
@@ -171,10 +168,8 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     `logits` are whole, `[rows, length, classes]`.
     """
-    values = logits if logits.dtype == torch.float64 else logits.float()
-    losses = functional.cross_entropy(
-        values.flatten(0, 1), tokens.flatten(), ignore_index=CrossEntropy.ignore_index, reduction="none"
-    )
+    values, ignored = wide(logits).flatten(0, 1), cross_entropy.ignore_index
+    losses = functional.cross_entropy(values, tokens.flatten(), ignore_index=ignored, reduction="none")
     return -losses.view(tokens.shape)
 
 
@@ -186,13 +181,11 @@ def answer_log_probs(logits: Tensor, targets: Targets) -> list[tuple[Tensor, Ten
     """
     values, answers = token_log_probs(logits, targets["tokens"]).cpu(), targets["answers"].cpu()
     found = [
-        values[row, answers[row] == one] for row in range(len(answers)) for one in _numbers(answers[row])
+        of_row[ids == one]
+        for of_row, ids in zip(values, answers, strict=True)
+        for one in ids[ids >= 0].unique()
     ]
     return list(zip(found[0::2], found[1::2], strict=True))
-
-
-def _numbers(answers: Tensor) -> list[int]:
-    return sorted({one for one in answers.tolist() if one >= 0})
 
 
 def preference_batch(
@@ -221,7 +214,7 @@ def preference_batch(
         )
     inputs, ids = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows, length), -1)
     targets = {
-        "tokens": torch.full((rows, length), CrossEntropy.ignore_index),
+        "tokens": torch.full((rows, length), cross_entropy.ignore_index),
         "answers": torch.full((rows, length), -1),
         "begins": torch.zeros(rows, length, dtype=torch.int64),
         "reference": torch.zeros(rows, length, dtype=torch.float64),
@@ -235,9 +228,8 @@ def preference_batch(
             if not len(prompt) or not len(answer) or end > length:
                 raise DataError(
                     f"pair {number} has a prompt of {len(prompt)} tokens and an answer of {len(answer)}, and "
-                    "needs "
-                    f"{end} positions of a row of {length}: give prompts and answers with tokens, a greater "
-                    "length, or fewer pairs a row."
+                    f"needs {end} positions of a row of {length}: give prompts and answers with tokens, a "
+                    "greater length, or fewer pairs a row."
                 )
             first, place = used[row] + len(prompt) - 1, slice(used[row], end)
             joined, used[row] = torch.cat([prompt, answer]), end
@@ -306,7 +298,6 @@ def _required(targets: Targets) -> Targets:
         found = ", ".join(targets) if isinstance(targets, Mapping) else type(targets).__name__
         raise DataError(
             f"the targets of dpo_loss are {found}: give those of plait.tensor.preference_batch, a dictionary "
-            "of "
-            f"{', '.join(sorted(_KEYS))}."
+            f"of {', '.join(sorted(_KEYS))}."
         )
     return targets

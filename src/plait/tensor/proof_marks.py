@@ -1,16 +1,18 @@
-"""Marks that proofs read: on functions that may mix positions, and on nodes of an autograd graph.
+"""Marks that proofs and verification read: on functions, and on nodes of an autograd graph.
 
-Such a function exchanges data between the ranks that hold a sequence, or returns values for the positions
-of this rank. `plait.proof.position_proof` does not look at the operations inside: by the protocol of
-`torch.overrides` it sees, as a `TorchFunctionMode`, where a call begins and ends.
+A function that may mix positions exchanges data between the ranks that hold a sequence, or returns values for
+the positions of this rank. `plait.proof.position_proof` does not look at the operations inside: by the
+protocol of `torch.overrides` it sees, as a `TorchFunctionMode`, where a call begins and ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import update_wrapper, wraps
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -101,3 +103,43 @@ def tag_of(node: Node, key: str) -> Any:
     """Return the value of tag `key` of an autograd node, or None if the node has no such tag."""
     metadata: Any = node.metadata
     return metadata.get(key)
+
+
+Replacements = Mapping[Callable[..., Any], Callable[..., Any]]
+"""What is called in place of each `Replaceable` function."""
+_REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements", default=None)
+
+
+class Replaceable(Generic[P, R]):
+    """Decorator of a function that a verification's reference run replaces by its definition, by `replacing`.
+
+    Layers call such functions by name, so that a run which is to compute something in another way, and not in
+    another model, says which functions it replaces, for as long as its layers run.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        """`function` becomes `original`, which is never replaced."""
+        update_wrapper(self, function)
+        self.original = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function, or what replaces it."""
+        replacements = _REPLACEMENTS.get()
+        if replacements is None or self not in replacements:
+            return self.original(*args, **kwargs)
+        result: R = replacements[self](*args, **kwargs)
+        return result
+
+    def __reduce__(self) -> str:
+        """Pickle by name, as a function is."""
+        return self.original.__qualname__
+
+
+@contextmanager
+def replacing(replacements: Replacements) -> Iterator[None]:
+    """Within the context, call for each `Replaceable` function in `replacements` the one it is mapped to."""
+    token = _REPLACEMENTS.set(replacements)
+    try:
+        yield
+    finally:
+        _REPLACEMENTS.reset(token)

@@ -26,8 +26,7 @@ from plait.plan.plan import ContextLayout, ContextParallel, Plan
 from plait.ranks.device import sent
 from plait.ranks.group import Group, Traffic
 from plait.tensor.autograd.between_graphs import TRACE
-from plait.tensor.autograd.replaceable import replaceable
-from plait.tensor.proof_marks import gives_positions
+from plait.tensor.proof_marks import Replaceable, gives_positions
 
 Result = TypeVar("Result")
 
@@ -179,7 +178,7 @@ def running_sequence() -> LocalSequence | None:
     return _RUNNING.get()
 
 
-@replaceable
+@Replaceable
 def longest_document(tensor: Tensor) -> int:
     """Return the number of positions of the longest document in the whole sequences that `tensor` is part of.
 
@@ -192,7 +191,7 @@ def longest_document(tensor: Tensor) -> int:
     return sequence.longest if TRACE.get() is None else sequence.layout.length
 
 
-@replaceable
+@Replaceable
 @gives_positions
 def positions(tensor: Tensor) -> Tensor:
     """Return the position of each token along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.

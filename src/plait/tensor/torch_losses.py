@@ -75,16 +75,12 @@ def as_loss(given: object) -> Loss:
     known = next((function for function in _KNOWN if function is given), None)
     if known is not None:
         return _torch_loss(known, {}, "mean", given)
-    raise PlanError(_refusal(given))
-
-
-def _refusal(given: object) -> str:
     if not callable(given):
-        return (
+        raise PlanError(
             f"the loss is {given!r}: give an object with total(output, targets), a sum, and weight(targets), "
             "its divisor, such as plait.cross_entropy."
         )
-    return (
+    raise PlanError(
         f"the loss is {_name_of(given)}, and what its mean is over is not known: give "
         "plait.tensor.mean_loss(function, over='rows') where that is dim 0 of the targets, over='targets' "
         "where it is all of their elements, over=count where count(targets) returns their number; or an "

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from plait.models.layers.lost_settings import refuse_lost_settings
+from plait.models.layers.model_validation import refuse_lost_settings
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.ranks.mesh import Mesh

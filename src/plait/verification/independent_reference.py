@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.checkpoint.huggingface.tensor_names import TensorPair
 from plait.errors import ModelError
-from plait.tensor.autograd.engine_calls import run_backward, run_backward_unseen
+from plait.tensor.autograd.torch_calls import run_backward, run_backward_unseen
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor

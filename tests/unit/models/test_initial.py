@@ -4,42 +4,29 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.initial import Initial, Normal, initial_value, normal_values
 
-WHOLE = normal_values("layer.weight", 0, 0, 50, 1.0)
+WHOLE = normal_values("layer.weight", 0, 50, 1.0)
 
 
-@settings(deadline=None)
-@given(st.integers(0, 50), st.integers(0, 50))
-def test_initial_values_of_a_range_are_that_slice_of_the_whole(one: int, other: int) -> None:
-    start, stop = sorted((one, other))
-    assert torch.equal(normal_values("layer.weight", 0, start, stop, 1.0), WHOLE[start:stop])
-
-
-def test_initial_values_of_a_range_beyond_10_to_the_15_are_consistent() -> None:
-    start = 10**15 + 3
-    part = normal_values("layer.weight", 0, start, start + 8, 1.0)
-    assert torch.equal(normal_values("layer.weight", 0, start + 5, start + 8, 1.0), part[5:])
+def test_fewer_initial_values_are_the_first_of_more() -> None:
+    assert torch.equal(normal_values("layer.weight", 0, 13, 1.0), WHOLE[:13])
 
 
 def test_initial_values_depend_on_name_seed_and_spread() -> None:
-    assert not torch.isin(normal_values("layer.bias", 0, 0, 50, 1.0), WHOLE).any()
-    assert not torch.isin(normal_values("layer.weight", 1, 0, 50, 1.0), WHOLE).any()
-    assert not torch.isin(normal_values("0/layer.weight", 1, 0, 50, 1.0), WHOLE).any()
-    torch.testing.assert_close(
-        normal_values("layer.weight", 0, 0, 50, 0.02), 0.02 * WHOLE, rtol=1e-14, atol=0
-    )
-    assert not normal_values("layer.weight", 0, 0, 50, 0.0).any()
+    assert not torch.isin(normal_values("layer.bias", 0, 50, 1.0), WHOLE).any()
+    assert not torch.isin(normal_values("layer.weight", 1, 50, 1.0), WHOLE).any()
+    assert not torch.isin(normal_values("0/layer.weight", 1, 50, 1.0), WHOLE).any()
+    torch.testing.assert_close(normal_values("layer.weight", 0, 50, 0.02), 0.02 * WHOLE, rtol=1e-14, atol=0)
+    assert not normal_values("layer.weight", 0, 50, 0.0).any()
 
 
 def test_the_first_initial_values_stay_those_of_earlier_versions() -> None:
     """A run can be repeated with a later version; change these numbers only with a major version."""
-    got = normal_values("layer.weight", 0, 0, 3, 1.0).tolist()
+    got = normal_values("layer.weight", 0, 3, 1.0).tolist()
     assert got == pytest.approx(FIRST_VALUES, rel=1e-12)
 
 
@@ -47,7 +34,7 @@ FIRST_VALUES = [-0.042936291061820106, -1.9612070907714523, -0.03642963554978495
 
 
 def test_initial_values_follow_the_normal_distribution() -> None:
-    values = normal_values("w", 3, 0, 200_000, 2.0)
+    values = normal_values("w", 3, 200_000, 2.0)
     assert values.isfinite().all()
     assert abs(values.mean().item()) < 5 * 2.0 / math.sqrt(len(values))
     assert values.std().item() == pytest.approx(2.0, rel=0.01)
@@ -77,9 +64,9 @@ def layer() -> Ruled:
 
 def test_a_layers_own_initial_rule_comes_before_reset_parameters(layer: Ruled) -> None:
     value = initial_value(layer, "blocks.0", "inner.weight", 7)
-    assert torch.equal(value, normal_values("blocks.0.inner.weight", 7, 0, 12, 0.5).float().view(3, 4))
+    assert torch.equal(value, normal_values("blocks.0.inner.weight", 7, 12, 0.5).float().view(3, 4))
     alone = initial_value(layer, "", "inner.weight", 7)
-    assert torch.equal(alone, normal_values("inner.weight", 7, 0, 12, 0.5).float().view(3, 4))
+    assert torch.equal(alone, normal_values("inner.weight", 7, 12, 0.5).float().view(3, 4))
 
 
 def test_a_tensor_with_values_keeps_them() -> None:

@@ -16,11 +16,13 @@ from parity.layers import Conv1D
 from plait.errors import ModelError, PlanError
 from plait.plan.layout import Layout, Shard, assemble, shard
 from plait.ranks import Count, Group, Mesh, Traffic
-from plait.rules import Rules, column, entrance, row, vocabulary
+from plait.rules import Rule, Rules, column, entrance, row, vocabulary
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
-from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules, partitioned_classes
+from plait.tensor.layer_values import NamedLayer
+from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
+from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WIDTH = 8
@@ -389,6 +391,12 @@ def test_overlapped_weight_gradients_give_the_same_bits(thread_ranks):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def classes_of(layer: tuple[str, nn.Module], matched: dict[str, Rule]) -> int | None:
+    over_two = TensorParallelism(matched, {}, False, Group("tp", (0, 1), 0, None, Traffic(), 0.0))
+    found = over_two.vocabulary_of(NamedLayer(*layer))
+    return None if found is None else found.classes
+
+
 @pytest.mark.parametrize(
     ("rules", "classes"),
     [
@@ -405,9 +413,9 @@ def test_a_last_layer_whose_logits_are_sharded_gives_their_number_of_classes(
     layer = nn.Module()
     layer.norm, layer.out = nn.LayerNorm(4), nn.Linear(4, 37)
     layers = [("head", layer)]
-    assert partitioned_classes(layers[0], match_modules(rules, layers)) == classes
+    assert classes_of(layers[0], match_modules(rules, layers)) == classes
 
 
 def test_a_table_at_the_end_gives_no_classes() -> None:
-    assert partitioned_classes(("0", nn.Embedding(7, 4)), {"0": vocabulary}) is None
-    assert partitioned_classes(("0", nn.Linear(4, 7)), {"0": vocabulary}) == 7
+    assert classes_of(("0", nn.Embedding(7, 4)), {"0": vocabulary}) is None
+    assert classes_of(("0", nn.Linear(4, 7)), {"0": vocabulary}) == 7

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.ranks import Count, Group, Mesh, Traffic
-from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, cross_entropy, loss_over_vocabulary
+from plait.tensor.losses import CrossEntropy, Loss, LossOverVocabulary, PiecewiseLoss, cross_entropy
 from plait.tensor.parallel.partition import Vocabulary
 
 
@@ -100,7 +100,7 @@ def test_a_loss_takes_this_ranks_shard_of_the_logits(thread_ranks, loss, kind, r
         vocabulary = Vocabulary(7, mesh.group("tp"))
         own = vocabulary.own
         leaf = LOGITS[:, own.start : own.stop].clone().requires_grad_()
-        of_parts = loss_over_vocabulary(loss, vocabulary)
+        of_parts = LossOverVocabulary(loss, vocabulary)
         total = of_parts.total(leaf, TARGETS)
         total.backward()
         return total.detach(), leaf.grad, of_parts.weight(TARGETS), mesh.traffic.snapshot()
@@ -121,11 +121,11 @@ def test_a_loss_of_sharded_logits_refuses_tensors_of_another_size() -> None:
     vocabulary = Vocabulary(7, Group("tp", (0, 1), 0, None, Traffic(), 1.0))
     for loss in (cross_entropy, ShareOfSquares()):
         with pytest.raises(ModelError, match=r"of shape \[6, 7\].*\[\.\.\., 4\]"):
-            loss_over_vocabulary(loss, vocabulary).total(LOGITS, TARGETS)
+            LossOverVocabulary(loss, vocabulary).total(LOGITS, TARGETS)
 
 
 def test_only_losses_for_sharded_logits_are_piecewise() -> None:
     vocabulary = Vocabulary(7, Group("tp", (0,), 0, None, Traffic(), 1.0))
     assert isinstance(cross_entropy, PiecewiseLoss)
     assert not isinstance(ShareOfSquares(), PiecewiseLoss)
-    assert isinstance(loss_over_vocabulary(ShareOfSquares(), vocabulary), Loss)
+    assert isinstance(LossOverVocabulary(ShareOfSquares(), vocabulary), Loss)

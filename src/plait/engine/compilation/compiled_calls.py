@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from plait.engine.compilation.torch_compiler import GraphCall
 from plait.engine.compilation.weight_terms import WeightTerms
 from plait.tensor.autograd.between_graphs import RecordedAttention
-from plait.tensor.autograd.engine_calls import run_backward
 from plait.tensor.autograd.regather import Gather, Regathered
+from plait.tensor.autograd.torch_calls import run_backward
 from plait.tensor.running_sequence import running_sequence
 
 Values = list[Any]

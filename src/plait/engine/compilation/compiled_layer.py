@@ -22,7 +22,6 @@ from plait.engine.compilation.weight_terms import WeightTerms
 from plait.errors import ModelError
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.plan import Plan, Recompute
-from plait.tensor.autograd.collected_gradients import add_found
 from plait.tensor.autograd.regather import Gather, Regathered
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import Dropout
@@ -174,9 +173,9 @@ class CompiledRun:
             parameters = list(map(self.layer.parameters.__getitem__, graphs.parameters))
             computed: Any = found[graphs.inputs :]  # none of them is None
             if queue.adds_late:
-                queue.add(partial(add_found, parameters, computed, queue))
+                queue.add(partial(queue.add_found, parameters, computed))
             else:
-                add_found(parameters, computed, queue)
+                queue.add_found(parameters, computed)
         finally:
             torch.set_grad_enabled(True)
         return found[: graphs.inputs]

@@ -24,10 +24,9 @@ from plait.engine.compilation.compiled_layer import CompiledLayer
 from plait.models.layers.layer_sequence import read_attributes, set_attributes
 from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.models.layers.shared_inputs import Readers, join_linears
-from plait.tensor.autograd.collected_gradients import add_found, put_back, set_aside
 from plait.tensor.autograd.deferred_weight_gradients import made_by_linear
-from plait.tensor.autograd.engine_calls import run_backward
 from plait.tensor.autograd.joined_linears import JoinedLinears
+from plait.tensor.autograd.torch_calls import run_backward
 from plait.tensor.autograd.weight_gradient_queue import NO_WEIGHTS, WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors
@@ -172,15 +171,15 @@ class EagerRun:
             if queue.unwritten:
                 late = [one for one in self.parameters.matrices if id(one) in queue.unwritten]
                 together = [*together, *late]
-            held = set_aside(together, queue)
+            held = queue.set_aside(together)
             try:
                 run_backward(roots, seeds)
             finally:
-                parameters, found = put_back(held, queue)
+                parameters, found = queue.put_back(held)
             if queue.adds_late:
-                queue.pending.insert(0, partial(add_found, parameters, found, queue))
+                queue.pending.insert(0, partial(queue.add_found, parameters, found))
             else:
-                add_found(parameters, found, queue)
+                queue.add_found(parameters, found)
         return [tensor.grad for tensor in self.inputs]
 
     def output_is_read(self) -> bool:

@@ -12,13 +12,13 @@ from torch import Tensor
 from plait.engine.blueprint import Blueprint
 from plait.engine.pipeline.layer_runner import Gradients
 from plait.errors import ModelError
-from plait.models.layers.graph_leaves import other_leaf
-from plait.models.layers.lost_settings import refusing_changed_buffers
-from plait.tensor.autograd.engine_calls import run_backward
+from plait.models.layers.carried_values import other_leaf
+from plait.models.layers.model_validation import refusing_changed_buffers
+from plait.tensor.autograd.torch_calls import run_backward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy, return_features
 from plait.tensor.layer_values import NamedLayer, Value, tensors_of
-from plait.tensor.losses import Loss, loss_over_vocabulary
+from plait.tensor.losses import Loss, LossOverVocabulary
 from plait.tensor.parallel.partition import Vocabulary
 
 
@@ -175,7 +175,7 @@ def build_loss_stage(
     if rows is None or name is None:
         if vocabulary is None:
             return LossStage(loss)
-        return LossStage(loss_over_vocabulary(loss, vocabulary), writes_output=True)
+        return LossStage(LossOverVocabulary(loss, vocabulary), writes_output=True)
     terms = require_cross_entropy(loss, rows)
     if last is None:
         return LossStage(loss)

@@ -20,7 +20,7 @@ from plait.plan.arguments import require_number
 from plait.ranks.collectives import all_reduce
 from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
-from plait.tensor.autograd.many_tensors import multiply_each
+from plait.tensor.autograd.torch_calls import multiply_each
 
 ROW = 1024
 """Number of elements whose squares are summed in float32."""

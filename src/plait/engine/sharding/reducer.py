@@ -21,7 +21,7 @@ from plait.schedules.lowering.program import (
     ReduceGradient,
     ScatterGradient,
 )
-from plait.tensor.autograd.many_tensors import zero_each
+from plait.tensor.autograd.torch_calls import zero_each
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 

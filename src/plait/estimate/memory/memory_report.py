@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from plait.plan.plan import Plan
 from plait.schedules.lowering.program import Instruction
-from plait.tensor.attention.method_choice import MethodChoice
+from plait.tensor.attention.ulysses import MethodChoice
 
 
 class Category(StrEnum):

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from plait.tensor.attention.fused_kernels import CPU, cpu_attention
+from plait.tensor.attention.fused_kernels import CPU, Attended, cpu_attention
 from plait.tensor.layer_values import tensors_of
 
 
@@ -172,5 +172,6 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, _, output, normalisers = ctx.saved_tensors
         # Called for those who count operations; its results have the strides that only CPUs give them.
-        CPU.backward(gradient, query, key, value, output, normalisers, None, ctx.causal, 1.0)
+        attended = Attended(query, key, value, output, normalisers)
+        CPU.backward(gradient, attended, None, ctx.causal, 1.0)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

@@ -13,40 +13,15 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.huggingface import gpt2, gpt_neox
-from plait.models.huggingface.families import adapt
-from plait.models.huggingface.family import (
-    GEMMA2,
-    GEMMA3,
-    LLAMA,
-    MISTRAL,
-    OLMO2,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    Branch,
-    Family,
-)
-from plait.models.huggingface.unmodified import require_all_parameters, require_declared
+from plait.models.huggingface.common import Branch, require_all_parameters
+from plait.models.huggingface.families import DECODERS, Family, adapt, require_declared
+from plait.models.huggingface.gpt import adapt_gpt2, adapt_gpt_neox
 
 __all__ = ["DECODERS", "FAMILIES", "Branch", "Family", "from_huggingface"]
 
-DECODERS: Mapping[str, Family] = {
-    "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": GEMMA3,
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": MISTRAL,
-    "Olmo2ForCausalLM": OLMO2,
-    "Phi3ForCausalLM": PHI3,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen3ForCausalLM": QWEN3,
-    "SmolLM3ForCausalLM": QWEN2,
-}
-"""Families by class name of transformers."""
-
 FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
-    "GPT2LMHeadModel": gpt2.adapt,
-    "GPTNeoXForCausalLM": gpt_neox.adapt,
+    "GPT2LMHeadModel": adapt_gpt2,
+    "GPTNeoXForCausalLM": adapt_gpt_neox,
     **{name: partial(adapt, family=family) for name, family in DECODERS.items()},
 }
 """Converters by class name of transformers, which may not be installed."""
@@ -83,8 +58,8 @@ def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Seque
     if kind.__name__ not in known and (experts := _experts(model)):
         raise ModelError(
             f"{kind.__qualname__} is a mixture of experts ({experts} in its configuration), and plait has no "
-            "layers "
-            f"of experts for models of transformers: give a dense model, such as {', '.join(FAMILIES)}."
+            "layers of experts for models of transformers: give a dense model, such as "
+            f"{', '.join(FAMILIES)}."
         )
     if kind.__name__ not in known:
         raise ModelError(
@@ -110,16 +85,14 @@ def _with_names(sequence: nn.Sequential, model: nn.Module) -> nn.Sequential:
 
 
 def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
-    """Return for each parameter name in `sequence` (several if shared) the corresponding name in `model`."""
+    """Return for each parameter name in `sequence` (several if shared) the corresponding name in `model`.
+
+    The last two parts of a name (module and attribute) are equal in both.
+    """
     theirs: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         theirs.setdefault(id(parameter), []).append(name)
     return {
-        name: next(other for other in theirs[id(parameter)] if _end(other) == _end(name))
+        name: next(other for other in theirs[id(parameter)] if other.split(".")[-2:] == name.split(".")[-2:])
         for name, parameter in sequence.named_parameters(remove_duplicate=False)
     }
-
-
-def _end(name: str) -> list[str]:
-    """Return the last two parts of a tensor's name (module and attribute), which are equal in both models."""
-    return name.split(".")[-2:]

@@ -1,19 +1,29 @@
-"""Code shared by the converters: layers of several families, and rotary positions."""
+"""Code shared by the converters: layers of several families, rotary positions, and refusals.
+
+The layers hold most modules of a model and call them. The code of some they replace (the model, its blocks,
+attention, rotary embedding): what a user changed there would be lost, and is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.errors import ModelError
+from plait.errors import ModelError, listed
+from plait.models.layers.model_validation import refuse_compiled_modules
 from plait.models.model_helpers import InitializedLayer, require_length
 from plait.models.rotary import Angles, ResultCache, angles_of_positions, rotate
+from plait.tensor.call_hooks import call_hooks, has_own_forward
 
 STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Types of rotary embedding whose frequencies do not depend on the length of the sequence."""
+ENTRANCE = "entrance"
+"""The name of the module at which a branch without a norm in front enters its region."""
+_LIBRARY = "transformers."
 
 
 class Embedding(InitializedLayer):
@@ -61,27 +71,62 @@ def _plain(table: Any) -> nn.Embedding:
     return plain.train(table.training)
 
 
+@dataclass(frozen=True)
+class Branch:
+    """The modules around attention or MLP in a block, by their names in transformers; None: there is none."""
+
+    before: str | None
+    """The norm of its input."""
+    after: str | None = None
+    """The norm of its output."""
+    dropout: str | None = None
+    """The dropout of its output."""
+
+
+def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
+    """Add to `layer` the modules of a block around attention or MLP; return their names, the first in front.
+
+    Where no norm is in front, an identity is, at which the branch enters its region.
+    """
+    found = [name for name in (branch.before, branch.after, branch.dropout) if name is not None]
+    for name in found:
+        layer.add_module(name, getattr(block, name))
+    if branch.before is not None:
+        return tuple(found)
+    layer.add_module(ENTRANCE, nn.Identity())
+    return (ENTRANCE, *found)
+
+
+def residual(
+    layer: nn.Module, x: Tensor, names: tuple[str, ...], branch: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `x` plus the output of a branch (attention or MLP), with its norms and dropout applied."""
+    before, *behind = names
+    output = branch(layer.get_submodule(before)(x))
+    for name in behind:
+        output = layer.get_submodule(name)(output)
+    return x + output
+
+
 class MLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same shape: x + mlp(norm(x))."""
+    """`[batch, length, hidden]` → the same shape: the residual branch of the MLP."""
 
     def __init__(
         self,
-        name: str,
-        norm: nn.Module,
-        mlp: nn.Module,
+        block: Any,
+        branch: Branch,
         std: float,
         exceptions: Mapping[str, float] | None = None,
+        *,
+        norm_start: float = 1.0,
     ) -> None:
-        """`name`: the attribute that holds `norm`, as in the model of transformers."""
-        super().__init__(std, exceptions)
-        self.name = name
-        self.add_module(name, norm)
-        self.mlp = mlp
+        super().__init__(std, exceptions, norm_start=norm_start)
+        self.branch = add_branch(self, block, branch)
+        self.mlp = block.mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the MLP's output."""
-        result: Tensor = x + self.mlp(self.get_submodule(self.name)(x))
-        return result
+        """Return x plus the MLP's output. With `tp` above 1, each rank's linears hold some features."""
+        return residual(self, x, self.branch, self.mlp)
 
 
 class Head(InitializedLayer):
@@ -174,3 +219,78 @@ def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     if rotated == x.shape[-1]:
         return rotate(x, cosines, sines)
     return torch.cat((rotate(x[..., :rotated], cosines, sines), x[..., rotated:]), dim=-1)
+
+
+def require_unmodified(model: Any, replaced: Iterable[nn.Module]) -> None:
+    """Raise ModelError where a module whose code plait replaces was altered, or computes something else.
+
+    `replaced`: these modules. They are those of the model's own file in transformers, without hooks and with
+    the `forward` of their class.
+    """
+    refuse_compiled_modules(model)
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in (model, *replaced):
+        place, kind = paths.get(id(module)) or "the model", type(module)
+        home = type(model).__module__
+        if home.startswith(_LIBRARY) and kind.__module__ != home:
+            raise ModelError(
+                f"{place} is a {kind.__module__}.{kind.__qualname__}, whose code plait would not run: "
+                "give an unmodified model, or write an nn.Sequential of its layers."
+            )
+        if has_own_forward(module) or not all(_is_of_transformers(hook) for _, hook in call_hooks(module)):
+            raise ModelError(
+                f"{place} ({kind.__name__}) has hooks or a forward of its own, which plait would not run: "
+                "remove them, or put them on a linear, a norm or an MLP."
+            )
+        if getattr(module, "gradient_checkpointing", False):
+            raise ModelError(
+                f"activation checkpointing is on in {place}: turn it off on the model, and let the plan "
+                'recompute layers, Plan(recompute="full").'
+            )
+    if getattr(model, "is_quantized", False):
+        raise ModelError("the model is quantized, and plait trains the weights themselves: load it without.")
+    _require_known_attention(model.config)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(_LIBRARY)
+
+
+def _require_known_attention(config: Any) -> None:
+    """Raise ModelError for a function of attention that a user registered. Reads a private attribute."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(config, "_attn_implementation", None)
+    function = ALL_ATTENTION_FUNCTIONS.get(name, None)
+    if function is not None and not _is_of_transformers(function):
+        raise ModelError(
+            f"the model's attn_implementation is {name!r}, a function of {function.__module__}, and plait "
+            "computes attention itself: build the model with 'sdpa' or 'eager'."
+        )
+
+
+def require_causal(config: Any, attentions: Iterable[Any], bidirectional: str | None = None) -> None:
+    """Raise ModelError for attention to later positions, by the configuration or by a module's attribute.
+
+    `bidirectional`: the value of the configuration that asks for it, beside `is_causal`.
+    """
+    found = ["is_causal off in config"] if not getattr(config, "is_causal", True) else []
+    if bidirectional is not None and getattr(config, bidirectional, None):
+        found.append(f"{bidirectional} on in config")
+    found += ["is_causal off in an attention" for one in attentions if not getattr(one, "is_causal", True)]
+    if found:
+        raise ModelError(
+            f"the model attends to later positions ({found[0]}), where plait adapts causal decoders only: "
+            "turn that round."
+        )
+
+
+def require_all_parameters(model: nn.Module, sequence: nn.Module) -> None:
+    """Raise ModelError for parameters of `model` that none of the layers in `sequence` holds."""
+    held = {id(one) for one in sequence.parameters()}
+    others = [name for name, one in model.named_parameters() if id(one) not in held]
+    if others:
+        raise ModelError(
+            f"the model has parameters that its layers do not use ({listed(others, most=4)}): remove them, "
+            "or write an nn.Sequential of its layers."
+        )

@@ -1,28 +1,151 @@
-"""Conversion of the decoders that a `Family` describes: Llama and its relatives."""
+"""Conversion of transformers' decoders that are Llama or its relatives, by a short declaration: a `Family`.
+
+    layers      embed_tokens → (attention → MLP) · n → norm and lm_head
+    a branch    x + dropout(after(f(before(x)))), where f is attention or the MLP
+
+`Family()` is Llama. What the modules of a model tell (bases of rotary embeddings, layers without positions,
+scaled embeddings, biases, the scale of the scores) needs no declaration. Which other values of the
+configuration the model's code reads has to be declared: a configuration may hold values that it ignores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.huggingface.common import (
+    ENTRANCE,
+    MLP,
+    Branch,
     Embedding,
     Head,
     Rotary,
+    add_branch,
     is_scaled,
+    require_causal,
+    require_unmodified,
+    residual,
     rotate_first,
 )
-from plait.models.huggingface.family import ENTRANCE, Branch, Family
-from plait.models.huggingface.unmodified import require_causal, require_unmodified
-from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block, heads_of
-from plait.tensor.attention.attention import attend, share_keys
+from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block
+from plait.plan.rules import Rule, Rules, column, entrance, norm, piece, replicated, row, sequence, vocabulary
+from plait.tensor.attention.attention import attend, heads_of, share_keys
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers in a configuration that plait computes."""
+_UNDECLARED: Mapping[str, tuple[Any, ...]] = {
+    "sliding_window": (None,),
+    "attention_chunk_size": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "use_bidirectional_attention": (None, False),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+}
+"""Values of a configuration that some decoders read and others do not, with those that change nothing."""
+HEADS, KEY_HEADS = "config.num_attention_heads", "config.num_key_value_heads"
+GATED: Rules = {"gate_proj": column, "up_proj": column, "down_proj": row}
+"""The rules of an MLP with a gate, by the names of its linears."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of decoders: modules by their names in transformers, and what is special about them."""
+
+    attention: Branch = Branch("input_layernorm")  # noqa: RUF009  # a Branch is frozen
+    mlp: Branch = Branch("post_attention_layernorm")  # noqa: RUF009
+    query_key_value: str | None = None
+    """The one linear of queries, keys and values, in this order; None: `q_proj`, `k_proj` and `v_proj`."""
+    head_norms: Literal["none", "each", "joint"] = "none"
+    """Whether `q_norm` and `k_norm` normalize queries and keys: each head by itself, or all heads jointly."""
+    windows: Literal["none", "all", "by type"] = "none"
+    """Which layers attend to the last `sliding_window` positions only: "by type", those of type
+    `sliding_attention` in the configuration's `layer_types`."""
+    score_cap: str | None = None
+    """The value of the configuration that caps the attention scores."""
+    logit_cap: str | None = None
+    """The value of the configuration that caps the logits."""
+    bidirectional: str | None = None
+    """The value of the configuration that lets positions attend to later ones, which plait refuses."""
+    rotates_part: bool = False
+    """Whether the model's code takes angles for the first features of a head only."""
+    ignored: tuple[str, ...] = ()
+    """Values of the configuration that the model's code does not read, such as "sliding_window"."""
+    mlp_rules: Mapping[str, Rule] = field(default_factory=lambda: GATED)
+    """The rules of the MLP's linears, by their names."""
+    norm_start: float = 1.0
+    """The first value of the norms' weights: 0 where a norm multiplies by 1 + weight."""
+
+    def rules(self) -> Rules:
+        """Return how the layers are partitioned over `tp`: by heads, features of the MLP and vocabulary."""
+        projections = {
+            "q_proj": column.by(HEADS),
+            "k_proj": column.by(KEY_HEADS, repeated=True),
+            "v_proj": column.by(KEY_HEADS, repeated=True),
+        }
+        if self.query_key_value is not None:
+            projections = {self.query_key_value: column.joined(HEADS, KEY_HEADS, KEY_HEADS)}
+        norms = {
+            "none": {},
+            "each": {"q_norm": replicated, "k_norm": replicated},
+            "joint": {"q_norm": norm.by(HEADS), "k_norm": norm.by(KEY_HEADS, repeated=True)},
+        }
+        of_attention = {**projections, **norms[self.head_norms], "o_proj": row.by(HEADS)}
+        return {
+            "embedding.embed_tokens": vocabulary,
+            "blocks.*.attention": sequence,
+            f"blocks.*.attention.{self.attention.before or ENTRANCE}": entrance,
+            **{f"blocks.*.attention.self_attn.{name}": rule for name, rule in of_attention.items()},
+            "blocks.*.attention.attention_dropout": piece.along(1),
+            "blocks.*.mlp": sequence,
+            f"blocks.*.mlp.{self.mlp.before or ENTRANCE}": entrance,
+            **{f"blocks.*.mlp.mlp.{name}": rule for name, rule in self.mlp_rules.items()},
+            "head": sequence,
+            "head.norm": entrance,
+            "head.lm_head": vocabulary,
+        }
+
+
+_GEMMA2 = Family(
+    attention=Branch("input_layernorm", "post_attention_layernorm"),
+    mlp=Branch("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    windows="by type",
+    score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+    bidirectional="use_bidirectional_attention",
+    norm_start=0.0,
+)
+DECODERS: Mapping[str, Family] = {
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(_GEMMA2, head_norms="each", score_cap=None),
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(windows="all"),
+    "Olmo2ForCausalLM": Family(
+        attention=Branch(None, "post_attention_layernorm"),
+        mlp=Branch(None, "post_feedforward_layernorm"),
+        head_norms="joint",
+    ),
+    "Phi3ForCausalLM": Family(
+        attention=Branch("input_layernorm", dropout="resid_attn_dropout"),
+        mlp=Branch("post_attention_layernorm", dropout="resid_mlp_dropout"),
+        query_key_value="qkv_proj",
+        windows="all",
+        rotates_part=True,
+        mlp_rules={"gate_up_proj": column.joined(2), "down_proj": row},
+    ),
+    "Qwen2ForCausalLM": Family(windows="by type"),
+    "Qwen3ForCausalLM": Family(head_norms="each", windows="by type"),
+    "SmolLM3ForCausalLM": Family(windows="by type"),  # some layers have no positions
+}
+"""Families by class name of transformers."""
 
 
 def adapt(model: Any, family: Family) -> nn.Sequential:
@@ -41,13 +164,11 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
     std, context = config.initializer_range, config.max_position_embeddings
     rotaries = Rotary.by_layer_type(body.rotary_emb)
     windows = _windows(config, family, len(layers))
-    blocks = [
-        block(
-            Attention(one, family, _rotary(config, rotaries, index), windows[index], std),
-            MLP(one, family, std),
-        )
-        for index, one in enumerate(layers)
-    ]
+    blocks = []
+    for index, one in enumerate(layers):
+        rotary = rotaries[None if None in rotaries else config.layer_types[index]]
+        attention = Attention(one, family, rotary, windows[index], std)
+        blocks.append(block(attention, MLP(one, family.mlp, std, norm_start=family.norm_start)))
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
     cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
     head = Head("norm", body.norm, model.lm_head, std, cap=cap, norm_start=family.norm_start)
@@ -77,11 +198,6 @@ def _windows(config: Any, family: Family, count: int) -> list[int | None]:
                 f"{' or '.join(map(repr, LAYER_TYPES))}, the second with a sliding_window."
             )
     return [window if one == LAYER_TYPES[1] else None for one in types]
-
-
-def _rotary(config: Any, rotaries: dict[str | None, Rotary], index: int) -> Rotary:
-    """Return the rotary embedding of a layer: that of its type where they differ by type."""
-    return rotaries[None if None in rotaries else config.layer_types[index]]
 
 
 class Attention(InitializedLayer):
@@ -147,19 +263,6 @@ class Attention(InitializedLayer):
         return attention_cost(self, seen, width)
 
 
-class MLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same shape: the residual branch of the MLP."""
-
-    def __init__(self, block: Any, family: Family, std: float) -> None:
-        super().__init__(std, norm_start=family.norm_start)
-        self.branch = add_branch(self, block, family.mlp)
-        self.mlp = block.mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the MLP's output. With `tp` above 1, each rank's linears hold some features."""
-        return residual(self, x, self.branch, self.mlp)
-
-
 def with_plain_norms(attn: Any) -> nn.Module:
     """Return the modules of an attention, `q_norm` and `k_norm` as norms of torch with the same weights.
 
@@ -178,26 +281,16 @@ def _plain_norm(norm: Any) -> nn.RMSNorm:
     return plain
 
 
-def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
-    """Add to `layer` the modules of a block around attention or MLP; return their names, the first in front.
-
-    Where no norm is in front, an identity is, at which the branch enters its region.
-    """
-    found = [name for name in (branch.before, branch.after, branch.dropout) if name is not None]
-    for name in found:
-        layer.add_module(name, getattr(block, name))
-    if branch.before is not None:
-        return tuple(found)
-    layer.add_module(ENTRANCE, nn.Identity())
-    return (ENTRANCE, *found)
-
-
-def residual(
-    layer: nn.Module, x: Tensor, names: tuple[str, ...], branch: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Return `x` plus the output of a branch (attention or MLP), with its norms and dropout applied."""
-    before, *behind = names
-    output = branch(layer.get_submodule(before)(x))
-    for name in behind:
-        output = layer.get_submodule(name)(output)
-    return x + output
+def require_declared(config: Any, family: Family) -> None:
+    """Raise ModelError for a value of `config` that other decoders read, of which `family` says nothing."""
+    declared = {family.score_cap, family.logit_cap, family.bidirectional, *family.ignored}
+    if family.windows != "none":
+        declared.add("sliding_window")
+    for key, neutral in _UNDECLARED.items():
+        value = getattr(config, key, None)
+        if key not in declared and value not in neutral:
+            raise ModelError(
+                f"the configuration has {key} = {value!r}, and the family does not say what the model does "
+                f"with it: declare windows, score_cap or logit_cap, or ignored=({key!r},) if its code does "
+                "not read it."
+            )

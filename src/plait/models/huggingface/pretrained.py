@@ -144,10 +144,8 @@ def _require_tied(folder: Path, model: nn.Sequential, found: Mapping[str, Any]) 
             if any(not torch.equal(found[first][one], found[other][one]) for one in blocks):
                 raise ModelError(
                     f"config.json in {folder} ties {other} to {first} (tie_word_embeddings), and its files "
-                    "hold "
-                    "other values for it: set tie_word_embeddings to false there, to train both, or remove "
-                    "the "
-                    "one that is wrong from the files."
+                    "hold other values for it: set tie_word_embeddings to false there, to train both, or "
+                    "remove the one that is wrong from the files."
                 )
 
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ModelError, PlaitError
-from plait.models.layers.graph_leaves import other_leaf
-from plait.models.layers.layer_sequence import own_numbers
+from plait.models.layers.layer_sequence import attribute_tensors, own_numbers
 from plait.plan.rules import join
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 
@@ -155,7 +155,8 @@ def refuse_carried_values(layer: NamedLayer, value: Value, length: int) -> tuple
                 "rows."
             )
     changed = {name for name, number in after.numbers.items() if before.numbers.get(name) != number}
-    left = [tensor for tensor in after.all if sources.of(tensor) & INPUT]
+    kept = (*after.buffers.values(), *after.attributes)
+    left = [tensor for tensor in kept if sources.of(tensor) & INPUT]
     if left or changed:
         _refuse_memory_of_inputs(layer, value, length, left)
     numbers = [name for name, number in _Held.of(module).numbers.items() if number != after.numbers.get(name)]
@@ -177,13 +178,7 @@ class _Held:
     def of(module: nn.Module) -> _Held:
         """Return the tensors that `module` holds now."""
         parameters: dict[str, Tensor] = dict(module.named_parameters())
-        attributes = [
-            tensor
-            for one in module.modules()
-            for name, value in vars(one).items()
-            if name not in ("_parameters", "_buffers", "_modules")
-            for tensor in tensors_of(value)
-        ]
+        attributes = [tensor for _, tensor in attribute_tensors(module)]
         memory = {name: one.untyped_storage() for name, one in parameters.items()}
         numbers = {
             join(path, name): number
@@ -191,10 +186,6 @@ class _Held:
             for name, number in own_numbers(one).items()
         }
         return _Held(parameters, memory, dict(module.named_buffers()), attributes, numbers)
-
-    @property
-    def all(self) -> list[Tensor]:
-        return [*self.buffers.values(), *self.attributes]
 
 
 def _run(layer: NamedLayer, value: Value, length: int, sources: MemorySources, random: int = INPUT) -> Value:
@@ -224,6 +215,28 @@ def _refuse_other_leaves(layer: NamedLayer, value: Value, output: Value) -> None
             f"{_described(layer)} computes with a tensor {list(leaf.shape)} that requires a gradient but "
             "is none of its parameters: make it a parameter of the layer, or detach it."
         )
+
+
+def other_leaf(
+    outputs: Iterable[Tensor], known: Iterable[Tensor], given: Iterable[Node] = ()
+) -> Tensor | None:
+    """Return a leaf tensor, none of `known`, to whose `.grad` a backward of `outputs` would add; else None.
+
+    `given`: nodes beyond which the graph is not followed.
+    """
+    ids, seen = set(map(id, known)), set(given)
+    waiting = [one.grad_fn for one in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in ids:
+            return leaf
+        for other, _ in node.next_functions:
+            waiting.append(other)
+    return None
 
 
 def _refuse_own_backward(layer: NamedLayer) -> None:

@@ -16,7 +16,7 @@ from plait.errors import ModelError
 from plait.plan.rules import join
 from plait.tensor.call_hooks import computed_by_hooks, hook_objects, shared_objects
 from plait.tensor.dropout import from_plain_dropout, is_plain_dropout
-from plait.tensor.layer_values import NamedLayer, convert
+from plait.tensor.layer_values import NamedLayer, convert, tensors_of
 
 MISSING = object()
 """The value of an attribute that a module does not have."""
@@ -160,6 +160,15 @@ def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in layer.module.named_buffers():
             if name in saved:
                 yield join(layer.path, name), buffer
+
+
+def attribute_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of the plain attributes of a layer's modules, also in lists and dictionaries."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for tensor in tensors_of(value):
+                    yield join(path, name), tensor
 
 
 def own_numbers(module: nn.Module) -> dict[str, int | float]:

@@ -28,6 +28,11 @@ class TensorInfo:
     dtype: torch.dtype
     requires_grad: bool
 
+    @staticmethod
+    def of(tensor: Tensor) -> TensorInfo:
+        """Return the shape, dtype and `requires_grad` of `tensor`."""
+        return TensorInfo(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
     @property
     def nbytes(self) -> int:
         """The memory of the tensor in bytes."""
@@ -145,7 +150,7 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
             f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
             "what one sees of the other's change would depend on the cut, so clone one of them."
         )
-    infos = map_tensors(lambda one: TensorInfo(tuple(one.shape), one.dtype, one.requires_grad), output)
+    infos = map_tensors(TensorInfo.of, output)
     own = [one.untyped_storage() for one in layer.module.parameters()]
     returns_parameter = any(
         tensor.untyped_storage() is storage for tensor in tensors_of(output) for storage in own
@@ -194,8 +199,7 @@ def _with_parts(
             output, _ = _on_meta(layer, map_tensors(torch.clone, given.value), given.length)
     except Exception:
         return ()
-    again = map_tensors(lambda one: TensorInfo(tuple(one.shape), one.dtype, one.requires_grad), output)
-    return parts.readers if repr(again) == repr(infos) else ()
+    return parts.readers if repr(map_tensors(TensorInfo.of, output)) == repr(infos) else ()
 
 
 def _on_meta(layer: NamedLayer, value: Value, length: int) -> tuple[Value, int]:

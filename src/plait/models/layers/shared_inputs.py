@@ -95,7 +95,7 @@ def recording_readers(layer: nn.Module) -> Iterator[ReaderRecord]:
         )
     ]
     try:
-        with saved_tensors_hooks(record.save, _unchanged):
+        with saved_tensors_hooks(record.save, lambda tensor: tensor):
             yield record
     finally:
         for handle in handles:
@@ -119,7 +119,8 @@ class PartialOutputs:
             for name in each.names
         ]
         try:
-            with saved_tensors_hooks(self._save, _unchanged), _AttentionInputs(self._saved):
+            hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
+            with hooks, _AttentionInputs(self._saved):
                 yield
         finally:
             for handle in handles:
@@ -168,10 +169,6 @@ class _AttentionInputs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def join_linears(
     layer: nn.Module, readers: Iterable[Readers], queue: WeightGradientQueue
 ) -> list[JoinedLinears]:
@@ -191,9 +188,8 @@ def join_linears(
                 run.append(in_memory.pop(0))
             if len(run) > 1:
                 first = min(run, key=linears.index)
-                copied = [
-                    number for number, one in enumerate(run) if any(one is named[n] for n in each.copied)
-                ]
+                of_copied = [named[name] for name in each.copied]
+                copied = [number for number, one in enumerate(run) if one in of_copied]
                 joined.append(JoinedLinears(run, run.index(first), copied, queue))
     return joined
 
@@ -212,5 +208,5 @@ def _fit(linears: Sequence[Any]) -> bool:
     biases = [one.bias for one in linears if one.bias is not None]
     if len(biases) not in (0, len(linears)) or len({id(one.weight) for one in linears}) < len(linears):
         return False
-    each = [[one.weight for one in linears], biases] if biases else [[one.weight for one in linears]]
-    return all(map(are_side_by_side, each))
+    weights = [one.weight for one in linears]
+    return are_side_by_side(weights) and (not biases or are_side_by_side(biases))

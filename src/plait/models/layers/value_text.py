@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,6 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from re import Pattern
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -52,7 +52,7 @@ _COMMON = frozenset({bool, int, float, type(None)})
 """The most frequent of them, found without a look at base classes."""
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _CONTAINERS = (dict, MappingProxyType, list, tuple, set, frozenset, deque)
-_CONFIGURING = (SimpleNamespace, Pattern)
+_CONFIGURING = (SimpleNamespace, re.Pattern)
 _OWN_OPAQUE = ("plait.ranks", "plait.engine", "plait.app", "plait.checkpoint")
 
 
@@ -67,12 +67,8 @@ def attributes_of(thing: Any, besides: frozenset[str] = frozenset()) -> dict[str
     held |= {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
     declared: Iterable[str] = held.get(DIFFERS_BY_RANK, getattr(type(thing), DIFFERS_BY_RANK, ()))
     free = {*declared, DIFFERS_BY_RANK, *_BOOKKEEPING, *lazy}
-    found = {}
-    for name in sorted(held.keys() - besides - free):
-        lower = name.lower()
-        if "cache" not in lower and "hash" not in lower:
-            found[name] = held[name]
-    return found
+    names = sorted(held.keys() - besides - free)
+    return {name: held[name] for name in names if not re.search("cache|hash", name.lower())}
 
 
 @lru_cache(1024)
@@ -137,10 +133,12 @@ class ValueTexts:
 
     def attributes(self, thing: object, names: frozenset[str] | None = None) -> str:
         """Return the texts of an object's attributes, of all or those of `names`, separated by commas."""
-        found = attributes_of(thing).items()
+        found = attributes_of(thing)
         if isinstance(thing, nn.Module):  # the keys of hooks count up in a process
-            found = {name: _hooks_in_order(one) if "_hooks" in name else one for name, one in found}.items()
-        return ", ".join(f"{name}={self.of(one)}" for name, one in found if names is None or name in names)
+            hooks = {name for name, one in found.items() if "_hooks" in name and isinstance(one, dict)}
+            found |= {name: list(found[name].values()) for name in hooks}
+        wanted = found if names is None else [name for name in found if name in names]
+        return ", ".join(f"{name}={self.of(found[name])}" for name in wanted)
 
     def _of_object(self, thing: Any) -> str:
         if isinstance(thing, Tensor):
@@ -155,12 +153,11 @@ class ValueTexts:
         if isinstance(thing, _CONTAINERS):
             return self._of_container(thing)
         kind = type(thing)
-        described = isinstance(thing, (nn.Module, *_CONFIGURING)) or not (
-            _is_library(kind) or _is_opaque(kind)
-        )
+        is_foreign = _is_library(kind) or _is_opaque(kind)
+        described = not is_foreign or isinstance(thing, (nn.Module, *_CONFIGURING))
         if not described or isinstance(thing, ResultCache | ModuleType):
             return _name_of(kind)
-        if isinstance(thing, Pattern):
+        if isinstance(thing, re.Pattern):
             return repr(thing.pattern)
         return f"{self.of_class(kind)}({self.attributes(thing)})"
 
@@ -179,9 +176,8 @@ class ValueTexts:
 
     def _of_function(self, function: Any) -> str:
         if isinstance(function, partial):
-            return (
-                f"partial({self.of(function.func)}, {self.of(function.args)}, {self.of(function.keywords)})"
-            )
+            parts = (function.func, function.args, function.keywords)
+            return f"partial({', '.join(map(self.of, parts))})"
         if isinstance(function, BuiltinFunctionType):
             return _name_of(function)
         if isinstance(function, MethodType):
@@ -192,9 +188,8 @@ class ValueTexts:
         held = {name: one for name, one in self._enclosed(function) if name not in free}
         given = {**held, "defaults": function.__defaults__, "keywords": function.__kwdefaults__}
         shown = ", ".join(f"{name}={self.of(one)}" for name, one in given.items() if one is not None)
-        return f"{_name_of(function)} of code {_digest_of_code(function.__code__)}" + f"({shown})" * bool(
-            shown
-        )
+        code = f"{_name_of(function)} of code {_digest_of_code(function.__code__)}"
+        return f"{code}({shown})" if shown else code
 
     def _of_method(self, method: MethodType) -> str:
         """Return the text of a bound method: of an object that is no module, the attributes that it reads."""
@@ -245,10 +240,6 @@ def text_of_tensor(tensor: Tensor) -> str:
     return f"{describe(tensor)} of bits {digest_of(bits_of(tensor))}"
 
 
-def _hooks_in_order(hooks: Any) -> Any:
-    return list(hooks.values()) if isinstance(hooks, dict) else hooks
-
-
 def _text_of_string(text: str) -> str:
     """Return the text of a string: its beginning and a hash, where it is long; of a path, that it is one."""
     if "/" in text or os.sep in text:
@@ -277,18 +268,14 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _digest_of_code(code: CodeType) -> str:
-    return digest_of(_text_of_code(code).encode())[:8]
-
-
-def _text_of_code(code: CodeType) -> str:
-    """Return instructions, constants and names of code; not the file and lines that it stands in."""
-    constants = [_text_of_constant(one) for one in code.co_consts]
-    return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_freevars} {code.co_cellvars}"
+    return digest_of(_text_of_constant(code).encode())[:8]
 
 
 def _text_of_constant(constant: Any) -> str:
+    """Return the text of a constant; of code its instructions, constants and names, not where it stands."""
     if isinstance(constant, CodeType):
-        return _text_of_code(constant)
+        code, constants = constant, [_text_of_constant(one) for one in constant.co_consts]
+        return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_freevars} {code.co_cellvars}"
     if isinstance(constant, frozenset):
         return str(sorted(map(repr, constant)))
     return repr(constant)

@@ -18,6 +18,7 @@ query heads. length: the positions that this rank of `cp` has. size and width: f
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
@@ -27,30 +28,25 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.plan.attention_heads import heads_of_ranks
-from plait.tensor.attention.exchange_plan import Mask, exchange_plan
-from plait.tensor.attention.kernels import Scaling
-from plait.tensor.attention.key_exchange import KeyExchange
-from plait.tensor.attention.method_choice import method_choice
-from plait.tensor.attention.ring import attend_to_all, share
-from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, to_heads
-from plait.tensor.attention.unfused_kernel import (
+from plait.tensor.attention.exchange_plan import Mask
+from plait.tensor.attention.kernels import (
     AnyDropout,
+    Scaling,
     WeightDropoutMask,
     attention_with_dropout,
     is_active,
 )
+from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
+from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.autograd.between_graphs import TRACE
 from plait.tensor.autograd.kept_results import with_kept_operations
-from plait.tensor.autograd.replaceable import replaceable
 from plait.tensor.dropout import Dropout, tag_dropout
-from plait.tensor.proof_marks import positions_may_mix
+from plait.tensor.proof_marks import Replaceable, positions_may_mix
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence, running_sequence
 
-_REAL = (Real, Tensor)
 
-
-@replaceable
+@Replaceable
 def attention(
     query: Tensor,
     key: Tensor,
@@ -78,38 +74,36 @@ def attention(
     `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises
     ModelError for shapes that do not fit.
     """
-    _require_arguments(query, key, value, causal, window, documents, scale, softcap, dropout)
+    tensors = {"query": query, "key": key, "value": value}
+    numbers = {"window": window, "scale": scale, "softcap": softcap}
+    _require_arguments(tensors, numbers, causal, documents, dropout)
     keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
     return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout)
 
 
+def heads_of(projected: Tensor, size: int) -> Tensor:
+    """Return `[rows, length, heads · size]` as `[rows, heads, length, size]`, for any number of heads."""
+    heads: Tensor = projected.unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    return heads.transpose(1, 2)
+
+
 def _require_arguments(
-    query: object,
-    key: object,
-    value: object,
+    tensors: Mapping[str, object],
+    numbers: Mapping[str, object],
     causal: object,
-    window: object,
     documents: object,
-    scale: object,
-    softcap: object,
     dropout: object,
 ) -> None:
     """Raise ModelError for an argument of `attention` of another type than it takes."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            found = (
-                list(tensor.shape) if isinstance(tensor, Tensor) else f"an object of {type(tensor).__name__}"
-            )
-            raise ModelError(
-                f"attention was given a {name} {found}: give a tensor [rows, heads, length, size]."
-            )
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.dim() == 4:
+            continue
+        found = list(tensor.shape) if isinstance(tensor, Tensor) else f"an object of {type(tensor).__name__}"
+        raise ModelError(f"attention was given a {name} {found}: give a tensor [rows, heads, length, size].")
     if not isinstance(causal, bool):
         raise ModelError(f"attention was given causal = {causal!r}: give True or False.")
-    for name, number, kinds in (
-        ("window", window, Integral),
-        ("scale", scale, _REAL),
-        ("softcap", softcap, _REAL),
-    ):
+    for name, number in numbers.items():
+        kinds = (Integral,) if name == "window" else (Real, Tensor)
         if number is not None and (not isinstance(number, kinds) or isinstance(number, bool)):
             raise ModelError(f"attention was given {name} = {number!r}: give a number, or None.")
     if documents is not None and not isinstance(documents, Tensor):
@@ -128,7 +122,7 @@ def _require_arguments(
 
 def _require_mask(dropout: AnyDropout | None) -> None:
     """Raise ModelError for a dropout whose mask is not known by position, as attention in blocks needs it."""
-    if is_active(dropout) and not isinstance(dropout, AnyDropout):
+    if dropout is not None and not isinstance(dropout, AnyDropout):
         raise ModelError(
             f"attention was given the dropout {type(dropout).__name__}, whose mask is not known by position, "
             "as context parallelism, packed documents and a softcap need it: give plait.Dropout(p)."
@@ -148,7 +142,7 @@ class SharedKeys:
     """The number of heads that the query must have."""
 
 
-@replaceable
+@Replaceable
 @positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
@@ -177,13 +171,13 @@ def share_keys(
             for one in to_heads(sequence, of_ranks, key, value)
         )
         return SharedKeys(key, value, mask, sequence, None, query_heads)
-    exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
+    exchange = KeyExchange(sequence, mask, key.device)
     if ranks > 1:
         key, value = share(key, value, exchange)
     return SharedKeys(key, value, mask, sequence, exchange, query_heads)
 
 
-@replaceable
+@Replaceable
 @positions_may_mix(2, "query")
 def attend(
     query: Tensor,
@@ -199,30 +193,22 @@ def attend(
     two, and two in the backward.
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    trace = TRACE.get()
+    dropout, trace = dropout if is_active(dropout) else None, TRACE.get()
     if keys.sequence is not None or softcap is not None:
         _require_mask(dropout)
-    if trace is not None and (keys.sequence is not None or softcap is not None):
-        between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
-        return trace.attention(between, query, keys.key, keys.value, dropout if is_active(dropout) else None)
+        if trace is not None:
+            between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
+            return trace.attention(between, query, keys.key, keys.value, dropout)
     if softcap is not None:
         keys = _in_blocks(keys, softcap)
-    dropout = dropout if is_active(dropout) else None
     sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
     if sequence is None and dropout is not None:
         given = query, keys.key, keys.value, keys.mask.causal, scale, dropout
         return with_kept_operations(lambda: attention_with_dropout(*given))
     if sequence is None:
-        return with_kept_operations(
-            lambda: functional.scaled_dot_product_attention(
-                query,
-                keys.key,
-                keys.value,
-                is_causal=keys.mask.causal,
-                scale=scale,
-                enable_gqa=heads != keys.key.shape[1],
-            )
-        )
+        causal, groups = keys.mask.causal, heads != keys.key.shape[1]
+        plain = partial(functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=groups)
+        return with_kept_operations(lambda: plain(query, keys.key, keys.value, scale=scale))
     rows = keys.key.shape[0]
     if query.shape[:3] != (rows, keys.query_heads, sequence.size):
         raise ModelError(
@@ -231,20 +217,19 @@ def attend(
         )
     dropout_mask = None
     if dropout is not None:
-        dropout_mask = WeightDropoutMask.next(
-            dropout, query.shape[0], heads, sequence.layout.length, query.device
-        )
+        dropout_mask = WeightDropoutMask.next(dropout, query, sequence.layout.length)
     if keys.exchange is not None:
-        return _tagged(
-            attend_to_all(query, keys.key, keys.value, keys.exchange, scaling, dropout_mask), dropout
-        )
-    of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
-    exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
-    if dropout_mask is not None:
-        dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
-    (mine,) = to_heads(sequence, of_ranks, query)
-    arguments = exchange, scaling, dropout_mask, sequence, of_ranks
-    return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
+        blocks = KeyBlocks(keys.exchange, scaling, dropout_mask)
+        output = attend_to_all(query, keys.key, keys.value, blocks)
+    else:
+        of_ranks = heads_of_ranks(heads, heads, sequence.group.size)
+        if dropout_mask is not None:
+            dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
+        (mine,) = to_heads(sequence, of_ranks, query)
+        blocks = KeyBlocks(KeyExchange(_whole(sequence), keys.mask, query.device), scaling, dropout_mask)
+        output = attend_by_heads(mine, keys.key, keys.value, blocks, sequence, of_ranks)
+    # The proof of tensor parallelism looks for dropouts.
+    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def _between_graphs(
@@ -263,13 +248,8 @@ def _in_blocks(keys: SharedKeys, softcap: float) -> SharedKeys:
     if keys.sequence is not None:
         return keys
     sequence = ContextParallelism.of_one_rank().sequence(keys.key.shape[2])
-    exchange = KeyExchange(exchange_plan(sequence, keys.mask, keys.key.device), sequence.parallelism)
+    exchange = KeyExchange(sequence, keys.mask, keys.key.device)
     return replace(keys, sequence=sequence, exchange=exchange)
-
-
-def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
-    """Return attention whose weights `dropout` has dropped, tagged for the proof of tensor parallelism."""
-    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -15,7 +14,7 @@ from torch import Tensor
 from plait.plan.layout.sequence_layout import SequenceLayout, parts_of
 from plait.ranks.device import CPU
 from plait.ranks.device import sent as copied
-from plait.tensor.attention.packed_kernel import PackedCall
+from plait.tensor.attention.fused_kernels import PackedCall
 from plait.tensor.attention.visibility import (
     BlockCall,
     block_calls,
@@ -170,22 +169,3 @@ def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
         total[:, :, which] += summand
     else:
         total.index_add_(2, which, summand.to(total.dtype))
-
-
-def sizes_of(*tensors: Tensor) -> int:
-    """Return the number of elements that the tensors have together for each position of dim 2."""
-    return sum(one.shape[0] * one.shape[1] * one.shape[3] for one in tensors)
-
-
-def views(flat: Tensor, counts: Sequence[int], like: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Return for each of `counts` positions its part of `flat`, as tensors shaped like `like` elsewhere."""
-    found, first = [], 0
-    for count in counts:
-        parts = []
-        for one in like:
-            shape = (*one.shape[:2], count, one.shape[3])
-            elements = torch.Size(shape).numel()
-            parts.append(flat[first : first + elements].view(shape))
-            first += elements
-        found.append(tuple(parts))
-    return found

@@ -9,12 +9,19 @@ and value may have fewer heads, each for consecutive query heads. A bias is adde
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
+
+from plait.ranks.device import is_accelerator, sent
+from plait.tensor.running_sequence import DocumentBounds
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """The gradients of query, key and value."""
@@ -22,34 +29,23 @@ LSE_MULTIPLE = 32
 """The efficient kernel's log-sum-exp is padded to a multiple of so many queries."""
 
 
-class _Forward(Protocol):
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]: ...
+class Attended(NamedTuple):
+    """Query, key and value of a block, with the output and log-sum-exp of attention to all keys."""
 
-
-class _Backward(Protocol):
-    def __call__(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Gradients: ...
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class FusedKernel(NamedTuple):
-    """Forward and backward of one fused kernel."""
+    """Forward and backward of one fused kernel; the last arguments of both: bias, causal, scale."""
 
-    forward: _Forward
-    """Returns the output and the log-sum-exp `[rows, heads, queries]`."""
-    backward: _Backward
-    """Returns gradients, given an output and a log-sum-exp that may include those of other keys."""
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
+    """Returns the output and the log-sum-exp `[rows, heads, queries]` of query, key and value."""
+    backward: Callable[[Tensor, Attended, Tensor | None, bool, float], Gradients]
+    """Returns gradients, given that of the output, which may be of attention to other keys, too."""
 
 
 def fused_kernel(
@@ -77,12 +73,9 @@ def _chosen_backend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> SDPBackend:
     """Return what `scaled_dot_product_attention` would choose for training; there is no public way to ask."""
-    query = query.detach().requires_grad_()
-    return SDPBackend(
-        torch._fused_sdp_choice(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    )
+    query, groups = query.detach().requires_grad_(), query.shape[1] != key.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=groups)
+    return SDPBackend(choice)
 
 
 def cpu_attention(
@@ -102,16 +95,9 @@ def cpu_attention(
 
 
 def _cpu_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
+    gradient: Tensor, attended: Attended, bias: Tensor | None, causal: bool, scale: float
 ) -> Gradients:
+    query, key, value, out, lse = attended
     if out.stride(-1) != 1:
         out = out.contiguous()  # else the kernel would read other elements
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -131,16 +117,9 @@ def _flash_forward(
 
 
 def _flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
+    gradient: Tensor, attended: Attended, bias: Tensor | None, causal: bool, scale: float
 ) -> Gradients:
+    query, key, value, out, lse = attended
     assert bias is None
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     lengths = query.shape[2], key.shape[2]
@@ -163,16 +142,9 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
+    gradient: Tensor, attended: Attended, bias: Tensor | None, causal: bool, scale: float
 ) -> Gradients:
+    query, key, value, out, lse = attended
     assert bias is None
     seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
     lengths = query.shape[2], key.shape[2]
@@ -195,16 +167,9 @@ def _efficient_forward(
 
 
 def _efficient_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
+    gradient: Tensor, attended: Attended, bias: Tensor | None, causal: bool, scale: float
 ) -> Gradients:
+    query, key, value, out, lse = attended
     heads = key.shape[1]
     lse = functional.pad(lse, (0, -lse.shape[2] % LSE_MULTIPLE), value=math.inf).contiguous()
     seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
@@ -232,3 +197,79 @@ CPU = FusedKernel(cpu_attention, _cpu_backward)
 FLASH = FusedKernel(_flash_forward, _flash_backward)
 CUDNN = FusedKernel(_cudnn_forward, _cudnn_backward)
 EFFICIENT = FusedKernel(_efficient_forward, _efficient_backward)
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """One call of flash attention on a GPU for all documents of a micro-batch, where a rank has whole rows.
+
+    The rows stand one after another, and the kernel is told where documents begin ("varlen" in
+    FlashAttention-2). Where it does not take the tensors, there is a call for each document (`visibility`).
+    """
+
+    begins: Tensor
+    """Where each document begins in the rows one after another, and where they end: int32 `[n + 1]`."""
+    longest: int
+    """The number of positions of the longest document."""
+    causal: bool
+    window: int | None
+
+    @staticmethod
+    def of(documents: DocumentBounds, causal: bool, window: int | None) -> PackedCall:
+        """Return the call for `documents`; `causal` and `window`: as for `plait.attention`."""
+        rows, length = len(documents.starts), documents.length
+        begins = ((first + row * length for first in each) for row, each in enumerate(documents.starts))
+        every = torch.tensor([*chain.from_iterable(begins), rows * length], dtype=torch.int32)
+        return PackedCall(every, documents.longest, causal, window)
+
+    def on(self, device: torch.device) -> PackedCall:
+        """Return the call with its indices on `device`."""
+        return replace(self, begins=sent(self.begins, device))
+
+    def computes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether flash attention takes these tensors, `[rows, heads, length, size]`, on their GPU."""
+        if not is_accelerator(query) or 0 in query.shape or query.shape[3] % 8:
+            return False
+        groups = query.shape[1] != key.shape[1]
+        learnt = query.detach().requires_grad_()
+        return can_use_flash_attention(SDPAParams(learnt, key, value, None, 0.0, self.causal, groups))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return attention and the log-sum-exp `[rows, heads, length]` of its scores."""
+        rows, heads, length, _ = query.shape
+        flat = (_one_row(one) for one in (query, key, value))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(*flat, self.begins, self.begins, self.longest, self.longest, 0.0, self.causal, False),
+            scale=scale,
+            **self._window_sizes(),
+        )
+        return _of_rows(out, rows), lse.view(heads, rows, length).transpose(0, 1)
+
+    def backward(self, gradient: Tensor, attended: Attended, scale: float) -> Gradients:
+        """Return the gradients of query, key and value."""
+        query, key, value, out, lse = attended
+        seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+        flat = (_one_row(one) for one in (gradient, query, key, value, out))
+        of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+            *(*flat, lse.transpose(0, 1).flatten(1).contiguous(), self.begins, self.begins),
+            *(self.longest, self.longest, 0.0, self.causal, seed, offset),
+            scale=scale,
+            **self._window_sizes(),
+        )
+        of_query, of_key, of_value = (_of_rows(one, len(query)) for one in (of_query, of_key, of_value))
+        return of_query, of_key, of_value
+
+    def _window_sizes(self) -> dict[str, int | None]:
+        """Return how many keys a query sees before and after itself; None for all."""
+        sides = None if self.window is None else self.window - 1
+        return {"window_size_left": sides, "window_size_right": 0 if self.causal else sides}
+
+
+def _one_row(tensor: Tensor) -> Tensor:
+    """Return `[rows, heads, length, size]` as `[rows · length, heads, size]`, a view of a linear's heads."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _of_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Return `[rows · length, heads, size]` as `[rows, heads, length, size]`."""
+    return tensor.reshape(rows, len(tensor) // rows, *tensor.shape[1:]).transpose(1, 2)

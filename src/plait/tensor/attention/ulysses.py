@@ -5,7 +5,8 @@
     output            [rows, own heads, all positions]  ─ all-to-all →  [rows, all heads, own positions]
 
 Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509). With fewer heads of keys and values than ranks, a
-rank gets those that its query heads read.
+rank gets those that its query heads read. Unless the plan asks for one method, ulysses is taken where a rank
+sends fewer bytes than with ring attention.
 """
 
 from __future__ import annotations
@@ -13,21 +14,69 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from math import prod
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from plait.plan.attention_heads import Heads
-from plait.ranks.collectives import all_to_all_uneven
-from plait.tensor.attention.kernels import Scaling
-from plait.tensor.attention.key_blocks import SavedAttention, attend_blocks, attention_gradients
-from plait.tensor.attention.key_exchange import KeyExchange
-from plait.tensor.attention.unfused_kernel import WeightDropoutMask
+from plait.errors import PlanError
+from plait.plan.attention_heads import Heads, sending_less, vectors_sent
+from plait.tensor.attention.fused_kernels import Attended
+from plait.tensor.attention.ring import KeyBlocks, RankParts, start_exchange
 from plait.tensor.autograd.kept_results import kept
-from plait.tensor.running_sequence import LocalSequence
+from plait.tensor.running_sequence import ContextParallelism, LocalSequence
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """The method of one attention on the ranks of `cp`, and what each method sends."""
+
+    query_heads: int
+    """The number of query heads of this rank of `tp`."""
+    kv_heads: int
+    """The number of its heads of keys and values."""
+    method: Literal["ring", "ulysses"]
+    asked: bool
+    """Whether the plan asks for the method; else it sends fewer bytes."""
+    ring: float
+    """The vectors, as wide as a head, that a rank sends for each of its positions, forward and backward."""
+    ulysses: float | None
+    """The same for the other method; None where the ranks do not divide the query heads."""
+
+    def __str__(self) -> str:
+        """Return a sentence for a report, without the final dot."""
+        other = (
+            "ulysses needs a multiple of the ranks" if self.ulysses is None else f"ulysses {self.ulysses:g}"
+        )
+        heads = f"{self.query_heads} query heads and {self.kv_heads} of keys"
+        why = "as the plan asks" if self.asked else "which sends less"
+        return (
+            f"Attention with {heads}: {self.method}, {why} (vectors a position: ring {self.ring:g}, {other})"
+        )
+
+
+def method_choice(sequence: LocalSequence, query_heads: int, kv_heads: int) -> MethodChoice:
+    """Return the method of an attention whose sequence is divided over `cp`, as its plan asks.
+
+    Raises PlanError where "ulysses" is asked for and the ranks do not divide the query heads.
+    """
+    choose = partial(choose_method, sequence.parallelism, query_heads, kv_heads)
+    return sequence.result(("method", query_heads, kv_heads), choose)
+
+
+def choose_method(parallelism: ContextParallelism, query_heads: int, kv_heads: int) -> MethodChoice:
+    """Return the method of an attention with these heads; see `method_choice`."""
+    ranks, asked = parallelism.group.size, parallelism.method
+    ring, ulysses = vectors_sent(query_heads, kv_heads, ranks, keeps_keys=parallelism.keeps_keys)
+    if asked == "ulysses" and ulysses is None:
+        raise PlanError(
+            f"plan.context_parallel is 'ulysses', but {query_heads} heads do not divide over plan.cp = "
+            f"{ranks} ranks: choose 'ring', or a divisor for cp."
+        )
+    method = sending_less(ring, ulysses) if asked == "auto" else asked
+    return MethodChoice(query_heads, kv_heads, method, asked != "auto", ring, ulysses)
 
 
 def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, rank: int) -> Tensor:
@@ -55,23 +104,16 @@ def to_heads(sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[T
 
 
 def attend_by_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    exchange: KeyExchange,
-    scaling: Scaling,
-    dropout_mask: WeightDropoutMask | None,
-    sequence: LocalSequence,
-    heads: Heads,
+    query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks, sequence: LocalSequence, heads: Heads
 ) -> Tensor:
     """Return attention of all heads at this rank's positions: `[rows, all heads, own positions, width]`.
 
-    `query`, `key`, `value`: results of `to_heads`, of which each query head is on one rank; `exchange`: of
+    `query`, `key`, `value`: results of `to_heads`, of which each query head is on one rank; `blocks`: of
     a rank that holds whole sequences. Unless keys are kept, the output is kept by positions only, as the next
     layer keeps it, and sent again in the backward. Communication: one all-to-all over `cp`, and one in the
     backward, of twice the bytes where the output is sent again.
     """
-    arguments = query, key, value, exchange, scaling, dropout_mask, sequence, heads
+    arguments = query, key, value, blocks, sequence, heads
     result: Tensor = _AttendByHeads.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -95,20 +137,17 @@ class _AttendByHeads(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        exchange: KeyExchange,
-        scaling: Scaling,
-        dropout_mask: WeightDropoutMask | None,
+        blocks: KeyBlocks,
         sequence: LocalSequence,
         heads: Heads,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor, Tensor | None]:
-            out, lse, _ = attend_blocks(query, key, value, exchange, scaling, dropout_mask)
+            out, lse, _ = blocks.attend(query, key, value)
             (every,) = _positions_for_heads([out], sequence, heads, heads[-1][-1] + 1)
             return every, lse, out if sequence.parallelism.keeps_keys else None
 
         result, lse, out = kept(compute)
-        ctx.arguments = exchange, scaling, dropout_mask
-        ctx.sequence, ctx.heads = sequence, heads
+        ctx.blocks, ctx.sequence, ctx.heads = blocks, sequence, heads
         ctx.save_for_backward(query, key, value, lse, out, result if out is None else None)
         assert result is not None
         return result
@@ -118,10 +157,8 @@ class _AttendByHeads(torch.autograd.Function):
         query, key, value, lse, out, by_positions = ctx.saved_tensors
         sent = [gradient, by_positions] if out is None else [gradient]
         gradient, *outs = _heads_for_positions(sent, ctx.sequence, ctx.heads, overlaps=True)
-        out = outs[0] if outs else out
-        saved = SavedAttention(query, key, value, out, lse, None)
-        found = attention_gradients(gradient, saved, *ctx.arguments, returns=False)
-        return *found, *[None] * 5
+        attended = Attended(query, key, value, outs[0] if outs else out, lse)
+        return *ctx.blocks.gradients(gradient, attended, None, returns=False), None, None, None
 
 
 def _heads_for_positions(
@@ -129,11 +166,11 @@ def _heads_for_positions(
 ) -> list[Tensor]:
     """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
     layout, own = sequence.layout, len(heads[sequence.group.index])
-    sent = _Parts.of(tensors, [(len(one), sequence.size) for one in heads])
+    sent = RankParts.of(tensors, [(len(one), sequence.size) for one in heads])
     for one, parts in zip(heads, sent.parts, strict=True):
         for tensor, part in zip(tensors, parts, strict=True):
             torch.cat([tensor[:, run] for run in _runs(one)], 1, out=part)
-    received = _Parts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    received = RankParts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
     most = sum(map(len, heads)) * max(map(layout.size, range(layout.ranks)))
     _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [layout.join(parts, 2) for parts in zip(*received.parts, strict=True)]
@@ -153,11 +190,11 @@ def _positions_for_heads(
     of float32 and the tensor's dtype.
     """
     layout, own = sequence.layout, len(heads[sequence.group.index])
-    sent = _Parts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    sent = RankParts.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
     for rank, parts in enumerate(sent.parts):
         for tensor, part in zip(tensors, parts, strict=True):
             layout.cut(tensor, rank, 2, out=part)
-    received = _Parts.of(tensors, [(len(one), sequence.size) for one in heads])
+    received = RankParts.of(tensors, [(len(one), sequence.size) for one in heads])
     most = max(map(len, heads)) * sum(map(layout.size, range(layout.ranks)))
     _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [_summed(parts, heads, all_heads) for parts in zip(*received.parts, strict=True)]
@@ -188,49 +225,11 @@ def _runs(heads: tuple[int, ...]) -> list[slice]:
     return [slice(heads[first], heads[stop - 1] + 1) for first, stop in pairwise(ends)]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A flat tensor of consecutive parts, one for each rank, with a part for each of several tensors."""
-
-    flat: Tensor
-    sizes: list[int]
-    """Elements of each rank's part."""
-    each: int
-    """Elements of one head at one position, over all tensors."""
-    parts: list[list[Tensor]]
-    """Views of `flat`, `[rows, heads, positions, width]`: by rank, then by tensor."""
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> _Parts:
-        """Return an uninitialised buffer for each rank's heads and positions of tensors like `tensors`."""
-        shapes = [[(one.shape[0], *size, one.shape[3]) for one in tensors] for size in sizes]
-        counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
-        flat = tensors[0].new_empty(sum(map(sum, counts)))
-        views = iter(torch.split(flat, [*chain(*counts)]))
-        parts = [[next(views).view(shape) for shape in of_rank] for of_rank in shapes]
-        each = sum(one.shape[0] * one.shape[3] for one in tensors)
-        return _Parts(flat, [*map(sum, counts)], each, parts)
-
-
 def _all_to_all(
-    sent: _Parts, received: _Parts, most: int, sequence: LocalSequence, *, overlaps: bool
+    sent: RankParts, received: RankParts, most: int, sequence: LocalSequence, *, overlaps: bool
 ) -> None:
-    """Send each rank its part; `overlaps`: meanwhile compute queued weight gradients.
-
-    `most`: heads times positions, more than which no rank sends.
-    """
-    if sent.flat.is_meta:
-        sequence.group.skip("all_to_all", sent.flat)
-        return
-    pending = all_to_all_uneven(
-        sent.flat,
-        sequence.group,
-        sent.sizes,
-        received.sizes,
-        most=most * sent.each,
-        out=received.flat,
-        checked=False,
-    )
-    if overlaps and sequence.parallelism.overlap is not None:
+    """Send each rank its part; `overlaps`: meanwhile compute queued weight gradients."""
+    wait = start_exchange(sent, received, sequence.group, most, "all_to_all")
+    if overlaps and not sent.flat.is_meta and sequence.parallelism.overlap is not None:
         sequence.parallelism.overlap()
-    pending.wait()
+    wait()

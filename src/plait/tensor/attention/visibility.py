@@ -147,9 +147,7 @@ def with_intervals_on(calls: tuple[BlockCall, ...], device: torch.device) -> tup
     """Return `calls` with their intervals copied to `device`, each distinct one once, without a wait."""
     intervals = {id(call.seen): call.seen for call in calls if isinstance(call.seen, Tensor)}
     copies = {key: sent(one, device) for key, one in intervals.items()}
-    return tuple(
-        replace(call, seen=copies[id(call.seen)]) if id(call.seen) in copies else call for call in calls
-    )
+    return tuple(replace(call, seen=copies.get(id(call.seen), call.seen)) for call in calls)
 
 
 def _equal_rows(begin: Indices, end: Indices) -> Iterator[tuple[slice, int]]:

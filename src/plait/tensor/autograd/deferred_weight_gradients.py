@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from plait.ranks.device import is_accelerator, multiplies_into_float32
 from plait.tensor.autograd.between_graphs import TRACE
-from plait.tensor.autograd.engine_calls import apply_function, reshaped_in_place
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.regather import Gather
 from plait.tensor.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
+from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
@@ -102,14 +102,12 @@ def linear(
     """
     if queue is None or not defers(input):
         return functional.linear(input, _rows_out(weight, transposed), bias)
-    run = RECOMPUTED_RUN.get()
+    arguments, run = (input, weight, bias, queue, transposed), RECOMPUTED_RUN.get()
     if run is None:
-        return apply_function(_Linear, input, weight, bias, queue, transposed, False)  # type: ignore[no-any-return]
+        return apply_function(_Linear, *arguments, False)  # type: ignore[no-any-return]
     if not run.is_second:
-        return run.result(lambda: (apply_function(_Linear, input, weight, bias, queue, transposed, False),))[
-            0
-        ]  # type: ignore[return-value]
-    output: Tensor = apply_function(_Linear, input, weight, bias, queue, transposed, True)
+        return run.result(lambda: (apply_function(_Linear, *arguments, False),))[0]  # type: ignore[return-value]
+    output: Tensor = apply_function(_Linear, *arguments, True)
     # After the input is saved, where a second run may end.
     with torch.no_grad():
         product = run.result(lambda: (functional.linear(input, _rows_out(weight, transposed), bias),))[0]
@@ -272,7 +270,6 @@ class _Embedding(torch.autograd.Function):
         refuse_other_orders(ctx, "an embedding")
         (input,) = ctx.saved_tensors
         weight, padding, queue = ctx.weight, ctx.padding, ctx.queue
-
         if weight.requires_grad:
             queue.add(lambda: add_rows(queue.buffer_of(weight), input, gradient, padding))
         return None, None, None, None

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.tensor.autograd.deferred_weight_gradients import add_product, bind_forward, defers, saved_input
-from plait.tensor.autograd.engine_calls import apply_function
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.split_backward import refuse_other_orders
+from plait.tensor.autograd.torch_calls import apply_function
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 

@@ -34,19 +34,12 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
-from plait.tensor.autograd.between_graphs import TRACE
-from plait.tensor.autograd.regather import (
-    Gather,
-    GatherRegistry,
-    own_range,
-    start_reduce_scatter,
-    start_whole,
-)
+from plait.tensor.autograd.between_graphs import TRACE, Operation
+from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
 
 Overlap = Callable[[], None]
 """Runs in the backward during a reduction."""
-Operation = Callable[[Tensor], Tensor]
 PairedCollective = Literal[
     "copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_parts"
 ]
@@ -81,8 +74,8 @@ def gather(
 
     Communication: one all-gather, of parts padded to the size of the largest.
     """
-    whole, part = partial(_whole, group, dim, size), partial(_part, group, dim)
-    return _paired(collective, tensor, group, whole, part, dim, size)
+    part = partial(_part, group, dim)
+    return _paired(collective, tensor, group, Gather(group, dim, size).whole, part, dim, size)
 
 
 def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective = "split") -> Tensor:
@@ -90,7 +83,7 @@ def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective =
 
     Communication: backward, one all-gather.
     """
-    whole, part = partial(_whole, group, dim, tensor.shape[dim]), partial(_compared_part, group, dim)
+    whole, part = Gather(group, dim, tensor.shape[dim]).whole, partial(_compared_part, group, dim)
     return _paired(collective, tensor, group, part, whole, dim, _own_size(tensor, group, dim))
 
 
@@ -107,12 +100,11 @@ def gather_in(
     `overlap` runs during the reduce-scatter. `registry` records the all-gather, so that linears save only
     the part. Communication: one all-gather; backward, one reduce-scatter.
     """
-    whole = partial(_whole, group, dim, size)
-    reduce_scattered = partial(_reduce_scattered, group, dim, overlap)
-    again = None if registry is None else Gather(group, dim, size)
-    result = _paired("gather_in", part, group, whole, reduce_scattered, dim, size, regather=again)
+    gather, reduce_scattered = Gather(group, dim, size), partial(_reduce_scattered, group, dim, overlap)
+    again = None if registry is None else gather
+    result = _paired("gather_in", part, group, gather.whole, reduce_scattered, dim, size, regather=again)
     if registry is not None and result is not part and TRACE.get() is None:
-        registry.add(result, part, Gather(group, dim, size))
+        registry.add(result, part, gather)
     return result
 
 
@@ -161,12 +153,8 @@ def _sum_in_place(group: Group, tensor: Tensor) -> Tensor:
     return all_reduce(tensor, group, checked=False).wait()
 
 
-def _whole(group: Group, dim: int, size: int, part: Tensor) -> Tensor:
-    return start_whole(part, group, dim, size)()
-
-
 def _registered_whole(gather: Gather, registry: GatherRegistry | None, gradient: Tensor) -> Tensor:
-    whole = gather.start(gradient)()
+    whole = gather.whole(gradient)
     if registry is not None:
         registry.add(whole, gradient, gather)
     return whole

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.errors import LayoutError
-from plait.plan.layout.layout import Coordinate, Layout, Partial, Placement, Replicate, Shard
+from plait.plan.layout.layout import Coordinate, Layout, Partial, Replicate, Shard
 from plait.plan.layout.shards import intersection, slices_within
 from plait.plan.layout.transitions import Move, moves
 from plait.ranks.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -60,17 +60,16 @@ def redistribute(
     unequal sizes are padded to the largest. Raises `LayoutError` for layouts of other shapes or axes, for
     axes that the mesh lacks or has with other degrees, and for a tensor of another shape than its shard.
     """
-    where = _require_fitting(tensor, source, target, mesh)
+    there = moves(source, target)
+    where = _require_fitting(tensor, source, mesh)
     gradient = _gradient_layout(target, own)
-    there, back = moves(source, target), moves(gradient, _gradient_layout(source))
+    back = moves(gradient, _gradient_layout(source))
     if not there and not back:
         return tensor
-    if not tensor.is_meta:
-        return _apply(tensor, there, back, mesh, where)
-    # Nothing is sent, but `plait.proof.gradient_proof` needs nodes where a region begins and ends.
-    enters, leaves = _crossing(source, gradient, target)
+    # On meta nothing is sent, but `plait.proof.gradient_proof` needs nodes where a region begins and ends.
+    enters, leaves = _crossing(source, gradient, target) if tensor.is_meta else (False, False)
     entered = copy(tensor, mesh.group(_REGION_AXIS)) if enters else tensor
-    result = _apply(entered, there, back, mesh, where)
+    result: Tensor = _Redistribution.apply(entered, there, back, mesh, where)  # type: ignore[no-untyped-call]
     return reduce(result, mesh.group(_REGION_AXIS)) if leaves else result
 
 
@@ -81,7 +80,7 @@ def full_tensor(shard: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
     Every rank along the axes of the layout calls it and gets the whole; `shard` itself where that is whole.
     Communication: as `redistribute` to a replicated layout, over each axis that shards.
     """
-    axes = dict(zip(layout.axes, layout.degrees, strict=True))
+    axes = layout.axis_degrees
     if layout.blocked_dim is None:
         return redistribute(shard.detach(), layout, Layout(layout.shape, axes), mesh)
     if any(isinstance(p, Shard) and isinstance(p.blocks, tuple) for p in layout.placements):
@@ -94,13 +93,11 @@ def full_tensor(shard: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
 
 def _of_unequal_blocks(shard: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
     """Return the whole tensor: the ranks' shards one after another, their blocks then put in order."""
-    placements, blocks, parts = dict[str, Placement](), tuple[int, ...](), 1
-    for axis, degree, placement in zip(layout.axes, layout.degrees, layout.placements, strict=True):
-        placements[axis] = placement
+    axes, placements, blocks, parts = layout.axis_degrees, layout.axis_placements, tuple[int, ...](), 1
+    for axis, placement in layout.axis_placements.items():
         if isinstance(placement, Shard) and isinstance(placement.blocks, tuple):
             placements[axis] = replace(placement, blocks=1)
-            blocks, parts = placement.blocks, degree // placement.copies
-    axes = layout.axis_degrees
+            blocks, parts = placement.blocks, axes[axis] // placement.copies
     gathered = redistribute(shard, Layout(layout.shape, axes, placements), Layout(layout.shape, axes), mesh)
     dim = layout.blocked_dim
     assert dim is not None
@@ -110,16 +107,15 @@ def _of_unequal_blocks(shard: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
 
 def _with_blocks_as_dim(layout: Layout) -> Layout:
     """Return the layout of the tensor reshaped with its blocked dim as two: block, index in the block."""
-    dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
+    dim, placements, blocks = layout.blocked_dim, layout.axis_placements, 1
     assert dim is not None
-    for axis, placement in zip(layout.axes, layout.placements, strict=True):
-        placements[axis] = placement
+    for axis, placement in layout.axis_placements.items():
         if isinstance(placement, Shard):
             assert isinstance(placement.blocks, int)
             blocks = max(blocks, placement.blocks)
             placements[axis] = Shard(placement.dim + (placement.dim >= dim), placement.copies)
     shape = *layout.shape[:dim], blocks, layout.shape[dim] // blocks, *layout.shape[dim + 1 :]
-    return Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
+    return Layout(shape, layout.axis_degrees, placements)
 
 
 def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
@@ -137,9 +133,8 @@ def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
     return Layout(layout.shape, layout.axis_degrees, placements)
 
 
-def _require_fitting(tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh) -> Coordinate:
-    """Return this rank's coordinate. Raises `LayoutError` where layouts, mesh and tensor do not match."""
-    moves(source, target)
+def _require_fitting(tensor: Tensor, source: Layout, mesh: GridMesh) -> Coordinate:
+    """Return this rank's coordinate. Raises `LayoutError` where layout, mesh and tensor do not match."""
     plain = [part for axis in source.axes for part in mesh.axes_of(axis)]
     sizes = {axis: mesh.size(axis) for axis in source.axes}
     if len(set(plain)) < len(plain) or tuple(sizes.values()) != source.degrees:
@@ -164,13 +159,6 @@ def _crossing(source: Layout, gradient: Layout, target: Layout) -> tuple[bool, b
     was_whole = isinstance(source.placements[place], Replicate)
     is_whole = all(isinstance(one.placements[place], Replicate) for one in (target, gradient))
     return was_whole and not is_whole, is_whole and not was_whole
-
-
-def _apply(
-    tensor: Tensor, there: Sequence[Move], back: Sequence[Move], mesh: GridMesh, where: Coordinate
-) -> Tensor:
-    result: Tensor = _Redistribution.apply(tensor, there, back, mesh, where)  # type: ignore[no-untyped-call]
-    return result
 
 
 class _Redistribution(torch.autograd.Function):

@@ -34,39 +34,53 @@ def own_range(whole: Tensor, group: Group, dim: int) -> Tensor:
     return whole.narrow(dim, own.start, len(own))
 
 
-def start_whole(part: Tensor, group: Group, dim: int, size: int) -> PendingTensor:
-    """Start the all-gather of the ranks' parts along `dim`, into a tensor of `size` along it.
+@dataclass(frozen=True)
+class Gather:
+    """An all-gather of the ranks' parts along `dim`, into a tensor of `size` along it."""
 
-    Communication: one all-gather, of parts padded to the size of the largest. ModelError where the size of
-    `part` is not this rank's.
-    """
-    cuts, dim = divide(size, group.size), dim % part.dim()
-    own = cuts[group.index]
-    if part.is_meta and part.shape[dim] == size > len(own):  # whole: the gradient proof names the fault
-        return lambda: part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :])
-    if part.shape[dim] != len(own):
-        raise ModelError(
-            f"a tensor of shape {list(part.shape)} is gathered over {group.name}, whose ranks cut {size} "
-            f"along dim {dim}, so that this one has {len(own)}: let layers with the rule sequence give as "
-            "many positions as they get, or take that rule off them."
+    group: Group
+    dim: int
+    size: int
+
+    def start(self, part: Tensor) -> PendingTensor:
+        """Start the all-gather of `part`, padded to the size of the largest.
+
+        ModelError where the size of `part` is not this rank's.
+        """
+        group, size = self.group, self.size
+        cuts, dim = divide(size, group.size), self.dim % part.dim()
+        own = cuts[group.index]
+        if part.is_meta and part.shape[dim] == size > len(own):  # whole: the gradient proof names the fault
+            return lambda: part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :])
+        if part.shape[dim] != len(own):
+            raise ModelError(
+                f"a tensor of shape {list(part.shape)} is gathered over {group.name}, whose ranks cut {size} "
+                f"along dim {dim}, so that this one has {len(own)}: let layers with the rule sequence give "
+                "as many positions as they get, or take that rule off them."
+            )
+        mine = _padded(part, dim, len(cuts[0]))
+        gathered_shape, whole = (group.size * mine.shape[0], *mine.shape[1:]), None
+        if len(cuts[-1]) == len(cuts[0]) and prod(part.shape[:dim]) == 1:  # contiguous: gathered in place
+            whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
+        out = mine.new_empty(gathered_shape) if whole is None else whole.view(gathered_shape)
+        if mine.is_meta:
+            group.skip("all_gather", mine)
+        wait: PendingTensor = (
+            (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
         )
-    mine = _padded(part, dim, len(cuts[0]))
-    if len(cuts[-1]) == len(cuts[0]) and prod(part.shape[:dim]) == 1:  # contiguous: gathered in place
-        whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
-        in_place = _start_all_gather(mine, group, whole.view(_gathered_shape(mine, group)))
 
-        def finish_in_place() -> Tensor:
-            in_place()
-            return whole
+        def finish() -> Tensor:
+            gathered = wait()
+            if whole is not None:
+                return whole
+            parts = zip(gathered.chunk(group.size), cuts, strict=True)
+            return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in parts], dim)
 
-        return finish_in_place
-    pending = _start_all_gather(mine, group, mine.new_empty(_gathered_shape(mine, group)))
+        return finish
 
-    def finish() -> Tensor:
-        parts = zip(pending().chunk(group.size), cuts, strict=True)
-        return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in parts], dim)
-
-    return finish
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole tensor. Communication: one all-gather."""
+        return self.start(part)()
 
 
 def start_reduce_scatter(summand: Tensor, group: Group, dim: int) -> PendingTensor:
@@ -89,14 +103,6 @@ def start_reduce_scatter(summand: Tensor, group: Group, dim: int) -> PendingTens
     return lambda: pending().narrow(dim, 0, len(own)).clone(memory_format=torch.contiguous_format)
 
 
-def _start_all_gather(mine: Tensor, group: Group, out: Tensor) -> PendingTensor:
-    """Start an all-gather along dim 0."""
-    if not mine.is_meta:
-        return all_gather(mine, group, out=out, checked=False).wait
-    group.skip("all_gather", mine)
-    return lambda: out
-
-
 def _start_reduce_scatter(mine: Tensor, group: Group) -> PendingTensor:
     """Start a reduce-scatter along dim 0."""
     if not mine.is_meta:
@@ -106,11 +112,6 @@ def _start_reduce_scatter(mine: Tensor, group: Group) -> PendingTensor:
     return lambda: part
 
 
-def _gathered_shape(mine: Tensor, group: Group) -> tuple[int, ...]:
-    """Return the shape of all ranks' tensors, concatenated along dim 0."""
-    return group.size * mine.shape[0], *mine.shape[1:]
-
-
 def _padded(part: Tensor, dim: int, size: int) -> Tensor:
     """Return `part`, padded with zeros to `size` along `dim`."""
     missing = size - part.shape[dim]
@@ -118,19 +119,6 @@ def _padded(part: Tensor, dim: int, size: int) -> Tensor:
         return part
     zeros = part.new_zeros(*part.shape[:dim], missing, *part.shape[dim + 1 :])
     return torch.cat([part, zeros], dim)
-
-
-@dataclass(frozen=True)
-class Gather:
-    """The arguments of an all-gather by `start_whole`: the group, the dim, and the dim's whole size."""
-
-    group: Group
-    dim: int
-    size: int
-
-    def start(self, part: Tensor) -> PendingTensor:
-        """Start the all-gather of `part`."""
-        return start_whole(part, self.group, self.dim, self.size)
 
 
 class Regathered:

@@ -1,16 +1,25 @@
-"""The queue of weight-gradient computations that a backward defers to a later `W` action of the schedule."""
+"""The queue of weight-gradient computations that a backward defers to a later `W` action of the schedule.
+
+Other gradients autograd computes at once. A block has about ten biases and norms: added by autograd, each is
+an operation of a few bytes, or two where the buffer has a wider dtype. Set aside for a backward and put back
+after it, those of all layers that ran together are added to their buffers in one operation. So are gradients
+of matrices that autograd computes, while their buffers hold nothing of the step yet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.tensor.autograd.regather import GatherRegistry
+from plait.tensor.autograd.torch_calls import add_each
 
 WeightWork = Callable[[], object]
 """Adds one weight gradient of one micro-batch to its buffer."""
+Held = list[tuple[nn.Parameter, Tensor]]
+"""Parameters whose `.grad` is set aside, and their gradient buffers."""
 
 
 @dataclass(frozen=True)
@@ -104,3 +113,31 @@ class WeightGradientQueue:
         """Compute the queued weight gradients during a collective, if `mode` overlaps; else do nothing."""
         if self.mode.overlaps:
             self.run()
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> Held:
+        """Set the `.grad` of parameters to None, so that no backward adds to it; return their buffers."""
+        held = [(parameter, buffer) for parameter in parameters if (buffer := parameter.grad) is not None]
+        for parameter, buffer in held:
+            self.buffers[id(parameter)], parameter.grad = buffer, None
+        return held
+
+    def put_back(self, held: Held) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Set each `.grad` to its buffer again; return the parameters with a new gradient, and these."""
+        self.buffers.clear()
+        parameters, gradients = [], []
+        for parameter, buffer in held:
+            gradient, parameter.grad = parameter.grad, buffer
+            if gradient is not None:
+                parameters.append(parameter)
+                gradients.append(gradient)
+        return parameters, gradients
+
+    def add_found(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        """Add the gradients of parameters that a backward has computed to their buffers, together."""
+        if self.unwritten:
+            self.set_to_zero(parameters)
+        totals = []
+        for parameter in parameters:
+            assert parameter.grad is not None, "a gradient buffer is set before a backward"
+            totals.append(parameter.grad)
+        add_each(totals, gradients)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
 from plait.plan.layout.layout import Layout
-from plait.plan.rules import Rule, Rules, entrance, join, match
+from plait.plan.rules import Rule, Rules, join, match
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -54,9 +54,9 @@ def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     for path, rule in matched.items():
         kind = type(modules[path])
         if not _is_applicable(modules[path], rule):
-            classes = " or ".join(_public_name(one) for one in APPLICABLE[rule.kind])
+            named = (f"{'plait' if one is Dropout else 'nn'}.{one.__name__}" for one in APPLICABLE[rule.kind])
             raise PlanError(
-                f"the rule {rule.kind} is for {classes}, but {path} is a {kind.__name__}: "
+                f"the rule {rule.kind} is for {' or '.join(named)}, but {path} is a {kind.__name__}: "
                 "let the pattern of the rule match fewer modules, or remove it."
             )
         if rule.kind in APPLICABLE and rule.kind not in WITHOUT_LAYOUT and is_altered(modules[path]):
@@ -124,16 +124,6 @@ def apply_rules(
     return results
 
 
-def partitioned_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
-    """Return the number of classes if the last layer's logits are partitioned by class, else None."""
-    path, module = layer
-    for name, full in _names(path, module):
-        linear, rule = module.get_submodule(name), matched.get(full, entrance)
-        if isinstance(linear, nn.Linear) and rule.kind == "vocabulary" and not rule.gather_output:
-            return linear.out_features
-    return None
-
-
 def _applied(
     rule: Rule,
     module: nn.Module,
@@ -173,10 +163,6 @@ def _enter(boundary: RegionBoundary, path: str, module: nn.Module, given: object
             "whose output is one tensor."
         )
     return boundary.enter(output)
-
-
-def _public_name(kind: type[nn.Module]) -> str:
-    return f"{'plait' if kind is Dropout else 'nn'}.{kind.__name__}"
 
 
 def _is_applicable(module: nn.Module, rule: Rule) -> bool:
@@ -250,11 +236,8 @@ def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]
     """Yield path, module and parent of all modules, once per name of each module."""
     for path, layer in layers:
         for name, full in _names(path, layer):
-            yield (
-                full,
-                layer.get_submodule(name),
-                layer.get_submodule(name.rpartition(".")[0]) if name else None,
-            )
+            parent = layer.get_submodule(name.rpartition(".")[0]) if name else None
+            yield full, layer.get_submodule(name), parent
 
 
 def _names(path: str, layer: nn.Module) -> Iterable[tuple[str, str]]:

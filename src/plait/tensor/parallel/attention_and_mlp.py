@@ -9,6 +9,7 @@ linears. The row linear's bias is added once, after the sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from plait.errors import PlanError
 from plait.ranks.group import Group
+from plait.tensor.attention.attention import heads_of
 from plait.tensor.autograd.deferred_weight_gradients import linear
 from plait.tensor.autograd.kept_results import with_kept_operations
 from plait.tensor.autograd.paired_collectives import copy
@@ -124,22 +126,16 @@ class TensorParallelAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, without a residual connection."""
         entered = self.query.boundary.enter(x)
-        query = self._heads(self.query(entered))
-        key, value = (self._heads(self._shared(one, entered)) for one in (self.key, self.value))
+        query = heads_of(self.query(entered), self.head_size)
+        shared = (self._shared(one, entered) for one in (self.key, self.value))
+        key, value = (heads_of(one, self.head_size) for one in shared)
         if self.rotate is not None:
             query, key = self.rotate(query, key)
-        mixed = with_kept_operations(
-            lambda: functional.scaled_dot_product_attention(
-                query, key, value, is_causal=self.causal, enable_gqa=query.shape[1] != key.shape[1]
-            )
-        )
+        groups = query.shape[1] != key.shape[1]
+        attend = partial(functional.scaled_dot_product_attention, is_causal=self.causal, enable_gqa=groups)
+        mixed = with_kept_operations(lambda: attend(query, key, value))
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
-
-    def _heads(self, features: Tensor) -> Tensor:
-        """Return `[rows, length, heads · head_size]` as `[rows, heads, length, head_size]`."""
-        heads: Tensor = features.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
-        return heads.transpose(1, 2)
 
     def _shared(self, column: ColumnParallelLinear, entered: Tensor) -> Tensor:
         """Return a linear's output; sum its parameters' gradients over `copies`, which share a shard."""

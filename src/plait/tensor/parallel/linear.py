@@ -5,7 +5,7 @@
 
 A column linear followed by a row linear costs one all-reduce forward (the row's) and one backward (of the
 gradient of the column's input). With sequence parallelism, each all-reduce becomes an all-gather and a
-reduce-scatter: see `plait.tensor.parallel.linear`.
+reduce-scatter:
 
     outside of the region       enter                       leave
     values are whole            copy                        reduce

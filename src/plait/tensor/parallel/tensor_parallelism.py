@@ -23,7 +23,7 @@ from plait.ranks.group import Group
 from plait.tensor.autograd.paired_collectives import to_parts, to_whole
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import NamedLayer, RunOnParts, Value, tensors_of, with_tensors
-from plait.tensor.parallel.apply_rules import apply_rules, partitioned_classes
+from plait.tensor.parallel.apply_rules import apply_rules
 from plait.tensor.parallel.linear import RegionBoundary
 from plait.tensor.parallel.partition import AXIS, Layers, Vocabulary
 
@@ -166,11 +166,15 @@ class TensorParallelism:
         return run
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
-        """Return the partitioning of the model's logits, or None where they are whole."""
+        """Return the partitioning of the model's logits by class, or None where they are whole."""
         if self.group.size == 1:
             return None
-        classes = partitioned_classes((last.path, last.module), self.cuts)
-        return None if classes is None else Vocabulary(classes, self.group)
+        for name, linear in last.module.named_modules(remove_duplicate=False):
+            rule = self.cuts.get(join(last.path, name))
+            by_class = rule is not None and rule.kind == "vocabulary" and not rule.gather_output
+            if by_class and isinstance(linear, nn.Linear):
+                return Vocabulary(linear.out_features, self.group)
+        return None
 
 
 def _redistributed(

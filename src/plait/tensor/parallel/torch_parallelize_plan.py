@@ -94,7 +94,8 @@ def _rule(path: str, module: nn.Module, style: ParallelStyle, is_head: bool) -> 
 
 def _colwise(path: str, module: nn.Module, style: Any, is_head: bool) -> Rule:
     if isinstance(module, nn.Embedding):
-        raise _refused(path, style, "", "cuts an embedding by features, and plait by rows", _BY_ROWS)
+        remedy = "give RowwiseParallel(input_layouts=Replicate())"
+        raise _refused(path, style, "", "cuts an embedding by features, and plait by rows", remedy)
     if style.input_layouts != _WHOLE:
         raise _differs(path, style, "input_layouts", "the input of a column linear is whole", "Replicate()")
     if style.output_layouts == _WHOLE:
@@ -155,7 +156,6 @@ def _sequence(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
     raise _refused(path, style, "", "cuts the sequence, which is a rule of whole layers", remedy)
 
 
-_BY_ROWS = "give RowwiseParallel(input_layouts=Replicate())"
 _TRANSLATIONS: Mapping[type, Callable[[str, nn.Module, Any, bool], Rule | None]] = {
     ColwiseParallel: _colwise,
     RowwiseParallel: _rowwise,

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.tensor.attention import attention
 from plait.tensor.attention.attention import attend, share_keys
-from plait.tensor.attention.unfused_kernel import AnyDropout, is_active
-from plait.tensor.autograd.replaceable import Replacements, replacing
+from plait.tensor.attention.kernels import AnyDropout, is_active
 from plait.tensor.dropout import Dropout
 from plait.tensor.layer_values import Value
+from plait.tensor.proof_marks import Replacements, replacing
 from plait.tensor.running_sequence import longest_document, positions
 
 MOST_SCORES = 1 << 25

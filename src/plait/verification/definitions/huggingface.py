@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.models.huggingface import common, gpt2, gpt_neox
+from plait.models.huggingface import common, gpt
 from plait.models.huggingface import families as decoder
 from plait.models.model_helpers import require_length
 from plait.verification.definitions.functions import Definitions, Forward
@@ -67,23 +67,18 @@ def _embedding(book: Definitions, layer: common.Embedding, tokens: Tensor) -> Te
     return embedded if layer.emb_dropout is None else layer.emb_dropout(embedded)
 
 
-def _mlp(book: Definitions, layer: common.MLP, x: Tensor) -> Tensor:
-    result: Tensor = x + layer.mlp(layer.get_submodule(layer.name)(x))
-    return result
-
-
 def _head(book: Definitions, layer: common.Head, x: Tensor) -> Tensor:
     logits: Tensor = layer.lm_head(layer.get_submodule(layer.name)(x))
     return logits if layer.cap is None else torch.tanh(logits / layer.cap) * layer.cap
 
 
-def _gpt2_embedding(book: Definitions, layer: gpt2.Embedding, tokens: Tensor) -> Tensor:
+def _gpt2_embedding(book: Definitions, layer: gpt.GPT2Embedding, tokens: Tensor) -> Tensor:
     require_length(tokens, layer.wpe.num_embeddings)
     embedded: Tensor = layer.drop(layer.wte(tokens) + layer.wpe(book.positions(tokens)))
     return embedded
 
 
-def _gpt2_attention(book: Definitions, layer: gpt2.Attention, x: Tensor) -> Tensor:
+def _gpt2_attention(book: Definitions, layer: gpt.GPT2Attention, x: Tensor) -> Tensor:
     attn = layer.attn
     width = attn.head_dim * attn.num_heads
     parts = attn.c_attn(layer.ln_1(x)).split(width, -1)
@@ -93,7 +88,7 @@ def _gpt2_attention(book: Definitions, layer: gpt2.Attention, x: Tensor) -> Tens
     return result
 
 
-def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
+def _neox_block(book: Definitions, layer: gpt.GPTNeoXBlock, x: Tensor) -> Tensor:
     attn = layer.attention
     normed = layer.input_layernorm(x)
     heads = split_heads(attn.query_key_value(normed), 3 * attn.head_size)
@@ -105,6 +100,10 @@ def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
     inner = layer.mlp(layer.post_attention_layernorm(x if layer.parallel else after))
     result: Tensor = after + layer.post_mlp_dropout(inner)
     return result
+
+
+def _mlp(book: Definitions, layer: common.MLP, x: Tensor) -> Tensor:
+    return _branch(layer, x, layer.mlp)
 
 
 def _branch(layer: Any, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
@@ -167,10 +166,9 @@ FORWARDS: dict[type[nn.Module], Forward] = {
     common.Embedding: _embedding,
     common.MLP: _mlp,
     common.Head: _head,
-    gpt2.Embedding: _gpt2_embedding,
-    gpt2.Attention: _gpt2_attention,
-    gpt_neox.Block: _neox_block,
+    gpt.GPT2Embedding: _gpt2_embedding,
+    gpt.GPT2Attention: _gpt2_attention,
+    gpt.GPTNeoXBlock: _neox_block,
     decoder.Attention: lambda book, layer, x: _branch(layer, x, partial(_mixed, book, layer)),
-    decoder.MLP: lambda book, layer, x: _branch(layer, x, layer.mlp),
 }
 """By the type of a module, its forward by definition."""

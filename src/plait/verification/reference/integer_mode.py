@@ -211,7 +211,7 @@ def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
     """Return a function that makes each parameter element a random -1, 0 or 1; in vectors -1 or 1."""
 
     def change(name: str, value: Tensor) -> Tensor:
-        numbers = normal_values(f"{name}/whole", seed, 0, value.numel(), 1.0).view(value.shape)
+        numbers = normal_values(f"{name}/whole", seed, value.numel(), 1.0).view(value.shape)
         return (numbers.sign() if value.dim() < 2 else (numbers * 0.8).round().clamp(-1, 1)).to(value)
 
     return change

@@ -43,7 +43,7 @@ def add_offsets(seed: int) -> ValueChange:
         if not value.is_floating_point():
             return value
         size = float(value.double().square().mean().sqrt()) if value.numel() else 0.0
-        offset = normal_values(f"{name}/moved", seed, 0, value.numel(), OFFSET * size or OFFSET_OF_ZEROS)
+        offset = normal_values(f"{name}/moved", seed, value.numel(), OFFSET * size or OFFSET_OF_ZEROS)
         return value + offset.view(value.shape).to(value)
 
     return change

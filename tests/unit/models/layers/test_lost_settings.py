@@ -14,7 +14,11 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import plait
 from plait.engine.tensor_sources import LocalSource, locate_tensors
 from plait.errors import DataError, ModelError, PlanError
-from plait.models.layers.lost_settings import buffers_of_loss, refuse_lost_settings, refusing_changed_buffers
+from plait.models.layers.model_validation import (
+    buffers_of_loss,
+    refuse_lost_settings,
+    refusing_changed_buffers,
+)
 from plait.ranks.gradient_hooks import first_gradient_hook
 from plait.ranks.launch.rank_process import dumps_call
 from plait.tensor import mean_loss

@@ -17,7 +17,15 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait.tensor.attention import fused_kernels
-from plait.tensor.attention.fused_kernels import CPU, CUDNN, EFFICIENT, FLASH, FusedKernel, fused_kernel
+from plait.tensor.attention.fused_kernels import (
+    CPU,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    Attended,
+    FusedKernel,
+    fused_kernel,
+)
 
 SCALE = 0.4
 
@@ -87,7 +95,7 @@ def test_the_cpus_fused_kernel_equals_the_formula(n: int, m: int, kind: str) -> 
     bias = bias.expand(2, 4, n, m) if kind == "bias" else None
     out, lse = CPU.forward(*inputs, bias, kind == "causal", SCALE)
     gradient = torch.randn_like(out)
-    gradients = CPU.backward(gradient, *inputs, out, lse, bias, kind == "causal", SCALE)
+    gradients = CPU.backward(gradient, Attended(*inputs, out, lse), bias, kind == "causal", SCALE)
     for one, other in zip((out, *gradients), reference(inputs, mask, gradient), strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
     assert lse.shape == (2, 4, n)
@@ -104,18 +112,18 @@ def test_the_fused_kernel_gives_the_same_bits_for_any_strides() -> None:
     inputs = random_inputs(kv_heads=2)
     out, lse = CPU.forward(*inputs, None, False, SCALE)
     gradient = torch.randn_like(out)
-    expected = CPU.backward(gradient, *inputs, out, lse, None, False, SCALE)
+    expected = CPU.backward(gradient, Attended(*inputs, out, lse), None, False, SCALE)
     for dim in range(4):
         strided = [spread(one, dim) if dim < 3 else one for one in inputs]
         again = CPU.forward(*strided, None, False, SCALE)
         assert torch.equal(again[0], out)
         assert torch.equal(again[1], lse)
         others = [spread(one, dim) if dim < one.dim() else one for one in (gradient, out, lse)]
-        gradients = CPU.backward(others[0], *strided, *others[1:], None, False, SCALE)
+        gradients = CPU.backward(others[0], Attended(*strided, *others[1:]), None, False, SCALE)
         assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True)), dim
     summed = torch.ones((), dtype=torch.float64).expand_as(out)
-    gradients = CPU.backward(summed, *inputs, out, lse, None, False, SCALE)
-    expected = CPU.backward(torch.ones_like(out), *inputs, out, lse, None, False, SCALE)
+    gradients = CPU.backward(summed, Attended(*inputs, out, lse), None, False, SCALE)
+    expected = CPU.backward(torch.ones_like(out), Attended(*inputs, out, lse), None, False, SCALE)
     assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
 
 
@@ -123,7 +131,8 @@ def test_an_infinite_log_sum_exp_gives_no_gradient() -> None:
     inputs = random_inputs()
     out, lse = CPU.forward(*inputs, None, False, SCALE)
     lse[:, :, 3] = math.inf
-    of_query, of_key, of_value = CPU.backward(torch.ones_like(out), *inputs, out, lse, None, False, SCALE)
+    attended = Attended(*inputs, out, lse)
+    of_query, of_key, of_value = CPU.backward(torch.ones_like(out), attended, None, False, SCALE)
     assert not of_query[:, :, 3].any()
     assert of_key.isfinite().all()
     assert of_value.isfinite().all()
@@ -144,7 +153,7 @@ def test_each_fused_operation_is_called_as_its_schema_defines(name: str) -> None
     out, lse = kernel.forward(*inputs, None, True, SCALE)
     assert out.shape == inputs[0].shape
     assert lse.shape == shape
-    gradients = kernel.backward(torch.empty_like(out), *inputs, out, lse, None, True, SCALE)
+    gradients = kernel.backward(torch.empty_like(out), Attended(*inputs, out, lse), None, True, SCALE)
     assert [one.shape for one in gradients] == [one.shape for one in inputs]
     assert {one.dtype for one in (out, *gradients)} == {dtype}
 
@@ -181,7 +190,7 @@ def test_a_backward_takes_a_log_sum_exp_like_that_of_its_forward(name: str, n: i
     ):
         out, _ = kernel.forward(*inputs, None, False, SCALE)
         merged = torch.empty(2, n, 4, device="meta").transpose(1, 2)
-        kernel.backward(torch.empty_like(out), *inputs, out, merged, None, False, SCALE)
+        kernel.backward(torch.empty_like(out), Attended(*inputs, out, merged), None, False, SCALE)
     assert shapes[0] == shapes[1]
 
 
@@ -221,7 +230,7 @@ class Efficient:
         assert lse.is_contiguous()
         assert lse[..., 37:].isposinf().all()
         lse = lse[..., :37]
-        return *CPU.backward(gradient, query, key, value, out, lse, bias, is_causal, scale), None
+        return *CPU.backward(gradient, Attended(query, key, value, out, lse), bias, is_causal, scale), None
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -232,13 +241,13 @@ def test_the_efficient_kernel_repeats_heads(masked: bool) -> None:
         bias = torch.zeros(37, 53, dtype=torch.float64).masked_fill_(~causal(37, 53), -math.inf)
     out, lse = CPU.forward(*inputs, bias, False, SCALE)
     gradient = torch.randn_like(out)
-    expected = out, lse, *CPU.backward(gradient, *inputs, out, lse, bias, False, SCALE)
+    expected = out, lse, *CPU.backward(gradient, Attended(*inputs, out, lse), bias, False, SCALE)
     aten = torch.ops.aten
     with (
         patch.object(aten, "_scaled_dot_product_efficient_attention", Efficient.forward),
         patch.object(aten, "_scaled_dot_product_efficient_attention_backward", Efficient.backward),
     ):
         out, lse = EFFICIENT.forward(*inputs, bias, False, SCALE)
-        actual = out, lse, *EFFICIENT.backward(gradient, *inputs, out, lse, bias, False, SCALE)
+        actual = out, lse, *EFFICIENT.backward(gradient, Attended(*inputs, out, lse), bias, False, SCALE)
     for one, other in zip(actual, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)

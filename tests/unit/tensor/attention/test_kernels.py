@@ -18,8 +18,7 @@ from torch import Tensor
 from parity.live_bytes import LiveBytes
 from parity.norm import assert_equal
 from plait.tensor.attention import fused_kernels, kernels
-from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
-from plait.tensor.attention.unfused_kernel import WeightDropout
+from plait.tensor.attention.kernels import WeightDropout, block_backward, block_forward, empty_result, merge
 from plait.tensor.attention.visibility import (
     BlockCall,
     block_calls,

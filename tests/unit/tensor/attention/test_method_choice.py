@@ -13,7 +13,7 @@ from plait.plan.attention_heads import vectors_sent
 from plait.plan.plan import Plan
 from plait.ranks import Count
 from plait.ranks.group import Group, Traffic
-from plait.tensor.attention.method_choice import choose_method
+from plait.tensor.attention.ulysses import choose_method
 from plait.tensor.running_sequence import ContextParallelism
 
 HEADS, LENGTH = 6, 12

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parity.norm import assert_equal
 from plait.tensor.attention import attention
-from plait.tensor.attention.packed_kernel import PackedCall
+from plait.tensor.attention.fused_kernels import Attended, PackedCall
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
@@ -132,5 +132,5 @@ def test_the_packed_kernel_on_meta_gives_the_shapes_and_dtypes_plait_relies_on(w
     out, lse = call.forward(query, key, key, 0.3)
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, 10), torch.float32)
-    gradients = call.backward(out, query, key, key, out, lse, 0.3)
+    gradients = call.backward(out, Attended(query, key, key, out, lse), 0.3)
     assert [one.shape for one in gradients] == [query.shape, key.shape, key.shape]

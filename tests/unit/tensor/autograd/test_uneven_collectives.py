@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.ranks import Group, Mesh, Traffic
-from plait.tensor.autograd.regather import own_range, start_reduce_scatter, start_whole
+from plait.tensor.autograd.regather import Gather, own_range, start_reduce_scatter
 
 SHAPES = [
     (1, 8, 3),
@@ -40,7 +40,7 @@ def test_uneven_all_gather_and_reduce_scatter_give_the_whole_and_the_part_of_the
     def body() -> list[tuple[Tensor, Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape, dim in CASES:
-            whole = start_whole(own_range(draw(shape, 0), group, dim), group, dim, shape[dim])()
+            whole = Gather(group, dim, shape[dim]).whole(own_range(draw(shape, 0), group, dim))
             part = start_reduce_scatter(draw(shape, group.index), group, dim)()
             summed = own_range(sum(draw(shape, rank) for rank in range(ranks)), group, dim)
             for made in (whole, part):
@@ -60,4 +60,4 @@ def test_an_uneven_all_gather_refuses_a_part_of_the_wrong_length(length: int) ->
     """Filled up with zeros it would pass for one."""
     group = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
     with pytest.raises(ModelError, match=r"whose ranks cut 8 along dim 1, so that this one has 4"):
-        start_whole(draw((2, length, 3), 0), group, 1, 8)
+        Gather(group, 1, 8).start(draw((2, length, 3), 0))

@@ -16,7 +16,7 @@ from parity.cases import GPT2_VOCAB, draw_contexts
 from plait.engine.local_batch import local_inputs
 from plait.models.layers.layer_sequence import sequence_of
 from plait.tensor.attention.attention import attend, share_keys
-from plait.tensor.autograd.replaceable import replaceable, replacing
+from plait.tensor.proof_marks import Replaceable, replacing
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.definitions import functions
 from plait.verification.definitions.functions import (
@@ -92,7 +92,7 @@ def test_plaits_functions_are_replaced_within_the_context_only() -> None:
 
 
 def test_a_function_is_replaced_by_the_one_it_returned() -> None:
-    @replaceable
+    @Replaceable
     def add(one: int, other: int) -> int:
         return one + other
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.tensor.autograd.engine_calls import apply_function, reshaped_in_place, run_backward
+from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, run_backward
 
 
 class Double(torch.autograd.Function):

@@ -1,0 +1,92 @@
+"""Calls of torch by private names: of its autograd engine directly, and of operations on many tensors.
+
+The checks that `torch.autograd` makes in Python, for symbolic shapes and functorch, take as long as a small
+layer. Operations on many tensors are few kernels on a GPU, which the host starts by one call; all optimizers
+of torch build on them. `test_torch_calls.py` and `test_many_tensors.py` in `tests/unit/tensor/autograd` show
+what is relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from plait.ranks.device import is_accelerator
+
+_Function = torch.autograd.Function
+
+
+def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    """Add the gradients of `roots`, given their own, to the leaves' `.grad`; see `torch.autograd.backward`.
+
+    `seeds` has a gradient for each root, of its shape, dtype and device. The graph is freed.
+    """
+    if torch._C._len_torch_function_stack():  # a `TorchFunctionMode` wants to see the call
+        handle_torch_function(torch.autograd.backward, roots, roots, seeds)
+        return
+    run_backward_unseen(roots, seeds)
+
+
+def run_backward_unseen(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    """Run autograd's backward like `run_backward`, hidden from any active `TorchFunctionMode`."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(seeds),
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def apply_function(function: type[_Function], *arguments: Any) -> Any:
+    """Return the result of `function.apply(*arguments)`."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return super(_Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def reshaped_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a contiguous tensor, which is not used any more, in another shape.
+
+    The result is no view, so that an autograd function may return it, and others write to it.
+    """
+    return torch.ops.aten._unsafe_view.default(tensor, shape)  # type: ignore[no-any-return]
+
+
+def zero_each(tensors: list[Tensor]) -> None:
+    """Fill tensors with zeros."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by `factor`, 0-d, of their dtype and device."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def add_each(totals: list[Tensor], gradients: list[Tensor]) -> None:
+    """Add each gradient to its total in place; totals may have a wider dtype."""
+    if not totals:
+        return
+    if is_accelerator(totals[0]) and any(
+        total.dtype != one.dtype for total, one in zip(totals, gradients, strict=True)
+    ):
+        gradients = _in_dtypes_of(totals, gradients)  # unlike dtypes would be added one by one
+    torch._foreach_add_(totals, gradients)
+
+
+def _in_dtypes_of(totals: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    """Return the gradients in the dtypes of their totals: in two operations, if they have one dtype each."""
+    alike = len({one.dtype for one in totals}) == len({one.dtype for one in gradients}) == 1
+    if not alike:
+        return [one.to(total.dtype) for total, one in zip(totals, gradients, strict=True)]
+    flat = torch.cat([one.reshape(-1) for one in gradients]).to(totals[0].dtype)
+    parts = torch.split(flat, [one.numel() for one in gradients])
+    return [part.view(total.shape) for part, total in zip(parts, totals, strict=True)]
