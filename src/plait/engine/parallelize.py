@@ -278,9 +278,10 @@ def compile_layers(
     queue: WeightGradientQueue,
 ) -> None:
     """Replace the forward of this rank's layers in training by compiled graphs, if the plan has `compile`."""
-    compiler = LayerCompiler.of(blueprint.plan, queue)
-    if compiler is None:
+    mode = blueprint.plan.compile
+    if not mode:
         return
+    compiler = LayerCompiler(queue, generates=mode != "graphs", falls_back=mode == "where possible")
     for number, stage in stages.items():
         numbers = blueprint.stage_layers[number]
         stage.run_compiled(
