@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import Optimizer
 
 from plait.engine.fingerprint import settings_lines
-from plait.engine.runtime import Runtime
+from plait.engine.runner import Runtime
 from plait.engine.sharding.gradient_norm import LossScale
 from plait.errors import CommunicationError, PlaitError
 from plait.models.layers.value_text import ValueTexts

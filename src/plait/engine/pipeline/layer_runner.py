@@ -74,8 +74,10 @@ class EagerLayer:
         """Run the layer and return its output; a layer that recomputes calls this again in its backward."""
         layer, queue = self.layer, self.queue
         given = map_tensors(torch.clone, value) if info.writes_input else value
-        if info.counting:
-            self._restart(info.counting)
+        if info.counting:  # the micro-batches of a step count once together
+            if self.before is None:
+                self.before = read_attributes(layer.module, info.counting)
+            set_attributes(layer.module, self.before)
         # A recomputed layer runs within a backward, whose mode holds again afterwards.
         outside, queue.mode = queue.mode, NO_WEIGHTS
         try:
@@ -111,12 +113,6 @@ class EagerLayer:
         if sequence is not None:
             stack.enter_context(running(sequence))
         return stack
-
-    def _restart(self, counting: Sequence[str]) -> None:
-        """Restore the layer's run counters, so that the micro-batches of a step count once together."""
-        if self.before is None:
-            self.before = read_attributes(self.layer.module, counting)
-        set_attributes(self.layer.module, self.before)
 
     def _without_parameters(self, output: Value) -> Value:
         """Return `output` with clones of parameters, whose memory may be freed before the next layer runs."""

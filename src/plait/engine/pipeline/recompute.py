@@ -352,7 +352,7 @@ class _RecomputingCall:
         token = RECOMPUTED_RUN.set(second)
         set_random_state(self._random_state)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(save, _unchanged), others:
+            with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor), others:
                 layer.run(*self._arguments)
         except _AllSaved:
             pass
@@ -361,7 +361,3 @@ class _RecomputingCall:
             RECOMPUTED_RUN.reset(token)
         layer.note(second)
         self._saved = dict(enumerate(saved))
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

@@ -195,10 +195,10 @@ class Stage:
     def output_is_read(self, microbatch: int) -> bool:
         """Return whether the last layer's backward may read its output, which must then not be written to."""
         end = len(self.layers) - 1
-        found = [
-            run for (number, _), (run, last, _) in self.runs.items() if (number, last) == (microbatch, end)
-        ]
-        return any(run.output_is_read() for run in found)
+        return any(
+            number == microbatch and last == end and run.output_is_read()
+            for (number, _), (run, last, _) in self.runs.items()
+        )
 
     def clear(self) -> None:
         """Discard every unfinished micro-batch, after an exception within a step."""

@@ -7,23 +7,44 @@ a step whose gradients are not finite, and doubled after many steps whose gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from plait.engine.sharding.unit import Unit
+from plait.engine.sharding.unit import Owners, Unit
 from plait.errors import PlanError
 from plait.plan.arguments import require_number
+from plait.plan.layout.layout import Layout
 from plait.ranks.collectives import all_reduce
 from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
+from plait.ranks.mesh import Mesh
 from plait.tensor.autograd.many_tensors import multiply_each
 
 ROW = 1024
 """Number of elements whose squares are summed in float32."""
+
+
+def counted_parameters(
+    owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "world"
+) -> frozenset[str]:
+    """Return the parameters whose gradients this rank adds to the gradient norm: each shard is added once.
+
+    Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
+    all parameters among them where none is sharded.
+    """
+    along = mesh.axes_of(axis)
+
+    def counts(name: str) -> bool:
+        layout = layouts[name]
+        owner = dict(zip(layout.axes, layout.owner(mesh.coordinate), strict=True))
+        is_first = owners[name][0] == mesh.index("pp")
+        return is_first and all(owner[one] == mesh.index(one) for one in layout.axes if one in along)
+
+    return frozenset(name for name in owners if counts(name))
 
 
 def start_norm(
@@ -84,9 +105,7 @@ def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
 
 
 def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return the sum of |element|^order, or for the maximum norm the largest |element|; 0-d float64.
-
-    Of all elements of several gradients, which are on a GPU and not empty.
+    """Return the sum of |element|^order over gradients on a GPU, or the largest |element|; 0-d float64.
 
     In few kernels for all gradients together, and one more for each gradient in 16 bits. A GPU sums in a
     tree, in which float32 keeps its digits.
@@ -100,7 +119,7 @@ def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
 
 
 def _power_on_host(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return what `_power_of_all` does, of gradients that are on the CPU and not empty.
+    """Return what `_power_of_all` does, of gradients on the CPU.
 
     By rows: a CPU sums squares in float32 sequentially, which loses three digits over the elements of a large
     layer and hardly any over a row, and takes no longer.

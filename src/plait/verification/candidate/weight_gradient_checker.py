@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from plait.engine.runtime import Runtime
+from plait.engine.runner import Runtime
 from plait.ranks.collectives import all_reduce
 from plait.schedules.action import Kind
 from plait.tensor.parallel.partition import is_sharded
