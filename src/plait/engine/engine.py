@@ -275,7 +275,7 @@ class Engine:
 
     def loss_weight(self) -> Tensor:
         """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
-        return self._runner.loss_weight()
+        return self._runner.loss_weights()[1]
 
     @property
     def averages_loss(self) -> bool:

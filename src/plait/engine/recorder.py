@@ -180,22 +180,16 @@ class Recording:
 
 
 def _row(clock: Clock, notes: Sequence[tuple[Segment, Any, Any]]) -> tuple[MeasuredAction, ...]:
-    """Return this rank's actions with their times, in order, from the clock's stamps around each segment."""
-    segments, starts, ends = zip(*notes, strict=True)
-    return joined(segments, clock.read(starts), clock.read(ends))
+    """Return this rank's actions with their times, in order, from the clock's stamps around each segment.
 
-
-def joined(
-    segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
-) -> tuple[MeasuredAction, ...]:
-    """Join timed segments to actions: each lasts from its first segment's start to its last one's end.
-
-    What runs between the segments of an action counts as part of it: waiting for parameters, for example. The
-    gradient that a backward starts from is a segment of an `I`, also where the action is a `B`.
+    An action lasts from its first segment's start to its last one's end: what runs in between counts as part
+    of it, such as waiting for parameters. The gradient that a backward starts from is a segment of an `I`,
+    also where the action is a `B`.
     """
+    segments, starts, ends = zip(*notes, strict=True)
     row: list[MeasuredAction] = []
     asked: dict[Action, int] = {}
-    for segment, start, end in zip(segments, starts, ends, strict=True):
+    for segment, start, end in zip(segments, clock.read(starts), clock.read(ends), strict=True):
         action = segment.computes
         if segment.awaits is not None:
             asked[segment.awaits] = start

@@ -242,7 +242,7 @@ class Runner:
 
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of this data-parallel rank's last step."""
-        weights, _ = self._last_weights()
+        weights, _ = self.loss_weights()
         losses, cp = torch.zeros_like(weights), self.mesh.group("cp")
         if self.is_last:
             both = torch.stack([torch.stack(self._totals).double(), weights])
@@ -250,11 +250,8 @@ class Runner:
             losses = totals / divisor(self.runtime.loss, whole)
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
-    def loss_weight(self) -> Tensor:
-        """Return the loss's weight of the last step's global batch, 0-d, such as its number of targets."""
-        return self._last_weights()[1]
-
-    def _last_weights(self) -> tuple[Tensor, Tensor]:
+    def loss_weights(self) -> tuple[Tensor, Tensor]:
+        """Return the loss's weight of each micro-batch of the last step, and that of the global batch."""
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         return self._weights

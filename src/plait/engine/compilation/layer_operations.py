@@ -201,7 +201,7 @@ def _graph(
     results = [node for node in members if node in read]
     graph.output(tuple(copies[node] for node in results))
     made = GraphModule(module, graph)
-    compute = with_generated_code(made) if generates else partial(_run_nodes, made)
+    compute = with_generated_code(made) if generates else lambda given: made.forward(*given)
     stored = [slots[node] for node in results]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
@@ -209,11 +209,6 @@ def _graph(
             values[slot] = value
 
     return LayerOperation([slots[node] for node in arguments], run)
-
-
-def _run_nodes(graph: GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
-    results: Sequence[Tensor] = graph.forward(*arguments)
-    return results
 
 
 def _defer(terms: Sequence[WeightTerm], slots: Mapping[Node, int]) -> LayerOperation:
@@ -270,10 +265,7 @@ def _positions(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
 
 
 def _regather(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
-    """Return the operation that prepares to repeat an all-gather of the forward, for a weight gradient.
-
-    The all-gather starts there only if the weight gradients follow at once.
-    """
+    """Return the operation that prepares to repeat an all-gather of the forward, for a weight gradient."""
     part, number = _arguments(node)
     gather, slot = trace.gathers[number], slots[node]
 
@@ -284,10 +276,7 @@ def _regather(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> Layer
 
 
 def _collective(node: Node, slots: Mapping[Node, int], trace: LayerTrace, *, copies: bool) -> LayerOperation:
-    """Return the operation that runs a collective between two graphs.
-
-    `copies`: it writes to its argument, which others read, too.
-    """
+    """Return the operation that runs a collective between two graphs; `copies`: on a copy of its argument."""
     argument, number, _ = _arguments(node)
     collective, result = trace.operations[number], _Results([slots[node]], example_of(node).stride())
 

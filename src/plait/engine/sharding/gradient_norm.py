@@ -59,8 +59,8 @@ def start_norm(
     """
     require_number("norm_type", order, PlanError, positive=True, infinite="the largest element")
     gradients = [gradient for unit in units for gradient in _gradients(unit, counted)]
-    on_accelerator = [gradient for gradient in gradients if is_accelerator(gradient) and gradient.numel()]
-    on_host = [gradient for gradient in gradients if not is_accelerator(gradient) and gradient.numel()]
+    on_accelerator = [gradient for gradient in gradients if is_accelerator(gradient)]
+    on_host = [gradient for gradient in gradients if not is_accelerator(gradient)]
     powers = [_power_of_all(on_accelerator, order)] if on_accelerator else []
     powers += [_power_on_host(on_host, order)] if on_host else []
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -94,11 +94,7 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
 def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
     """Return whether an element of this rank's gradients is not finite: bool 0-d, on `device`."""
     gradients = (gradient for unit in units for gradient in _gradients(unit, unit.shard_parameters))
-    largest = [
-        sent(torch.linalg.vector_norm(one, math.inf), device, torch.float64)
-        for one in gradients
-        if one.numel()
-    ]
+    largest = [sent(torch.linalg.vector_norm(one, math.inf), device, torch.float64) for one in gradients]
     if not largest:
         return torch.zeros((), dtype=torch.bool, device=device)
     return ~torch.stack(largest).isfinite().all()
@@ -139,7 +135,9 @@ def _power_on_host(gradients: Iterable[Tensor], order: float) -> Tensor:
 
 
 def _gradients(unit: Unit, wanted: Collection[str]) -> list[Tensor]:
-    return [gradient for buffer in unit.buffers for gradient in buffer.current_gradients(wanted)]
+    """Return the gradients of the `wanted` optimizer parameters that have elements."""
+    gradients = (one for buffer in unit.buffers for one in buffer.current_gradients(wanted))
+    return [gradient for gradient in gradients if gradient.numel()]
 
 
 FIRST = 2.0**16
