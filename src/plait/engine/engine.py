@@ -45,7 +45,7 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
-        self.mesh, self._runtime, self._pipeline = runtime.mesh, runtime, runtime.pipeline
+        self.mesh, self._runtime = runtime.mesh, runtime
         self._runner = Runner(runtime)
         self._agreement = StepAgreement(runtime, self._runner.scale)
         self._guard = OptimizerGuard(
