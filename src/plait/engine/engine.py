@@ -240,7 +240,7 @@ class Engine:
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 trainable[len(self.layouts[name].shape) >= 2].append(parameter)
-        self._agreement.note_decay(weight_decay)
+        self._agreement.decays.add(weight_decay)
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         return [{"params": trainable[True], **decay}, {"params": trainable[False], "weight_decay": 0.0}]
 
