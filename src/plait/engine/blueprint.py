@@ -261,8 +261,7 @@ def shared_blueprint(
     key = plan, paths, whole, tuple(chosen.items()) if isinstance(chosen, Mapping) else chosen
     known, blueprint = results.get(Blueprint, (None, None))
     if known != key:
-        built = build_blueprint(model, plan, rules)
-        blueprint = replace(built, sequence=without_values(sequence))
+        blueprint = replace(build_blueprint(model, plan, rules), sequence=without_values(sequence))
         results[Blueprint] = key, blueprint
     return cast(Blueprint, blueprint)
 
