@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from plait.engine.pipeline.layer_runner import Gradients
+from plait.engine.pipeline.stage import Gradients
 from plait.models.layers.shape_inference import TensorInfo
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle

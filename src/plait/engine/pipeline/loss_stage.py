@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.blueprint import Blueprint
-from plait.engine.pipeline.layer_runner import Gradients
+from plait.engine.pipeline.stage import Gradients
 from plait.errors import ModelError
 from plait.models.layers.graph_leaves import other_leaf
 from plait.models.layers.lost_settings import refusing_changed_buffers

@@ -8,9 +8,8 @@ from itertools import accumulate
 
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.executor import Handlers
-from plait.engine.pipeline.layer_runner import Gradients
 from plait.engine.pipeline.loss_stage import LossStage
-from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Gradients, Stage
 from plait.models.layers.shape_inference import LayerInfo
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import (
