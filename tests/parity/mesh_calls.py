@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from plait.engine.blueprint import StepPrograms
-from plait.engine.sharding.reduction_groups import reduction_ranks
+from plait.engine.sharding.unit import reduction_ranks
 from plait.plan import axes
 from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Kind

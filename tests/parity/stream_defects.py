@@ -13,7 +13,7 @@ from plait.checkpoint import save_task, saving
 from plait.engine import runner
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.sharding import gatherer, gradient_norm, reducer
-from plait.engine.sharding.gatherer import Gatherer, ParameterState
+from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.reducer import Reducer
 from plait.ranks.handle import Handle
 from plait.ranks.mesh import Mesh
@@ -46,10 +46,7 @@ def _started_only(module: Any, name: str) -> Any:
 
 
 def parameters_not_awaited() -> Any:
-    def wait(self: Gatherer, name: str) -> None:
-        self.states[name] = ParameterState.WHOLE
-
-    return patch.object(Gatherer, "wait", wait)
+    return patch.object(Gatherer, "wait", lambda self, name: None)
 
 
 def parameters_released_while_gathered() -> Any:
@@ -58,7 +55,7 @@ def parameters_released_while_gathered() -> Any:
     def gather(self: Gatherer, name: str) -> None:
         original(self, name)
         for _, buffer in self._pending.get(name, ()):
-            gatherer._release(buffer)
+            buffer.release_parameters()
 
     return patch.object(Gatherer, "gather", gather)
 
@@ -111,7 +108,7 @@ def gradient_freed_while_scattered() -> Any:
     def scatter(self: Reducer, name: str) -> None:
         original(self, name)
         for buffer, _ in self._scattered[name]:
-            reducer._release(buffer)
+            buffer.release_gradients()
 
     return patch.object(Reducer, "scatter", scatter)
 

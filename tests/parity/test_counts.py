@@ -93,7 +93,7 @@ def buffers_in_a_rank(case, plan):
     engine = woven.weave(case, plan)
     for inputs, targets in woven.shares(case, engine, 2):
         engine.forward_backward(inputs, targets)
-    return len(engine._pipeline.exchange.pool.buffers)
+    return len(engine._runner.pipeline.exchange.pool.buffers)
 
 
 def buffers(thread_ranks, schedule, microbatches):

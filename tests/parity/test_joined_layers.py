@@ -13,7 +13,7 @@ from parity import woven
 from parity.case import Case, Recipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.outcome import Outcome
-from plait.engine.pipeline import layer_runner
+from plait.engine.pipeline import stage
 from plait.plan.plan import Plan
 
 QUICK = ("in_place", "tuples", "half_frozen", "crossing_ties", "unused", "views", "buffers")
@@ -31,9 +31,9 @@ def trained(case: Case, plan: Plan, observed: bool) -> tuple[Outcome, int]:
         graphs += 1
         original(roots, seeds)
 
-    original = layer_runner.run_backward
+    original = stage.run_backward
     if plan.world == 1:  # ranks that are threads share the module
-        with patch.object(layer_runner, "run_backward", counted):
+        with patch.object(stage, "run_backward", counted):
             return woven.carry_out(Recipe(steps=2), engine, case), graphs
     return woven.carry_out(Recipe(steps=2), engine, case), graphs
 

@@ -151,7 +151,7 @@ def count_in_a_rank(plan: Plan) -> tuple[list[Counter[str]], list[int], list[int
             engine.forward_backward(*share(engine, lengths, seed=0))
         counted.append(calls)
         sent.append(engine.traffic().get("pp", {})["send"].bytes if plan.pp > 1 else 0)
-        buffers.append(len(engine._pipeline.exchange.pool.buffers))
+        buffers.append(len(engine._runner.pipeline.exchange.pool.buffers))
     return counted, sent, buffers
 
 

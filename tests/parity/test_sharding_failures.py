@@ -68,7 +68,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def tell(engine: Engine, breaks: tuple[str, int] | None, layer: int) -> None:
-    for stage in engine._pipeline.stages.values():
+    for stage in engine._runner.pipeline.stages.values():
         for number, one in enumerate(stage.layers):
             assert isinstance(one.module, Fragile)
             one.module.calls, one.module.breaks = [], breaks if number == layer else None

@@ -17,8 +17,7 @@ from parity.cases import llama
 from parity.contexts import mixing, packed
 from plait.engine import local_batch, runner
 from plait.engine import parallelize as composer
-from plait.engine.compilation import compiled_calls as attention_steps
-from plait.engine.compilation import compiled_calls as steps
+from plait.engine.compilation import layer_operations
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout
@@ -167,24 +166,29 @@ def keys_of_the_first_micro_batch() -> Any:
 
 def positions_of_the_first_micro_batch() -> Any:
     """A compiled layer goes on with the positions of the documents with which it first ran."""
-    first: dict[int, Tensor] = {}
-    original = steps.PositionsOperation.run
+    original = layer_operations._positions
 
-    def run(self: steps.PositionsOperation, given: Any, values: Any, call: Any) -> None:
-        original(self, given, values, call)
-        values[self.result] = first.setdefault(id(self), values[self.result])
+    def positions(node: Any, slots: Any) -> layer_operations.LayerOperation:
+        operation, first = original(node, slots), list[Tensor]()
 
-    return patch.object(steps.PositionsOperation, "run", run)
+        def run(given: Any, values: Any, call: Any) -> None:
+            operation.run(given, values, call)
+            first.append(values[slots[node]])
+            values[slots[node]] = first[0]
+
+        return replace(operation, run=run)
+
+    return patch.object(layer_operations, "_positions", positions)
 
 
 def gradients_of_keys_and_values_exchanged() -> Any:
     """Between the graphs of a backward, the gradients of keys and values are taken for each other."""
-    original = attention_steps._Given.backward
+    original = layer_operations._Given.backward
 
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return original(ctx, query, value, key)
 
-    return patch.object(attention_steps._Given, "backward", staticmethod(backward))
+    return patch.object(layer_operations._Given, "backward", staticmethod(backward))
 
 
 def heads_in_another_order() -> Any:

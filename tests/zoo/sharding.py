@@ -15,7 +15,7 @@ from plait.engine import parallelize as composer
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import gatherer
 from plait.engine.sharding.flat_buffer import FlatBuffer
-from plait.engine.sharding.gatherer import Gatherer, ParameterState
+from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.unit import UnitFactory
 from plait.ranks.collectives import all_gather
 from plait.ranks.group import Group
@@ -87,10 +87,10 @@ def _kept(when: Callable[[], bool]) -> Iterator[None]:
     original = Gatherer.begin
 
     def begin(self: Gatherer) -> None:
-        before = self.states
+        before = self.gathered
         original(self)
         if when():
-            self.states = before
+            self.gathered = before
 
     with patch.object(Gatherer, "begin", begin):
         yield
@@ -121,7 +121,7 @@ def gathered_before_the_optimizer() -> Iterator[None]:
 
     def believe(self: Gatherer) -> None:
         begin(self)
-        self.states.update(dict.fromkeys(early, ParameterState.WHOLE))
+        self.gathered.update(early)
 
     with patch.object(Gatherer, "finish", gather_ahead), patch.object(Gatherer, "begin", believe):
         yield

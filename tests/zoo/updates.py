@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parity.defects import norm_of_own_stage_only
 from parity.tensor_defects import whole_parameters_counted_by_every_rank
-from plait.engine import Engine, inference, runner
+from plait.engine import Engine, runner
 from plait.engine import engine as gradient_clipping
 from plait.engine import parallelize as composer
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
@@ -151,7 +151,7 @@ def step_as_long_as_the_parameter() -> Iterator[None]:
 
 def evaluated_in_training_mode() -> Any:
     """Layers stay in training mode."""
-    return patch.object(inference, "evaluating", lambda layers: nullcontext())
+    return patch.object(gradient_clipping, "evaluating", lambda layers: nullcontext())
 
 
 @contextmanager

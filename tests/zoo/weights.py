@@ -85,13 +85,16 @@ def biases_learn_nothing() -> Iterator[None]:
 @contextmanager
 def _deferred_by_graphs(times: int) -> Iterator[None]:
     """The head's weight product, which is taken out of its graph, is queued so many times."""
-    original = compiled_layer.CompiledRun.defer
+    original = compiled_layer.CompiledLayer.forward
 
-    def defer(self: Any, term: Any, operands: Any) -> None:
-        for _ in range(times if self.layer.layer.path == "head" else 1):
-            original(self, term, operands)
+    def forward(self: Any, *given: Any) -> Any:
+        made = original(self, *given)
+        if made and self.layer.path == "head":
+            run, defer = made[1], made[1].defer
+            run.defer = lambda *terms: [defer(*terms) for _ in range(times)]
+        return made
 
-    with patch.object(compiled_layer.CompiledRun, "defer", defer):
+    with patch.object(compiled_layer.CompiledLayer, "forward", forward):
         yield
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
-from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.runner import InstructionObserver, Runtime
 from plait.package import submodule
 
 __all__ = ["Engine", "InstructionObserver", "Recording", "Runtime"]

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import nn
 
 from plait.engine.fingerprint import structure_of
-from plait.engine.sharding.reduction_groups import Owners
+from plait.engine.sharding.unit import Owners
 from plait.errors import PlanError, ScheduleError
 from plait.models.layers.layer_sequence import (
     LayerSequence,
@@ -60,10 +60,7 @@ class StepPrograms:
 
     @cached_property
     def train(self) -> Sequence[Program]:
-        """The training programs: forward and backward of all micro-batches.
-
-        Raises ScheduleError for an illegal schedule.
-        """
+        """The programs that train on every micro-batch. Raises ScheduleError for an illegal schedule."""
         check(self.schedule)
         return self._lower(self.schedule, "loss")
 
@@ -235,7 +232,6 @@ class Blueprint:
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
     ) -> MetaLayers:
         """Return the layers on the meta device, as the rank at `coordinate` holds them; see `MetaLayers`."""
-        dtype = DTYPES[self.plan.precision]
         return MetaLayers(
             self.sequence,
             self.structures,
@@ -243,7 +239,7 @@ class Blueprint:
             self.kinds,
             rules,
             coordinate=coordinate,
-            dtype=dtype,
+            dtype=DTYPES[self.plan.precision],
             results=results,
             output_linear=self.output_linear,
         )
@@ -264,8 +260,7 @@ def shared_blueprint(
     key = plan, paths, whole, tuple(chosen.items()) if isinstance(chosen, Mapping) else chosen
     known, blueprint = results.get(Blueprint, (None, None))
     if known != key:
-        built = build_blueprint(model, plan, rules)
-        blueprint = replace(built, sequence=without_values(sequence))
+        blueprint = replace(build_blueprint(model, plan, rules), sequence=without_values(sequence))
         results[Blueprint] = key, blueprint
     return cast(Blueprint, blueprint)
 
@@ -307,16 +302,7 @@ def build_blueprint(
         cut=plan.layers_per_stage,
     )
     return Blueprint(
-        plan,
-        sequence,
-        module_rules,
-        whole_layouts,
-        dims,
-        units,
-        schedule,
-        counts,
-        recompute,
-        output_linear,
+        plan, sequence, module_rules, whole_layouts, dims, units, schedule, counts, recompute, output_linear
     )
 
 

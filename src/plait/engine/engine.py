@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,29 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.fingerprint import fingerprint_of_order
-from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
-from plait.engine.inference import generated, mean_loss, model_output
+from plait.engine.inference import generated, model_output
 from plait.engine.recorder import Recording
-from plait.engine.rescheduling import (
-    from_json,
-    require_same_actions,
-    schedule_from_rank_zero,
-    shortest_schedule,
-    to_json,
-)
-from plait.engine.runner import Runner
-from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.runner import InstructionObserver, Runner, Runtime
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.engine.sharding.replica_check import check_replicas
 from plait.engine.step_agreement import StepAgreement
-from plait.errors import NonFiniteError, PlanError, ReplicaError
+from plait.engine.whole_tensors import load_state_dict, named_gradients, state_dict
+from plait.errors import NonFiniteError, PlanError, ReplicaError, ScheduleError
+from plait.models.layers.layer_sequence import evaluating
 from plait.plan.arguments import require_number
 from plait.plan.layout.layout import Layout
 from plait.plan.shard_plan import ShardPlan
 from plait.proof.optimizer_proof import OptimizerGuard, Partitioning
 from plait.ranks.group import Counts
-from plait.schedules.costs import Costs
+from plait.ranks.text_collectives import broadcast_result
+from plait.schedules.action import Action
+from plait.schedules.check import check
+from plait.schedules.costs import Costs, is_within
 from plait.schedules.schedule import Schedule
+from plait.schedules.search.api import AUTO, schedule
+from plait.schedules.timed_schedule import simulated
 from plait.tensor.layer_values import Value
 from plait.tensor.sampling import TokenChoice
 
@@ -41,32 +40,12 @@ if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
 
 
-def clip_gradients(runner: Runner, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-    """Scale all gradients of the model to a norm of at most `max_norm`, and return the norm before."""
-    runtime, scale = runner.runtime, runner.scale
-    units = runtime.units.values()
-    group = runner.mesh.group(runtime.blueprint.norm_axis)
-    norm = start_norm(units, runtime.counted, group, runner.mesh.device, norm_type)()
-    scale_to(units, norm, max_norm)
-    if scale.guards or error_if_nonfinite:
-        finite = bool(norm.isfinite())
-        scale.update(finite=finite)
-        if not finite and scale.guards:
-            runner.reducer.drop()
-        if not finite and error_if_nonfinite:
-            raise NonFiniteError(
-                f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
-                "warm-up, or look at the data of that step."
-            )
-    return norm
-
-
 class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
-        self.mesh, self._runtime, self._pipeline = runtime.mesh, runtime, runtime.pipeline
+        self.mesh, self._runtime = runtime.mesh, runtime
         self._runner = Runner(runtime)
         self._agreement = StepAgreement(runtime, self._runner.scale)
         self._guard = OptimizerGuard(
@@ -113,7 +92,11 @@ class Engine:
         Takes and returns what `forward_backward` does, and any number of rows, also unlike ones on the ranks.
         `rows`: how many count, from the first on; None: all. A rank without any gives one, and `rows = 0`.
         """
-        return mean_loss(self._runner, inputs, targets, rows)
+        runner = self._runner
+        with torch.no_grad(), evaluating(runner.modules):
+            batch = runner.loss_batch(inputs, targets, rows)
+            runner.run(runner.steps.evaluate, batch.inputs, batch.targets)
+            return runner.mean_loss(batch)
 
     def output(self, inputs: Value, *, whole: bool = True, everywhere: bool = True) -> Value | None:
         """Return the last stage's output for this data-parallel rank's `inputs`, without gradients.
@@ -161,7 +144,21 @@ class Engine:
         cut.
         """
         self._agreement.compare_at("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
-        return clip_gradients(self._runner, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        units, scale = self._runtime.units.values(), self._runner.scale
+        group = self.mesh.group(self.blueprint.norm_axis)
+        norm = start_norm(units, self._runtime.counted, group, self.mesh.device, norm_type)()
+        scale_to(units, norm, max_norm)
+        if scale.guards or error_if_nonfinite:
+            finite = bool(norm.isfinite())
+            scale.update(finite=finite)
+            if not finite and scale.guards:
+                self._runner.reducer.drop()
+            if not finite and error_if_nonfinite:
+                raise NonFiniteError(
+                    f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
+                    "warm-up, or look at the data of that step."
+                )
+        return norm
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients, call `optimizer.step()`, and return the gradient norm before clipping, 0-d.
@@ -243,7 +240,7 @@ class Engine:
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 trainable[len(self.layouts[name].shape) >= 2].append(parameter)
-        self._agreement.note_decay(weight_decay)
+        self._agreement.decays.add(weight_decay)
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         return [{"params": trainable[True], **decay}, {"params": trainable[False], "weight_decay": 0.0}]
 
@@ -278,7 +275,7 @@ class Engine:
 
     def loss_weight(self) -> Tensor:
         """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
-        return self._runner.loss_weight()
+        return self._runner.loss_weights()[1]
 
     @property
     def averages_loss(self) -> bool:
@@ -340,7 +337,13 @@ class Engine:
         """
         now = self.schedule
         limit = self.plan.memory_limit if memory_limit is None else memory_limit
-        self.follow(schedule_from_rank_zero(now, lambda: shortest_schedule(now, costs, limit), self.mesh))
+        text = broadcast_result(
+            lambda: json.dumps(to_json(shortest_schedule(now, costs, limit))),
+            ScheduleError,
+            self.mesh.group("world"),
+            self.mesh.device,
+        )
+        self.follow(from_json(json.loads(text), now) or now)
         return self.schedule
 
     @property
@@ -417,3 +420,48 @@ class Engine:
         A `Count` has the bytes and the number of calls.
         """
         return self.mesh.traffic.since(self._traffic_before)
+
+
+def require_same_actions(other: Schedule, now: Schedule) -> None:
+    """Raise ScheduleError unless `other` is valid and has the micro-batches and stages of `now`."""
+    for name in ("ranks", "rank_of", "microbatches"):
+        expected, found = getattr(now, name), getattr(other, name)
+        if expected != found:
+            raise ScheduleError(
+                f"the schedule's {name} is {found}, but the engine's is {expected}: stages stay where they "
+                "are, so give another order of the same actions."
+            )
+    check(other)
+
+
+def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
+    """Return a schedule shorter than `now` at these `costs`, with the same stages on each rank, else `now`.
+
+    `limit` is that of `plait.schedule`; `now` is not returned if it exceeds it. Raises ScheduleError where no
+    schedule is within it.
+    """
+    found = schedule(
+        AUTO, ranks=now.ranks, microbatches=now.microbatches, costs=costs, limit=limit, rank_of=now.rank_of
+    )
+    fits = limit is None or is_within(now, limit, costs.memory(now.ranks, now.stages))
+    # As the executor runs them: a `B` whose gradient is sent is an `I` and then a `W`.
+    before, after = (simulated(one.split_backward, costs).makespan for one in (now, found))
+    return now if fits and before <= after else found
+
+
+def to_json(order: Schedule) -> dict[str, Any]:
+    """Return a schedule as JSON values: policy, actions of each rank, micro-batches, rank of each stage."""
+    lines = [order.policy, *(" ".join(row) for row in order.order)]
+    return {"microbatches": order.microbatches, "rank_of": list(order.rank_of), "order": "\n".join(lines)}
+
+
+def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
+    """Return the schedule that `to_json` wrote; None if it equals `now` or is for another pipeline.
+
+    Another pipeline has another number of micro-batches, or a stage on another rank.
+    """
+    if (state["microbatches"], tuple(state["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
+        return None
+    policy, *rows = state["order"].split("\n")
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return None if actions == now.actions else replace(now, policy=policy, actions=actions, bound=None)

@@ -61,7 +61,7 @@ def fingerprint(
     shapes, dtypes and what trains. `counts`: layers of each stage.
     """
     texts = ValueTexts()
-    lines = [*environment_lines(), *(f"{name} = {texts.of(value)}" for name, value in options.items())]
+    lines = [*_environment_lines(), *(f"{name} = {texts.of(value)}" for name, value in options.items())]
     lines += [f"plan.{one.name} = {texts.of(getattr(plan, one.name))}" for one in fields(plan)]
     lines += [f"layers per stage = {tuple(counts)}", f"the order of actions = {fingerprint_of_order(order)}"]
     lines += [f"rules of {name} = {texts.of(rule)}" for name, rule in sorted(rules.items())]
@@ -72,7 +72,7 @@ def fingerprint(
     return "".join(f"{line}\n" for line in lines)
 
 
-def environment_lines() -> Iterator[str]:
+def _environment_lines() -> Iterator[str]:
     """Yield versions, torch's settings and environment variables that change what is computed."""
     yield f"Python = {'.'.join(platform.python_version_tuple()[:2])}"
     yield f"plait = {VERSION}"
@@ -179,26 +179,21 @@ def _described(thing: Any, numbers: dict[int, int]) -> Hashable:
         return kind, thing
     if id(thing) in numbers:
         return "again", numbers[id(thing)]
+    if isinstance(thing, set | frozenset):
+        return kind, frozenset(_described(item, numbers) for item in thing)
+    if not isinstance(thing, nn.Module | Tensor | ResultCache | tuple | list | dict):
+        return _Same(thing)
+    numbers[id(thing)] = len(numbers)
     if isinstance(thing, nn.Module):
-        numbers[id(thing)] = len(numbers)
         return kind, _items(vars(thing), numbers)
     if isinstance(thing, Tensor):
-        numbers[id(thing)] = len(numbers)
         own = _items(vars(thing), numbers) if vars(thing) else ()
         return kind, tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad, own
     if isinstance(thing, ResultCache):
-        numbers[id(thing)] = len(numbers)
         return (kind,)
     if isinstance(thing, tuple):
-        numbers[id(thing)] = len(numbers)
         return kind, tuple(_described(item, numbers) for item in thing)
-    if isinstance(thing, set | frozenset):
-        return kind, frozenset(_described(item, numbers) for item in thing)
-    if isinstance(thing, list | dict):
-        numbers[id(thing)] = len(numbers)
-        items = thing if isinstance(thing, dict) else dict(enumerate(thing))
-        return kind, _items(items, numbers)
-    return _Same(thing)
+    return kind, _items(thing if isinstance(thing, dict) else dict(enumerate(thing)), numbers)
 
 
 def _items(items: dict[Any, Any], numbers: dict[int, int]) -> Hashable:

@@ -1,4 +1,4 @@
-"""An engine's computations without gradients: the mean loss, the output, and the generation of tokens."""
+"""What an engine computes without gradients and targets: the model's output, and generated tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.fingerprint import fingerprint_of_tokens
-from plait.engine.local_batch import joined, without_part
+from plait.engine.local_batch import joined, local_inputs, without_part
 from plait.engine.runner import Runner
 from plait.errors import DataError
 from plait.models.layers.layer_sequence import evaluating
@@ -29,24 +29,16 @@ from plait.tensor.layer_values import (
 from plait.tensor.sampling import TokenChoice, next_token, padded, require_prompt
 
 
-def mean_loss(runner: Runner, inputs: Value, targets: Value, rows: int | None) -> Tensor:
-    """Return the mean loss over the counted rows of the global batch, in evaluation mode."""
-    with torch.no_grad(), evaluating(runner.modules):
-        batch = runner.loss_batch(inputs, targets, rows, evenly=False)
-        runner.run(runner.steps.evaluate, batch.inputs, batch.targets)
-        return runner.mean_loss(batch)
-
-
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
     """Return the last stage's output for this data-parallel rank's `inputs`, without gradients."""
-    (inputs,), part = without_part(runner.runtime.context_parallelism, inputs)
+    (inputs,), length, described = without_part(runner.runtime.context_parallelism, inputs)
     given_cut = isinstance(inputs, Microbatches)
     inputs, _, counted = counted_microbatches(inputs, inputs, runner.plan.microbatches, None)
     batch = split_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
     call = f"an output, whole {whole}, everywhere {everywhere},"
-    runner.require_same_batch(call, signatures(batch), fingerprint_of_tokens(batch), part)
+    runner.require_same_batch(call, signatures(batch), fingerprint_of_tokens(batch), described)
     with torch.no_grad(), evaluating(runner.modules):
-        local = runner.local_inputs(batch, None if part is None else part.length)
+        local = local_inputs(batch, runner.runtime.context_parallelism, length)
         runner.run(runner.steps.output, local)
         if not given_cut:
             _require_rows(runner, batch)
@@ -55,8 +47,10 @@ def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool
             outputs = list(_broadcast(runner, outputs))
         pairs = zip(outputs[:counted], local.sequences, strict=False)  # none on ranks before the last stage's
         outputs = [joined(output, sequence) for output, sequence in pairs]
-        if whole:
-            outputs = [_gathered(runner, output) for output in outputs]
+        vocabulary = runner.runtime.vocabulary
+        if whole and vocabulary is not None:
+            parts = map(vocabulary.require_vocabulary_shard, outputs)
+            outputs = [gather(one, vocabulary.group, -1, vocabulary.classes) for one in parts]
         if not outputs:
             return None
         return Microbatches(outputs) if given_cut else _concatenated(outputs)
@@ -95,14 +89,6 @@ def _empty(runner: Runner, info: TensorInfo) -> Tensor:
     return torch.empty(shape, dtype=info.dtype, device=runner.mesh.device)
 
 
-def _gathered(runner: Runner, output: Value) -> Value:
-    """Return logits of all classes, gathered if they are sharded over `tp`; other outputs unchanged."""
-    vocabulary = runner.runtime.vocabulary
-    if vocabulary is None:
-        return output
-    return gather(vocabulary.require_vocabulary_shard(output), vocabulary.group, -1, vocabulary.classes)
-
-
 def _concatenated(outputs: Sequence[Value]) -> Value:
     """Return the outputs of all micro-batches as one value whose tensors are concatenated along dim 0."""
     if len(outputs) == 1:
@@ -121,7 +107,7 @@ def generated(runner: Runner, prompt: Tensor, tokens: int, choice: TokenChoice) 
     with torch.no_grad(), evaluating(runner.modules):
         for number in range(tokens):
             seen, length = padded(sequence, runner.runtime.context)
-            local = runner.local_inputs([seen])
+            local = local_inputs([seen], runner.runtime.context_parallelism)
             runner.run(programs, local, parameters_changed=number == 0)
             token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=runner.mesh.device)
             for logits in runner.pipeline.loss_stage.take_outputs():  # one, on the last stage's ranks

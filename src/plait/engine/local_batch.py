@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -73,23 +72,17 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
     )
 
 
-class PartOf(NamedTuple):
-    """Length and identity of the whole batch from which a rank's `SequencePart`s were cut."""
+def without_part(
+    parallelism: ContextParallelism, *given: Value
+) -> tuple[list[Value], int | None, str | None]:
+    """Return the values inside `SequencePart`s, and for parts the length and description of the whole batch.
 
-    length: int
-    """Of its sequences."""
-    whole: str
-    """The same on every rank of `cp`: see `SequencePart.whole`."""
-
-
-def without_part(parallelism: ContextParallelism, *given: Value) -> tuple[list[Value], PartOf | None]:
-    """Return the values inside `SequencePart`s, and a description of the whole batch, if they are parts.
-
-    Raises DataError where only some are parts, and for parts of another rank or layout.
+    The description is the same on every rank of `cp`. Raises DataError where only some values are parts, and
+    for parts of another rank or layout.
     """
     parts = [one for one in given if isinstance(one, SequencePart)]
     if not parts:
-        return list(given), None
+        return list(given), None, None
     if len(parts) < len(given) or len({one.layout.length for one in parts}) > 1:
         raise DataError(
             "the inputs and the targets are parts of sequences of unlike lengths, or only one of them is a "
@@ -105,7 +98,7 @@ def without_part(parallelism: ContextParallelism, *given: Value) -> tuple[list[V
                 f"{parallelism.kind!r}: make parts by plait.sequence_part(batch, plan, "
                 'mesh.index("cp")), with the plan of the engine.'
             )
-    return [one.value for one in parts], PartOf(length, "; ".join(one.whole for one in parts))
+    return [one.value for one in parts], length, "; ".join(one.whole for one in parts)
 
 
 def local_inputs(

@@ -22,10 +22,10 @@ from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.loss_stage import build_loss_stage
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.pipeline.stage import Stage
-from plait.engine.runtime import Runtime
-from plait.engine.sharding.reduction_groups import counted_parameters, reduction_groups
-from plait.engine.sharding.unit import Unit, UnitFactory
-from plait.engine.tensor_sources import LocalSource, RankZeroSource, TensorSource, locate_tensors
+from plait.engine.runner import Runtime
+from plait.engine.sharding.gradient_norm import counted_parameters
+from plait.engine.sharding.unit import Unit, UnitFactory, reduction_groups
+from plait.engine.whole_tensors import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.errors import ModelError, PlanError, listed
 from plait.models.layers.layer_sequence import LayerSequence, copy_attributes, private_copy, sequence_of
 from plait.models.layers.model_validation import LateHooks, refuse_compiled_loss, refuse_lost_settings
@@ -173,12 +173,7 @@ def require_alike(
 
 
 def agreed_source(
-    sequence: LayerSequence,
-    mesh: Mesh,
-    seed: int,
-    given: Mapping[str, Tensor] | None,
-    *,
-    broadcast: bool,
+    sequence: LayerSequence, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
 ) -> TensorSource:
     """Return the source of initial parameter and buffer values, which with `broadcast` are rank 0's.
 
@@ -252,8 +247,11 @@ def build_stages(
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     stages = {}
     for number, layers in mine.items():
+        real = dict(buffers)
+        for unit in (unit for unit in units.values() if number in unit.stages):
+            for name, parameter in unit.parameters_of(number).items():
+                real[id(sequence.parameters[name])] = parameter
         # One copy of all layers of a stage, so that modules that they share stay shared.
-        real = buffers | parameters_of(number, units.values(), sequence)
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
             defer_weight_gradients(layer.module, queue)
@@ -270,15 +268,13 @@ def last_layer(stages: Mapping[int, Stage], blueprint: Blueprint) -> NamedLayer 
 
 
 def compile_layers(
-    stages: Mapping[int, Stage],
-    blueprint: Blueprint,
-    meta_layers: MetaLayers,
-    queue: WeightGradientQueue,
+    stages: Mapping[int, Stage], blueprint: Blueprint, meta_layers: MetaLayers, queue: WeightGradientQueue
 ) -> None:
     """Replace the forward of this rank's layers in training by compiled graphs, if the plan has `compile`."""
-    compiler = LayerCompiler.of(blueprint.plan, queue)
-    if compiler is None:
+    mode = blueprint.plan.compile
+    if not mode:
         return
+    compiler = LayerCompiler(queue, generates=mode != "graphs", falls_back=mode == "where possible")
     for number, stage in stages.items():
         numbers = blueprint.stage_layers[number]
         stage.run_compiled(
@@ -287,16 +283,6 @@ def compile_layers(
                 for layer, index in zip(stage.layers, numbers, strict=True)
             ]
         )
-
-
-def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) -> dict[int, Tensor]:
-    """Return the parameters that a stage's layers use, by the `id` of the model's parameters."""
-    return {
-        id(sequence.parameters[name]): parameter
-        for unit in units
-        if stage in unit.stages
-        for name, parameter in unit.parameters_of(stage).items()
-    }
 
 
 def read_buffers(

@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from fractions import Fraction
 from functools import partial
-from typing import Any, TypeAlias
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from plait.engine.pipeline.executor import AroundSegment
-from plait.engine.rescheduling import (
-    MeasuredAction,
-    measured_costs,
-    measured_timeline,
-    measured_waits,
-)
-from plait.errors import DataError
+from plait.errors import DataError, ScheduleError
 from plait.pictures.timelines.timeline import Timeline
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import StreamEvent, is_accelerator, synchronize
@@ -26,11 +23,29 @@ from plait.ranks.mesh import Mesh
 from plait.ranks.point_to_point import clock_offset
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
+from plait.schedules.lowering.messages import sends_and_receives
 from plait.schedules.lowering.program import Segment
 from plait.schedules.schedule import Schedule
+from plait.schedules.timed_schedule import Cell
 
 _KINDS = tuple(Kind)
 _NEVER = -1
+TICK = Fraction(1, 1_000_000)
+"""A nanosecond, in milliseconds."""
+
+
+class MeasuredAction(NamedTuple):
+    """A measured action of one rank. Times are nanoseconds of a clock common to all ranks."""
+
+    action: Action
+    start: int
+    end: int
+    wait_start: int | None = None
+    """Start of the wait for the action's message; None: its input is not from another rank."""
+
+
+MeasuredRows: TypeAlias = Sequence[Sequence[MeasuredAction]]
+"""Per rank of `pp`, its measured actions, in order."""
 
 
 class HostClock:
@@ -137,8 +152,9 @@ class Recording:
     def timeline(self) -> Timeline:
         """Return the step as a timeline that starts at 0, like those of `plait.simulate`.
 
-        Its schedule has the actions as they ran: a `B` whose result is sent is an `I` and a `W`.
-        Raises DataError where no training step was recorded.
+        Its schedule has the actions as they ran: a `B` whose result is sent is an `I` and a `W`. Its `hop` is
+        the shortest time in which a message arrived. Memory is counted as in a simulation. Raises DataError
+        where no training step was recorded.
         """
         return measured_timeline(self._schedule(), self._rows())
 
@@ -146,7 +162,9 @@ class Recording:
         """Return the median times of a message and of each stage's forward, input and weight gradients.
 
         `plait.simulate(recording.timeline().schedule, recording.costs())` simulates the step with them.
-        `I` and `W` that ran as one `B` cost half each. Raises DataError as `timeline`.
+        `I` and `W` that ran as one `B` cost half each. A message counts where its receiver was waiting when
+        it was sent; `comm` is 0 where no rank ever waited. Memory is not measured. Raises DataError as
+        `timeline`.
         """
         return measured_costs(self._schedule(), self._rows())
 
@@ -162,22 +180,16 @@ class Recording:
 
 
 def _row(clock: Clock, notes: Sequence[tuple[Segment, Any, Any]]) -> tuple[MeasuredAction, ...]:
-    """Return this rank's actions with their times, in order, from the clock's stamps around each segment."""
-    segments, starts, ends = zip(*notes, strict=True)
-    return joined(segments, clock.read(starts), clock.read(ends))
+    """Return this rank's actions with their times, in order, from the clock's stamps around each segment.
 
-
-def joined(
-    segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
-) -> tuple[MeasuredAction, ...]:
-    """Join timed segments to actions: each lasts from its first segment's start to its last one's end.
-
-    What runs between the segments of an action counts as part of it: waiting for parameters, for example. The
-    gradient that a backward starts from is a segment of an `I`, also where the action is a `B`.
+    An action lasts from its first segment's start to its last one's end: what runs in between counts as part
+    of it, such as waiting for parameters. The gradient that a backward starts from is a segment of an `I`,
+    also where the action is a `B`.
     """
+    segments, starts, ends = zip(*notes, strict=True)
     row: list[MeasuredAction] = []
     asked: dict[Action, int] = {}
-    for segment, start, end in zip(segments, starts, ends, strict=True):
+    for segment, start, end in zip(segments, clock.read(starts), clock.read(ends), strict=True):
         action = segment.computes
         if segment.awaits is not None:
             asked[segment.awaits] = start
@@ -216,3 +228,51 @@ def _decoded(numbers: Tensor) -> MeasuredAction:
     return MeasuredAction(
         Action(stage, _KINDS[kind], microbatch), start, end, None if asked == _NEVER else asked
     )
+
+
+def measured_timeline(schedule: Schedule, rows: MeasuredRows) -> Timeline:
+    """Return the measured actions of all ranks, `rows`, as a timeline; see `Recording.timeline`."""
+    first = min((row[0].start for row in rows if row), default=0)
+    actions = tuple(tuple(done.action for done in row) for row in rows)
+    ran = replace(schedule, actions=actions, bound=None)
+    cells = tuple(
+        tuple(Cell(done.action, done.start - first, done.end - first) for done in row) for row in rows
+    )
+    hops = [consumer.start - producer.end for producer, consumer in sends_and_receives(rows, ran)]
+    return Timeline(
+        ran, TICK, cells, Costs().memory(ran.ranks, ran.stages), max(0, min(hops, default=0)), unit="ms"
+    )
+
+
+def measured_costs(schedule: Schedule, rows: MeasuredRows) -> Costs:
+    """Return the median times of each stage's actions, and of messages; see `Recording.costs`."""
+    durations: dict[tuple[int, Kind], list[int]] = {}
+    for done in (done for row in rows for done in row):
+        durations.setdefault((done.action.stage, done.action.kind), []).append(done.end - done.start)
+
+    def cost(stage: int, kind: Kind) -> float:
+        alone, both = durations.get((stage, kind)), durations.get((stage, Kind.B))
+        if alone is None and (both is None or kind is Kind.F):
+            raise ScheduleError(f"no {kind} of stage {stage} was measured: record a whole training step.")
+        return _milliseconds(median(alone)) if alone else _milliseconds(median(both or ())) / 2
+
+    stages = range(schedule.stages)
+    hops = [
+        max(0, consumer.start - producer.end)
+        for producer, consumer in sends_and_receives(rows, schedule)
+        if consumer.wait_start is not None and consumer.wait_start < producer.end
+    ]
+    forward, inputs, weights = ([cost(stage, kind) for stage in stages] for kind in (Kind.F, Kind.I, Kind.W))
+    return Costs(F=forward, I=inputs, W=weights, comm=_milliseconds(median(hops)) if hops else 0)
+
+
+def measured_waits(rows: MeasuredRows) -> tuple[float, ...]:
+    """Return the time that each rank waited for messages, in milliseconds."""
+    return tuple(
+        _milliseconds(sum(done.start - done.wait_start for done in row if done.wait_start is not None))
+        for row in rows
+    )
+
+
+def _milliseconds(nanoseconds: float) -> float:
+    return nanoseconds / 1_000_000

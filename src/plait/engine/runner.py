@@ -1,8 +1,11 @@
-"""The runner of one rank: checks that all ranks run the same step, and runs its program."""
+"""The runner of one rank: checks that all ranks run the same step, and runs its program.
+
+`Runtime` has what `parallelize` builds on the rank for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.engine.blueprint import Blueprint
 from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import (
     LocalInputs,
-    PartOf,
     SequencePart,
     cut,
     joined,
@@ -22,18 +25,24 @@ from plait.engine.local_batch import (
     without_part,
 )
 from plait.engine.pipeline.executor import Executor
+from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.recorder import Recorder
-from plait.engine.runtime import InstructionObserver, Runtime
 from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.gradient_norm import loss_scale, non_finite_gradients
 from plait.engine.sharding.reducer import Reducer
+from plait.engine.sharding.unit import Unit
 from plait.errors import DataError, PlanError
+from plait.models.layers.layer_sequence import saved_buffers
+from plait.models.layers.model_validation import LateHooks
 from plait.models.layers.shape_inference import LayerInfo
+from plait.proof.meta_layers import MetaLayers
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
 from plait.ranks.device import sent
-from plait.schedules.lowering.program import INSTRUCTION_TYPES, Program
-from plait.tensor.dropout import names_of
+from plait.ranks.mesh import Mesh
+from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.layer_values import (
     DTYPES,
     Microbatches,
@@ -46,13 +55,58 @@ from plait.tensor.layer_values import (
     tensors_of,
     with_tensors,
 )
-from plait.tensor.running_sequence import LocalSequence, running
+from plait.tensor.losses import Loss
+from plait.tensor.parallel.partition import Vocabulary
+from plait.tensor.running_sequence import ContextParallelism, LocalSequence, running
 from plait.tensor.torch_losses import divisor
 
 REMEMBERED_SHAPES = 256
 """Micro-batch shapes whose boundaries are remembered, beside those of the step."""
 COMPARED_BATCHES = 2
 """How many batches are compared whole, with tensors that have fractions or are on a GPU."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One rank's objects, built by `parallelize`: the blueprint, and the rank's layers, units and groups."""
+
+    blueprint: Blueprint
+    """Without the values of the model; see `shared_blueprint`."""
+    mesh: Mesh
+    loss: Loss
+    pipeline: PipelineRank
+    units: Mapping[str, Unit]
+    """Of this rank's layers, by name."""
+    queue: WeightGradientQueue
+    """The weight gradients of this rank's stages that are computed later."""
+    context_parallelism: ContextParallelism
+    """How sequences are divided over `cp`."""
+    dropout: DropoutGenerator
+    """The random numbers of this rank's dropouts."""
+    counted: Collection[str]
+    """The parameters whose gradients this rank adds to a norm over the model: each counts once."""
+    vocabulary: Vocabulary | None
+    """How the model's logits are partitioned over `tp`; None where they are whole."""
+    meta_layers: MetaLayers
+    """All layers of the model, on the meta device."""
+    late_hooks: LateHooks
+    """Of the model that was given, whose layers are copied."""
+    context: int | None
+    """The longest sequence that the model takes; None where it has no attribute `context`."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank's optimizer updates, with their names in the model."""
+        for unit in self.units.values():
+            yield from unit.shard_parameters.items()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's buffers that are in the model's `state_dict`, with their names there."""
+        for stage in self.pipeline.stages.values():
+            yield from saved_buffers(stage.layers)
+
+
+InstructionObserver = Callable[[Instruction, Runtime], None]
+"""Called after each instruction of a step; the runtime holds what it computed."""
 
 
 @dataclass(frozen=True)
@@ -119,27 +173,21 @@ class Runner:
         return [layer.module for stage in self.pipeline.stages.values() for layer in stage.layers]
 
     def loss_batch(
-        self,
-        inputs: Value,
-        targets: Value,
-        rows: int | None = None,
-        *,
-        evenly: bool = True,
-        input_gradients: bool = False,
+        self, inputs: Value, targets: Value, rows: int | None = None, *, input_gradients: bool = False
     ) -> LossBatch:
         """Split the batch into micro-batches, and compute the weights by which their losses are averaged.
 
-        `rows`: how many of its rows count, from the first on; None: all. `evenly`: whether a number of rows
-        that micro-batches do not divide is refused. Communication: as `Engine.forward_backward`, without that
-        of the program and of the mean loss.
+        `rows`: how many of its rows count in an evaluation, from the first on; None: all. Communication: as
+        `Engine.forward_backward`, without that of the program and of the mean loss.
         """
-        if torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        if trains:
             _refuse_graphs(() if input_gradients else inputs, targets)
-        (inputs, targets), part = without_part(self.runtime.context_parallelism, inputs, targets)
+        (inputs, targets), length, whole = without_part(self.runtime.context_parallelism, inputs, targets)
         self._batches += 1
         every = self._batches <= COMPARED_BATCHES or self.mesh.guarded
         counted = self.plan.microbatches
-        if not evenly:
+        if not trains:  # any number of rows
             inputs, targets, counted = counted_microbatches(inputs, targets, counted, rows)
         hashes = [fingerprint_of_tokens(value, every=every) for value in (inputs, targets)]
         tokens = f"{hashes[0]}, of the targets {hashes[1]}"
@@ -147,12 +195,11 @@ class Runner:
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         shapes = f"{signatures(batch)} with targets {signatures(parts)}"
         call = "a step" if rows is None else f"a step that counts {rows} rows"
-        self.require_same_batch(call, shapes, tokens, part, over_pp=every)
-        length = None if part is None else part.length
-        local = self.local_inputs(batch, length)
+        self.require_same_batch(call, shapes, tokens, whole, over_pp=every)
+        local = local_inputs(batch, self.runtime.context_parallelism, length)
         pairs = zip(parts, local.sequences, strict=True)
         parts = [cut(part, sequence, "targets", length) for part, sequence in pairs]
-        if self._has_dropout and torch.is_grad_enabled():
+        if self._has_dropout and trains:
             self.runtime.dropout.rows = self._rows(local.values)
         each = [self.runtime.loss.weight(part) for part in parts]
         weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in each])
@@ -161,13 +208,6 @@ class Runner:
         started = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
         total = started.about("the loss's weight").wait()
         return LossBatch(local, parts, counted, weights, total, divisor(self.runtime.loss, total))
-
-    def local_inputs(self, batch: Sequence[Value], length: int | None = None) -> LocalInputs:
-        """Return this rank's part of micro-batches: its positions, without document ids.
-
-        `length`: of the whole sequences, where `batch` has only this rank's positions.
-        """
-        return local_inputs(batch, self.runtime.context_parallelism, length)
 
     def mean_loss(self, batch: LossBatch) -> Tensor:
         """Return the mean loss of the latest step over the global batch, 0-d, on every rank.
@@ -202,7 +242,7 @@ class Runner:
 
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of this data-parallel rank's last step."""
-        weights, _ = self._last_weights()
+        weights, _ = self.loss_weights()
         losses, cp = torch.zeros_like(weights), self.mesh.group("cp")
         if self.is_last:
             both = torch.stack([torch.stack(self._totals).double(), weights])
@@ -210,11 +250,8 @@ class Runner:
             losses = totals / divisor(self.runtime.loss, whole)
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
-    def loss_weight(self) -> Tensor:
-        """Return the loss's weight of the last step's global batch, 0-d, such as its number of targets."""
-        return self._last_weights()[1]
-
-    def _last_weights(self) -> tuple[Tensor, Tensor]:
+    def loss_weights(self) -> tuple[Tensor, Tensor]:
+        """Return the loss's weight of each micro-batch of the last step, and that of the global batch."""
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         return self._weights
@@ -242,19 +279,19 @@ class Runner:
         return torch.stack([~losses.isfinite().all(), gradients])
 
     def require_same_batch(
-        self, call: str, shapes: str, tokens: str, part: PartOf | None, *, over_pp: bool = False
+        self, call: str, shapes: str, tokens: str, whole: str | None, *, over_pp: bool = False
     ) -> None:
         """Raise CommunicationError where ranks along `pp`, `cp` or `tp` make a call on different batches.
 
         `shapes`: of the micro-batches. `tokens`: a hash of the batch's tokens, which on GPUs counts along
-        `pp` with `over_pp` only. `part`: of what the batch is a part, if it is one.
+        `pp` with `over_pp` only. `whole`: describes the batch of which this rank has a part, if so.
         Communication: as `require_same_call`, over each of these axes.
         """
         alike = f"{call} on micro-batches of {shapes}"
         same = f"{alike}, tokens {tokens}"
         own = "give ranks that differ in pp, cp or tp only the same batch"
         self.require_same_call(same if over_pp or not self.mesh.uses_nccl else alike, "pp", own)
-        self.require_same_call(same if part is None else f"{call} on parts of {part.whole}", "cp", own)
+        self.require_same_call(same if whole is None else f"{call} on parts of {whole}", "cp", own)
         self.require_same_call(same, "tp", own)
 
     def require_same_call(self, call: str, axis: str, remedy: str = SAME_CALL) -> None:
@@ -340,10 +377,9 @@ class Runner:
     def _layer_infos(self, batch: LocalInputs, input_gradients: bool) -> list[list[LayerInfo]]:
         """Return per micro-batch the `LayerInfo` (output shapes) of all layers; cached by input shape."""
         trains, sequences = torch.is_grad_enabled(), batch.sequences
-        shapes = [one and one.shape for one in sequences]
         keys = [
-            (signature(one), shape, input_gradients, trains)
-            for one, shape in zip(batch.values, shapes, strict=True)
+            (signature(one), sequence and sequence.shape, input_gradients, trains)
+            for one, sequence in zip(batch.values, sequences, strict=True)
         ]
         for key, one, sequence in zip(keys, batch.values, sequences, strict=True):
             longest = 0 if sequence is None else sequence.longest

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import Optimizer
 
 from plait.engine.fingerprint import settings_lines
-from plait.engine.runtime import Runtime
+from plait.engine.runner import Runtime
 from plait.engine.sharding.gradient_norm import LossScale
 from plait.errors import CommunicationError, PlaitError
 from plait.models.layers.value_text import ValueTexts
@@ -41,16 +41,12 @@ class StepAgreement:
         """Calls of `forward_backward` since the optimizers' gradients were None."""
         self._options: dict[str, object] = {}
         """Those of the latest calls, by name."""
-        self._decays: set[float | None] = set()
-        """With which weight decays parameter groups were made."""
+        self.decays: set[float | None] = set()
+        """With which weight decays `parameter_groups` were made; None: the optimizer's default."""
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many steps each optimizer has taken since ranks compared."""
         self._latest: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """After which call of `forward_backward` each optimizer stepped, or was given, last."""
-
-    def note_decay(self, weight_decay: float | None) -> None:
-        """Record the `weight_decay` given to `parameter_groups`; None: the optimizer's default."""
-        self._decays.add(weight_decay)
 
     def note_optimizer(self, optimizer: Optimizer, steps: int = 1) -> None:
         """Record an optimizer, and `steps` that it is about to take, for the next comparison of ranks.
@@ -146,7 +142,7 @@ class StepAgreement:
         groups = optimizer.param_groups
         decays = [group.get("weight_decay") for group in groups]
         own = optimizer.defaults.get("weight_decay")
-        made = {own if decay is None else decay for decay in self._decays}
+        made = {own if decay is None else decay for decay in self.decays}
         if len(decays) != 2 or decays[0] not in made or decays[1] != 0:
             yield "engine.parameter_groups = not used"
             return

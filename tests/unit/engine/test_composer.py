@@ -219,7 +219,7 @@ def test_after_an_exception_in_a_layer_the_next_step_is_right(where: str, kind: 
     place, instruction = caught.value.__notes__
     assert place == f"in stage 0, micro-batch 1, {layers}"
     assert instruction.startswith(f"while running RunLayer(action=Action(stage=0, kind=<Kind.{kind}: ")
-    (stage,) = engine._pipeline.stages.values()
+    (stage,) = engine._runner.pipeline.stages.values()
     assert not any((stage.values, stage.gradients, stage.runs, stage.work, stage.queue.pending)), (
         "memory is given back"
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.engine.rescheduling import (
+from plait.engine.recorder import (
     TICK,
     MeasuredAction,
     measured_costs,

@@ -1,30 +1,38 @@
 """Layers compiled to graphs: each distinct layer structure is traced once per input shape, with its backward.
 
-F    the steps of the forward; its results, and what the backward reads
-I    the steps of the backward: gradients of the input, of biases and norms; operands of weight gradients
+F    the operations of the forward; its results, and what the backward reads
+I    those of the backward: gradients of the input, of biases and norms; operands of weight gradients
 W    the products of these operands, which the weight gradient queue adds to the parameters' buffers
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from plait.engine.compilation.layer_graphs import LayerGraphs, trace_layer
-from plait.engine.compilation.weight_terms import WeightTerms
+from plait.engine.compilation.graph_division import JointGraph, divided
+from plait.engine.compilation.layer_operations import LayerCall, LayerOperations, operations_of, with_strides
+from plait.engine.compilation.torch_compiler import (
+    COMPILER_LOCK,
+    example_of,
+    joint_graph,
+    move_to_meta,
+    without_memory,
+)
 from plait.errors import ModelError
-from plait.models.layers.shape_inference import LayerInfo
-from plait.plan.plan import Plan, Recompute
-from plait.tensor.autograd.regather import Gather, Regathered
+from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
+from plait.plan.plan import Recompute
+from plait.tensor.autograd.between_graphs import TRACE, LayerTrace
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.dropout import Dropout
+from plait.tensor.dropout import Dropout, names_of
 from plait.tensor.layer_values import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
 
 REASON_LENGTH = 300
@@ -44,13 +52,6 @@ class LayerCompiler:
     """Whether the graphs, those of a CPU, run on the meta device."""
     graphs: dict[Hashable, LayerGraphs | None] = field(default_factory=dict)
     """By structure, recompute mode and shapes of the input; None: such layers run eagerly."""
-
-    @staticmethod
-    def of(plan: Plan, queue: WeightGradientQueue) -> LayerCompiler | None:
-        """Return the compiler of a plan; None where layers run eagerly."""
-        if not plan.compile:
-            return None
-        return LayerCompiler(queue, plan.compile != "graphs", plan.compile == "where possible")
 
     @staticmethod
     def for_estimates(queue: WeightGradientQueue) -> LayerCompiler:
@@ -94,25 +95,28 @@ class CompiledLayer:
             inputs = list_of_tensors(value)
             shapes = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in inputs]
             key = (info.length, sequence, repr(map_tensors(lambda _: None, value)), *shapes)
-        graphs = self._graphs.get(key)
+        if key not in self._graphs:
+            self._graphs[key] = self._found(key, value, info)
+        graphs = self._graphs[key]
         if graphs is None:
-            if key not in self._graphs:
-                self._graphs[key] = self._found(key, value, info)
-            graphs = self._graphs[key]
-            if graphs is None:
-                return None
-        run = CompiledRun(self, graphs)
+            return None
+        run = CompiledRun(self.queue, self.parameters, self.dropouts, graphs)
         torch.set_grad_enabled(False)
         try:
+            for check in graphs.checks:
+                check()
             # Inputs and outputs are detached, since what is saved is to hold no gradient and need none.
-            given = list(map(Tensor.detach, inputs))
-            outputs, run.saved = graphs.run_forward([*given, *self._tensors], run)
+            arguments = [*map(Tensor.detach, inputs), *self._tensors]
+            saved = list(map(arguments.__getitem__, graphs.saved_arguments))
+            results, count = graphs.forward.run(arguments, run), len(graphs.requires_grad)
+            outputs, run.saved = results[:count], saved + results[count:]
             for number, learns in enumerate(graphs.requires_grad):
                 if learns:
                     outputs[number] = outputs[number].detach().requires_grad_()
         finally:
             torch.set_grad_enabled(True)
-        return outputs[0] if graphs.returns_tensor else with_tensors(graphs.output, outputs), run
+        output = graphs.output
+        return outputs[0] if isinstance(output, Tensor) else with_tensors(output, outputs), run
 
     def _found(self, key: Hashable, value: Value, info: LayerInfo) -> LayerGraphs | None:
         """Return the graphs of the structure for these shapes: of an equal layer, or newly traced."""
@@ -122,14 +126,7 @@ class CompiledLayer:
             try:
                 if info.counting:
                     raise ModelError(f"each run changes {info.counting[0]}, which graphs would not do.")
-                compiler.graphs[whole_key] = trace_layer(
-                    self.layer,
-                    value,
-                    info,
-                    self._recompute,
-                    generates=compiler.generates,
-                    on_meta=compiler.on_meta,
-                )
+                compiler.graphs[whole_key] = trace_layer(self.layer, value, info, self._recompute, compiler)
             except Exception as error:
                 reason = shorten(str(error), REASON_LENGTH) or type(error).__name__
                 says = "for " if isinstance(error, ModelError) else "for torch says: "
@@ -144,15 +141,13 @@ class CompiledLayer:
         return compiler.graphs[whole_key]
 
 
-class CompiledRun:
+@dataclass(eq=False)
+class CompiledRun(LayerCall):
     """One micro-batch's run of a compiled layer, from its forward to its backward."""
 
-    def __init__(self, layer: CompiledLayer, graphs: LayerGraphs) -> None:
-        self.layer, self.graphs = layer, graphs
-        self.saved: list[Tensor] = []
-        """What the backward reads."""
-        self._makers: dict[int, Callable[[], Tensor]] = {}
-        """Of masks, by number: they make the same mask again."""
+    graphs: LayerGraphs
+    saved: list[Tensor] = field(default_factory=list)
+    """What the backward reads."""
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the input's tensors from those of the output's.
@@ -160,7 +155,7 @@ class CompiledRun:
         Queues what weight gradients are taken out of the backward. The others are added to their buffers, or
         their addition is queued, too, where `W` adds all.
         """
-        graphs, queue = self.graphs, self.layer.queue
+        graphs, queue = self.graphs, self.queue
         for one in graphs.output_gradients:
             if gradients[one.number] is not None:
                 break
@@ -169,8 +164,10 @@ class CompiledRun:
         saved, self.saved = self.saved, []
         torch.set_grad_enabled(False)
         try:
-            found = graphs.run_backward(saved, gradients, self)
-            parameters = list(map(self.layer.parameters.__getitem__, graphs.parameters))
+            for one in graphs.output_gradients:
+                saved.append(one.of(gradients))
+            found = graphs.backward.run(saved, self)
+            parameters = list(map(self.parameters.__getitem__, graphs.parameters))
             computed: Any = found[graphs.inputs :]  # none of them is None
             if queue.adds_late:
                 queue.add(partial(queue.add_found, parameters, computed))
@@ -184,40 +181,147 @@ class CompiledRun:
         """Return True: the backward may read the output, which must then not be written to."""
         return True
 
-    def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the mask of call `number` of the dropout `name`; asked again, the same mask."""
-        if number not in self._makers:
-            self._makers[number] = self.layer.dropouts[name].next_mask_maker(shape, device)
-        return self._makers[number]()
 
-    def dropout(self, name: str) -> Dropout:
-        """Return the layer's dropout module `name`."""
-        return self.layer.dropouts[name]
+@dataclass(frozen=True)
+class OutputGradient:
+    """Shape, strides and dtype that the traced backward expects of the gradient of one output tensor."""
 
-    def regathered(self, part: Tensor, gather: Gather) -> Regathered:
-        """Return a tensor whose all-gather from the ranks' parts is repeated on first use.
+    number: int
+    """Of the tensor in the output."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
-        The all-gather starts now if the weight gradients follow at once.
-        """
-        queue = self.layer.queue
-        found = queue.gathered.again(part, gather)
-        if queue.mode.overlaps:
-            found.start()
-        return found
+    def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the gradient among those of the outputs, with the strides of the trace; zeros for None."""
+        found = gradients[self.number]
+        if found is not None and found.shape == self.shape and found.stride() == self.stride:
+            return found  # the common case, kept cheap
+        if found is None:
+            device = next(one.device for one in gradients if one is not None)
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
+        if found.shape != self.shape:
+            raise wrong_gradient_shape(found, self.shape)
+        return with_strides(found, self.stride)
 
-    def defer(self, terms: WeightTerms, operands: Sequence[Tensor | Regathered]) -> None:
-        """Queue the computation of `terms`, parts of weight gradients, from `operands`.
 
-        An output gradient that was gathered is gathered again, unless the weight gradients follow at once.
-        """
-        queue = self.layer.queue
-        if queue.gathered.is_used:
-            operands = [self._later(operand) for operand in operands]
-        queue.add(partial(terms.add_to, queue, self.layer.parameters, operands))
+@dataclass(frozen=True)
+class LayerGraphs:
+    """Forward and backward of a layer. Arguments: input tensors, then parameters, then buffers."""
 
-    def _later(self, operand: Tensor | Regathered) -> Tensor | Regathered:
-        queue = self.layer.queue
-        if isinstance(operand, Regathered) or queue.mode.overlaps:
-            return operand
-        source = queue.gathered.of(operand)
-        return operand if source is None else queue.gathered.again(*source)
+    forward: LayerOperations
+    """Returns the output's tensors, then what is saved; but what is saved of the arguments."""
+    backward: LayerOperations
+    """From what is saved and the gradients `output_gradients`: the gradient of each input, then of the
+    parameters `parameters`."""
+    saved_arguments: Sequence[int]
+    """The numbers of the arguments that are saved."""
+    output: Value
+    """The layer's output, with other tensors."""
+    requires_grad: Sequence[bool]
+    """Of each tensor of the output."""
+    output_gradients: Sequence[OutputGradient]
+    """Of the output's tensors that have one."""
+    inputs: int
+    """The number of arguments that are tensors of the input."""
+    parameters: Sequence[int]
+    """The numbers of the layer's parameters whose gradients the backward returns, wholly or in part."""
+    checks: Sequence[Callable[[], None]]
+    """What each forward runs first."""
+
+
+def trace_layer(
+    layer: NamedLayer, value: Value, info: LayerInfo, mode: Recompute, compiler: LayerCompiler
+) -> LayerGraphs:
+    """Return the graphs of `layer` for inputs like `value`; raises what torch raises where it cannot.
+
+    Nothing is computed, and nothing is communicated.
+    """
+    generates, on_meta = compiler.generates, compiler.on_meta
+    inputs, parameters = list_of_tensors(value), list(layer.module.parameters())
+    function = _LayerFunction(layer, value, info)
+    with COMPILER_LOCK, torch.enable_grad():
+        with without_memory():
+            arguments = [_like(one, "cpu" if on_meta else one.device) for one in (*inputs, *function.tensors)]
+            with _tracing(layer):
+                requires_grad = [one.requires_grad for one in function.outputs(arguments)]
+        with _tracing(layer) as trace:
+            graph = joint_graph(function, arguments, differentiates=any(requires_grad))
+        if on_meta:
+            move_to_meta(graph)
+        joint = JointGraph.of(graph, len(arguments), len(requires_grad), len(inputs))
+        numbers = range(len(inputs), len(inputs) + len(parameters))
+        parts = divided(joint, numbers, mode, trace.gathers)
+        given = list(joint.arguments)
+        computed = [node for node in parts.saved if node not in given]
+        saved = [node for node in parts.saved if node in given]
+        returning = [number for number in numbers if parts.gradients[number] is not None]
+        gradients = [*parts.gradients[: len(inputs)], *(parts.gradients[number] for number in returning)]
+        learning = [number for number, learns in enumerate(requires_grad) if learns]
+        tangents = zip(learning, map(example_of, joint.tangents), strict=True)
+        results, begun = [*joint.results, *computed], [*saved, *computed, *joint.tangents]
+        return LayerGraphs(
+            operations_of(graph, parts.forward, given, results, trace, generates=generates),
+            operations_of(graph, parts.backward, begun, gradients, trace, parts.terms, generates=generates),
+            [given.index(node) for node in saved],
+            map_tensors(lambda _: torch.empty(0), function.output),
+            requires_grad,
+            [OutputGradient(number, one.shape, one.stride(), one.dtype) for number, one in tangents],
+            len(inputs),
+            [number - len(inputs) for number in returning],
+            trace.checks,
+        )
+
+
+class _LayerFunction:
+    """A layer as a function of tensors: its inputs, then its parameters, then its buffers."""
+
+    def __init__(self, layer: NamedLayer, value: Value, info: LayerInfo) -> None:
+        """Run `layer` on inputs structured like `value`, with the tensors that are given."""
+        self._run, self._value = _LayerRun(layer, info), value
+        named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
+        self._names, self.tensors = list(named), list(named.values())
+        self.output: Value = None
+        """That of the latest call."""
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return clones of the output's tensors, since a function that is traced must not return a view."""
+        return tuple(one.clone() for one in self.outputs(arguments))
+
+    def outputs(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output's tensors."""
+        count = len(arguments) - len(self._names)
+        given = with_tensors(self._value, arguments[:count])
+        tensors = dict(zip(self._names, arguments[count:], strict=True))
+        self.output = torch.func.functional_call(self._run, tensors, (given,))
+        return list_of_tensors(self.output)
+
+
+class _LayerRun(nn.Module):
+    """A layer as a stage runs it, with the sequence length that it is given."""
+
+    def __init__(self, layer: NamedLayer, info: LayerInfo) -> None:
+        super().__init__()
+        self.module, self._layer, self._info = layer.module, layer, info
+
+    def forward(self, value: Value) -> Value:
+        """Return the layer's output; it may write to its input's clone."""
+        given = map_tensors(torch.clone, value) if self._info.writes_input else value
+        return self._layer.run(given, self._info.length)[0]
+
+
+@contextmanager
+def _tracing(layer: NamedLayer) -> Iterator[LayerTrace]:
+    """Context in which collectives and masks of dropouts are recorded, in the trace that it gives."""
+    trace = LayerTrace(names_of(layer.module))
+    token = TRACE.set(trace)
+    try:
+        yield trace
+    finally:
+        TRACE.reset(token)
+
+
+def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a new tensor on `device` that is else like `tensor`, a leaf, in the current context."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -57,7 +58,8 @@ class JointGraph:
         for number, gradient in enumerate(gradients[:inputs]):
             if gradient is not None:
                 base = Operand.of(gradient).base
-                gradients[number] = _clone_of(module, gradient) if base in memory else gradient
+                if base in memory:
+                    gradients[number] = _inserted(gradient, torch.ops.aten.clone.default, gradient)
                 memory.add(base)
         return JointGraph(module, given[:arguments], given[arguments:], returned, gradients)
 
@@ -93,8 +95,8 @@ def divided(
         if gradient is not None:
             found, others = terms_of(gradient, joint.arguments[number], number - parameters[0])
             terms += found
-            gradients[number] = _sum_of(joint, others) if found else gradient
-    terms = [_with_regathered(joint, term, gathers) for term in terms]
+            gradients[number] = _sum_of(others) if found else gradient
+    terms = [_with_regathered(term, gathers) for term in terms]
     place = {node: number for number, node in enumerate(joint.module.graph.nodes)}
     terms.sort(key=lambda term: max(place[operand.base] for operand in term.operands))
     wanted = [node for node in gradients if node is not None]
@@ -115,39 +117,35 @@ def divided(
     return DividedGraph(forward, backward, kept, gradients, terms)
 
 
-def _with_regathered(joint: JointGraph, term: WeightTerm, gathers: Collection[int]) -> WeightTerm:
+def _with_regathered(term: WeightTerm, gathers: Collection[int]) -> WeightTerm:
     """Return `term` with operands that came from the recorded `gathers` gathered again when they are used."""
     operands = []
     for operand in term.operands:
         base = operand.base
         if base.target == BETWEEN_GRAPHS and base.args[1] in gathers:
-            with joint.module.graph.inserting_after(base):
-                again = joint.module.graph.call_function(REGATHERED, base.args[:2])
-            again.meta["val"] = base.meta["val"]
-            operand = replace(operand, base=again)
+            operand = replace(operand, base=_inserted(base, REGATHERED, *base.args[:2]))
         operands.append(operand)
     return replace(term, operands=tuple(operands))
 
 
-def _clone_of(module: GraphModule, node: Node) -> Node:
-    with module.graph.inserting_after(node):
-        clone = module.graph.call_function(torch.ops.aten.clone.default, (node,))
-    clone.meta["val"] = node.meta["val"]
-    return clone
-
-
-def _sum_of(joint: JointGraph, summands: Sequence[Node]) -> Node | None:
+def _sum_of(summands: Sequence[Node]) -> Node | None:
     """Return a node that sums the given summands of a gradient; None where there are none."""
     if not summands:
         return None
     total, *others = summands
     for summand in others:
-        last = max(total, summand)  # in the order of the graph
-        with joint.module.graph.inserting_after(last):
-            made = joint.module.graph.call_function(torch.ops.aten.add.Tensor, (total, summand))
-            made.meta["val"] = total.meta["val"]
-            total = made
+        made = _inserted(max(total, summand), torch.ops.aten.add.Tensor, total, summand)
+        made.meta["val"] = total.meta["val"]
+        total = made
     return total
+
+
+def _inserted(node: Node, operation: Any, *arguments: Any) -> Node:
+    """Insert an operation after `node` in its graph; return its node, whose value is like that of `node`."""
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(operation, arguments)
+    made.meta["val"] = node.meta["val"]
+    return made
 
 
 def _after(joint: JointGraph, sources: Sequence[Node]) -> set[Node]:

@@ -11,11 +11,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from threading import RLock
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,29 +39,22 @@ def generating_alone(graph: str, cache: Path, patience: float = PATIENCE) -> Ite
     `graph`: a text that identifies it. Another process that holds the lock is waited for, at most `patience`
     seconds; then a warning names it. Where no file can be locked in `cache`, nobody is waited for.
     """
-    path = cache / f"plait-{sha256(graph.encode()).hexdigest()[:32]}.lock"
-    file = _acquired(path, patience)
+    path, file = cache / f"plait-{sha256(graph.encode()).hexdigest()[:32]}.lock", None
+    start = time.monotonic()
+    with suppress(OSError):
+        while (file := try_lock(path)) is None and time.monotonic() - start < patience:
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        if file is None:
+            warnings.warn(
+                f"{owner_of(path)} has generated the code of a layer for {patience:g} seconds ({path}): this "
+                "rank generates its own.",
+                stacklevel=1,
+            )
     try:
         yield
     finally:
         if file is not None:
             unlock(path, file)
-
-
-def _acquired(path: Path, patience: float) -> BinaryIO | None:
-    start = time.monotonic()
-    try:
-        while (file := try_lock(path)) is None and time.monotonic() - start < patience:
-            time.sleep(_SECONDS_BETWEEN_TRIES)
-    except OSError:
-        return None
-    if file is None:
-        warnings.warn(
-            f"{owner_of(path)} has generated the code of a layer for {patience:g} seconds ({path}): this "
-            "rank generates its own.",
-            stacklevel=1,
-        )
-    return file
 
 
 GraphCall = Callable[[list[Tensor]], Sequence[Tensor]]

@@ -157,22 +157,20 @@ def terms_of(gradient: Node, parameter: Node, number: int) -> tuple[list[WeightT
 
 def _product(gradient: Node, parameter: Node, number: int) -> WeightTerm | None:
     """Return the term of a matrix product that reaches the gradient through views only."""
-    before: list[tuple[int, ...]] = []  # the shape before each view, last view first
-    transposes: list[bool] = []
+    views: list[View] = []  # of the buffer: from the gradient's shape to the product's
     node = gradient
     while is_view(node) and isinstance(node.args[0], Node) and len(node.users) == 1:
         inner = node.args[0]
-        before.append(tuple(example_of(inner).shape))
-        transposes.append(_is_transpose(node, example_of(inner).dim()))
-        if not transposes[-1] and node.target not in (_ATEN.view.default, _ATEN.detach.default):
+        shape = tuple(example_of(inner).shape)
+        if _is_transpose(node, len(shape)):
+            views.append(_TRANSPOSE)
+        elif node.target in (_ATEN.view.default, _ATEN.detach.default):
+            views.append((Tensor.view, (shape,)))
+        else:
             return None
         node = inner
     if node.target != _ATEN.mm.default or len(node.users) != 1:
         return None
-    views: list[View] = [
-        _TRANSPOSE if transposed else (Tensor.view, (shape,))
-        for shape, transposed in zip(before, transposes, strict=True)
-    ]
     a, b = (Operand.of(operand) for operand in node.args if isinstance(operand, Node))
     while views and views[-1] == _TRANSPOSE:  # of the product: that of the transposed operands, swapped
         views.pop()

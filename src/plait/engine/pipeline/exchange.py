@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from plait.engine.pipeline.layer_runner import Gradients
+from plait.engine.pipeline.stage import Gradients
 from plait.models.layers.shape_inference import TensorInfo
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
@@ -29,7 +29,10 @@ SENDER, RECEIVER = 0, 1
 """Indices in the group of a channel."""
 
 Crossing: TypeAlias = Sequence[Sequence[Sequence[TensorInfo]]]
-"""`crossing[s][m]` are the tensors that stage `s` sends forward of micro-batch `m`."""
+"""`crossing[s][m]` are the tensors that stage `s` sends forward of micro-batch `m`.
+
+The gradients of those that are differentiable are sent back.
+"""
 
 
 def buffer_sizes(crossing: Crossing) -> list[list[int]]:
@@ -119,10 +122,7 @@ class Exchange:
         self._sends: dict[Channel, list[list[Handle[None]]]] = defaultdict(list)
 
     def begin(self, crossing: Crossing) -> None:
-        """Set shapes and dtypes of the tensors that later steps exchange, and adapt the receive buffers.
-
-        The gradients of the differentiable tensors are sent back.
-        """
+        """Set shapes and dtypes of the tensors that later steps exchange, and adapt the receive buffers."""
         self.crossing = crossing
         longest = buffer_sizes(crossing)
         fits = self.pool.fit(need for needs in longest for need in needs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.blueprint import Blueprint
-from plait.engine.pipeline.layer_runner import Gradients
+from plait.engine.pipeline.stage import Gradients
 from plait.errors import ModelError
 from plait.models.layers.carried_values import other_leaf
 from plait.models.layers.model_validation import refusing_changed_buffers
@@ -113,16 +113,6 @@ def _refuse_other_leaves(total: Tensor, outputs: Sequence[Tensor]) -> None:
         )
 
 
-class ChunkedLossLike(LossLike, Protocol):
-    """Interface of a loss that takes features, the input of the output linear, and computes logits itself."""
-
-    def gradient(self, features: Any, targets: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the summed loss and the features' gradient; add those of the linear's parameters."""
-
-    def logits(self, features: Any) -> Tensor:
-        """Return the logits of all features."""
-
-
 class ChunkedLossStage(LossStage):
     """Computes loss and gradients of each micro-batch in one pass, when its backward starts.
 
@@ -130,7 +120,7 @@ class ChunkedLossStage(LossStage):
     be gathered in `compute`, `seed` and `keep`, and its gradients allocated in `seed`.
     """
 
-    def __init__(self, loss: ChunkedLossLike) -> None:
+    def __init__(self, loss: ChunkedCrossEntropy) -> None:
         super().__init__(loss)
         self._chunks = loss
         self._features: dict[int, Value] = {}

@@ -8,11 +8,10 @@ from itertools import accumulate
 
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.executor import Handlers
-from plait.engine.pipeline.layer_runner import Gradients
 from plait.engine.pipeline.loss_stage import LossStage
-from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Gradients, Stage
 from plait.models.layers.shape_inference import LayerInfo
-from plait.schedules.action import Action, Kind
+from plait.schedules.action import Kind
 from plait.schedules.lowering.program import (
     AwaitReceive,
     ComputeLoss,
@@ -137,21 +136,18 @@ class PipelineRank:
 
     def _take_batch(self, instruction: TakeBatch) -> None:
         action = instruction.action
-        stage = self.stages[action.stage]
-        value = map_tensors(
+        self.stages[action.stage].values[action.microbatch] = map_tensors(
             lambda tensor: leaf_of(tensor, self._keeps_input_gradients and tensor.is_floating_point()),
             self.batch[action.microbatch],
         )
-        stage.values[action.microbatch] = value
 
     def _await_receive(self, instruction: AwaitReceive) -> None:
         action = instruction.action
         stage, received = self.stages[action.stage], iter(self.exchange.take(action))
         if action.kind is Kind.F:
-            value = self._stage_outputs[action.stage - 1][action.microbatch].rebuild(
-                lambda info: leaf_of(next(received), info.requires_grad)
-            )
-            stage.values[action.microbatch] = value
+            sent = self._stage_outputs[action.stage - 1][action.microbatch]
+            leaves = sent.rebuild(lambda info: leaf_of(next(received), info.requires_grad))
+            stage.values[action.microbatch] = leaves
         else:
             infos = self._stage_outputs[action.stage][action.microbatch].tensors
             gradients = [next(received) if info.requires_grad else None for info in infos]
@@ -178,9 +174,8 @@ class PipelineRank:
         output = stage.values.pop(microbatch)
         if self.loss_stage.writes_output and stage.output_is_read(microbatch):
             output = map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output)
-        with running(
-            stage.sequences[microbatch] if stage.sequences else None
-        ):  # a loss of whole sequences adds over `cp`
+        sequence = stage.sequences[microbatch] if stage.sequences else None
+        with running(sequence):  # a loss of whole sequences adds over `cp`
             self.loss_stage.compute(microbatch, output)
 
     def _keep_output(self, instruction: KeepOutput) -> None:
@@ -195,7 +190,7 @@ class PipelineRank:
         self.stages[action.stage].gradients[action.microbatch] = self.loss_stage.seed(action.microbatch)
 
     def _release(self, instruction: ReleaseBuffers) -> None:
-        action: Action = instruction.action
+        action = instruction.action
         if action.stage == 0 and action.kind is not Kind.F:
             gradients = self.stages[0].gradients.pop(action.microbatch)
             if self._keeps_input_gradients:

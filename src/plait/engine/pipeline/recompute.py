@@ -46,14 +46,9 @@ class KeepingRun:
     is_second = False
     has_results = False
 
-    def __init__(self, most_results: int | None, most_operations: int | None, *, sees_all: bool) -> None:
-        """`most_results`, `most_operations`: the maximum numbers of results to keep; None: all.
-
-        `sees_all`: whether operations are seen in the whole layer, or only within `with_operations`.
-        """
-        self.most_results = most_results
-        self.most_operations = most_operations
-        self.sees_all = sees_all and most_operations != 0
+    def __init__(self, layer: RecomputingLayer) -> None:
+        self.most_results, self.most_operations = layer.most_results, layer.most_operations
+        self.sees_all = layer.sees_all and layer.most_operations != 0
         self.overwrites = False
         """Whether the layer has written to a kept result of an operation."""
         self.results: list[tuple[Tensors, list[int]] | None] = []
@@ -248,7 +243,7 @@ class RecomputingLayer:
         self.parameters = parameters
         self.keeps_results = keeps_results
         self.most_results: int | None = None if keeps_results else 0
-        """Results of `kept` that a second run has used; None before the first one."""
+        """Results of `kept` that a second run has used, and a first run keeps; before that None: all."""
         self.most_operations: int | None = None if keeps_results else 0
         """Results of other operations that a second run has used, likewise."""
         self.sees_all = keeps_results
@@ -293,7 +288,7 @@ class _RecomputingCall:
         self._held = {id(one.untyped_storage()) for one in tensors if one.layout == torch.strided}
         """The storages of the layer's input and parameters."""
         self._random_state = random_state()
-        self._first = KeepingRun(layer.most_results, layer.most_operations, sees_all=layer.sees_all)
+        self._first = KeepingRun(layer)
 
     def pack(self, tensor: Tensor) -> int | Tensor:
         """Return what autograd stores for a saved tensor: an index, or the tensor if it is held anyway."""
@@ -352,7 +347,7 @@ class _RecomputingCall:
         token = RECOMPUTED_RUN.set(second)
         set_random_state(self._random_state)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(save, _unchanged), others:
+            with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor), others:
                 layer.run(*self._arguments)
         except _AllSaved:
             pass
@@ -361,7 +356,3 @@ class _RecomputingCall:
             RECOMPUTED_RUN.reset(token)
         layer.note(second)
         self._saved = dict(enumerate(saved))
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

@@ -132,6 +132,17 @@ class FlatBuffer:
         """Whether `shard_gradient` has memory of its own; else it is `gradient`, or a view of that."""
         return self.spec.shard_gradient is not None
 
+    def release_parameters(self) -> None:
+        """Free the whole parameters, unless they stay allocated under the plan."""
+        if not self.spec.whole.kept:
+            free_storage(self.whole)
+
+    def release_gradients(self) -> None:
+        """Free the whole gradients, unless there are none or they stay allocated under the plan."""
+        if self.spec.gradient is not None and not self.spec.gradient.kept:
+            for gradient in self.whole_gradients:
+                free_storage(gradient)
+
     def add_up_stages(self) -> None:
         """Sum the gradients of all stages into `gradient`; call once per step, after the last backward."""
         for gradient in self.whole_gradients[1:]:

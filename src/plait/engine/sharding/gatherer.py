@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
+from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage
 from plait.engine.sharding.unit import Unit
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import copy_later, synchronize_stream
@@ -17,27 +16,13 @@ from plait.ranks.handle import Handle
 from plait.schedules.lowering.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
 
 
-class ParameterState(Enum):
-    """Whether a unit's parameters are sharded, being gathered, or whole.
-
-    from         to           by
-    SHARDED      GATHERING    gather: the all-gather has started
-    GATHERING    WHOLE        wait: layers may use the parameters
-    WHOLE        SHARDED      release; begin, because the optimizer may have updated the shards
-    any          SHARDED      clear: the step has failed
-    """
-
-    SHARDED = 1
-    GATHERING = 2
-    WHOLE = 3
-
-
 class Gatherer:
     """All-gathers the parameters that layers use from the shards that the ranks' optimizers update."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
-        self.states = dict.fromkeys(units, ParameterState.SHARDED)
+        self.gathered: set[str] = set()
+        """The units whose parameters are whole, or being gathered, from shards as they are now."""
         self._buffers = [buffer for unit in units.values() for buffer in unit.buffers]
         self._pending: dict[str, list[tuple[Handle[Tensor], FlatBuffer]]] = {}
         self._stale: list[tuple[Handle[Tensor], FlatBuffer]] = []
@@ -55,10 +40,10 @@ class Gatherer:
 
     def begin(self) -> None:
         """Begin a step: mark all parameters as not gathered, since optimizers may have updated the shards."""
-        self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
+        self.gathered = set()
         for handle, buffer in self._stale:
             handle.wait()
-            _release(buffer)
+            buffer.release_parameters()
         self._stale = []
         for buffer in self._buffers:
             buffer.check_data()
@@ -74,9 +59,9 @@ class Gatherer:
 
     def gather(self, name: str) -> None:
         """Start the all-gathers of a unit's parameters, unless they are gathered already."""
-        if self.states[name] is not ParameterState.SHARDED:
+        if name in self.gathered:
             return
-        self.states[name] = ParameterState.GATHERING
+        self.gathered.add(name)
         self._pending[name] = [
             (handle.about(f"parameters of {name or 'the model'}"), buffer)
             for buffer in self.units[name].buffers
@@ -85,20 +70,18 @@ class Gatherer:
 
     def wait(self, name: str) -> None:
         """Wait for the all-gathers of a unit's parameters."""
-        if self.states[name] is ParameterState.GATHERING:
-            self.states[name] = ParameterState.WHOLE
-            for handle, _ in self._pending.pop(name):
-                handle.wait()
+        for handle, _ in self._pending.pop(name, ()):
+            handle.wait()
 
     def release(self, name: str) -> None:
         """Free the whole parameters of a unit, unless they stay allocated under the plan."""
-        self.states[name] = ParameterState.SHARDED
+        self.gathered.discard(name)
         for buffer in self.units[name].buffers:
-            _release(buffer)
+            buffer.release_parameters()
 
     def clear(self) -> None:
         """After an exception in a step, abandon pending all-gathers and free gathered parameters."""
-        self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
+        self.gathered = set()
         for started in self._pending.values():
             self._stale += [(handle, buffer) for handle, buffer in started if not handle.abandon()]
         self._pending.clear()
@@ -107,13 +90,8 @@ class Gatherer:
             if buffer in still_written:
                 buffer.detach()
             else:
-                _release(buffer)
+                buffer.release_parameters()
         self.finish()
-
-
-def _release(buffer: FlatBuffer) -> None:
-    if not buffer.spec.whole.kept:
-        free_storage(buffer.whole)
 
 
 @torch.no_grad()

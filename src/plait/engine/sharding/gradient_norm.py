@@ -7,23 +7,44 @@ a step whose gradients are not finite, and doubled after many steps whose gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from plait.engine.sharding.unit import Unit
+from plait.engine.sharding.unit import Owners, Unit
 from plait.errors import PlanError
 from plait.plan.arguments import require_number
+from plait.plan.layout.layout import Layout
 from plait.ranks.collectives import all_reduce
 from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
+from plait.ranks.mesh import Mesh
 from plait.tensor.autograd.torch_calls import multiply_each
 
 ROW = 1024
 """Number of elements whose squares are summed in float32."""
+
+
+def counted_parameters(
+    owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "world"
+) -> frozenset[str]:
+    """Return the parameters whose gradients this rank adds to the gradient norm: each shard is added once.
+
+    Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
+    all parameters among them where none is sharded.
+    """
+    along = mesh.axes_of(axis)
+
+    def counts(name: str) -> bool:
+        layout = layouts[name]
+        owner = dict(zip(layout.axes, layout.owner(mesh.coordinate), strict=True))
+        is_first = owners[name][0] == mesh.index("pp")
+        return is_first and all(owner[one] == mesh.index(one) for one in layout.axes if one in along)
+
+    return frozenset(name for name in owners if counts(name))
 
 
 def start_norm(
@@ -38,8 +59,8 @@ def start_norm(
     """
     require_number("norm_type", order, PlanError, positive=True, infinite="the largest element")
     gradients = [gradient for unit in units for gradient in _gradients(unit, counted)]
-    on_accelerator = [gradient for gradient in gradients if is_accelerator(gradient) and gradient.numel()]
-    on_host = [gradient for gradient in gradients if not is_accelerator(gradient) and gradient.numel()]
+    on_accelerator = [gradient for gradient in gradients if is_accelerator(gradient)]
+    on_host = [gradient for gradient in gradients if not is_accelerator(gradient)]
     powers = [_power_of_all(on_accelerator, order)] if on_accelerator else []
     powers += [_power_on_host(on_host, order)] if on_host else []
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -73,20 +94,14 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
 def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
     """Return whether an element of this rank's gradients is not finite: bool 0-d, on `device`."""
     gradients = (gradient for unit in units for gradient in _gradients(unit, unit.shard_parameters))
-    largest = [
-        sent(torch.linalg.vector_norm(one, math.inf), device, torch.float64)
-        for one in gradients
-        if one.numel()
-    ]
+    largest = [sent(torch.linalg.vector_norm(one, math.inf), device, torch.float64) for one in gradients]
     if not largest:
         return torch.zeros((), dtype=torch.bool, device=device)
     return ~torch.stack(largest).isfinite().all()
 
 
 def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return the sum of |element|^order, or for the maximum norm the largest |element|; 0-d float64.
-
-    Of all elements of several gradients, which are on a GPU and not empty.
+    """Return the sum of |element|^order over gradients on a GPU, or the largest |element|; 0-d float64.
 
     In few kernels for all gradients together, and one more for each gradient in 16 bits. A GPU sums in a
     tree, in which float32 keeps its digits.
@@ -100,7 +115,7 @@ def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
 
 
 def _power_on_host(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return what `_power_of_all` does, of gradients that are on the CPU and not empty.
+    """Return what `_power_of_all` does, of gradients on the CPU.
 
     By rows: a CPU sums squares in float32 sequentially, which loses three digits over the elements of a large
     layer and hardly any over a row, and takes no longer.
@@ -120,7 +135,9 @@ def _power_on_host(gradients: Iterable[Tensor], order: float) -> Tensor:
 
 
 def _gradients(unit: Unit, wanted: Collection[str]) -> list[Tensor]:
-    return [gradient for buffer in unit.buffers for gradient in buffer.current_gradients(wanted)]
+    """Return the gradients of the `wanted` optimizer parameters that have elements."""
+    gradients = (one for buffer in unit.buffers for one in buffer.current_gradients(wanted))
+    return [gradient for gradient in gradients if gradient.numel()]
 
 
 FIRST = 2.0**16

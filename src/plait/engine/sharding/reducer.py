@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
+from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage
 from plait.engine.sharding.unit import Unit
 from plait.ranks.collectives import all_reduce, reduce_scatter
 from plait.ranks.device import moved_later, read_later
@@ -25,29 +24,18 @@ from plait.tensor.autograd.torch_calls import zero_each
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
-class GradientState(Enum):
-    """Whether a unit's gradients are being accumulated, being reduced, or reduced to this rank's shard.
-
-    from          to            by
-    SHARD         ACCUMULATING  begin; open, where whole gradients are not kept
-    ACCUMULATING  REDUCING      scatter; reduce, where the unit is not sharded
-    REDUCING      SHARD         collect: the shard of this rank holds the sum so far
-    SHARD         REDUCING      reduce, over the other ranks with the same shard
-    any           SHARD         finish; clear: the step has failed
-    """
-
-    ACCUMULATING = 1
-    REDUCING = 2
-    SHARD = 3
-
-
 class Reducer:
-    """Reduces gradients between the ranks that hold the same parameters, unit by unit, buffer by buffer."""
+    """Reduces gradients between the ranks that hold the same parameters, unit by unit, buffer by buffer.
+
+    begin             backwards add to whole gradients; where these are not kept, from `open` to `scatter`
+    scatter, collect  where a unit is sharded: they are summed, and each rank adds its part to its shard's
+    reduce            gradients, or those of shards, are summed over the other ranks that hold the same
+    finish, clear     the step has ended, or failed
+    """
 
     def __init__(self, units: Mapping[str, Unit], queue: WeightGradientQueue | None = None) -> None:
         """`queue`: writes a step's first gradient of the weights that are its `products`."""
         self.units, self._queue = units, queue or WeightGradientQueue()
-        self.states = dict.fromkeys(units, GradientState.SHARD)
         self.scale = 1.0
         """The factor of this step's loss, by which the reduced gradients are divided."""
         self._parts: dict[str, tuple[dict[int, Tensor], list[Tensor]]] = {}
@@ -97,7 +85,7 @@ class Reducer:
         self.scale = scale
         for buffer, handle in self._stale:
             handle.wait()
-            _release(buffer)
+            buffer.release_gradients()
         self._stale = []
         for unit in self.units.values():
             for buffer in unit.buffers:
@@ -121,7 +109,6 @@ class Reducer:
 
     def _started(self, name: str) -> list[Tensor]:
         """Note that a step's gradients of a unit begin; return the parts of them that must be set to zero."""
-        self.states[name] = GradientState.ACCUMULATING
         if name not in self._parts:  # now, since there are no views of storage that is not allocated
             self._parts[name] = _parts_of(self.units[name], self._queue.products)
         first, rest = self._parts[name]
@@ -138,8 +125,6 @@ class Reducer:
 
     def scatter(self, name: str) -> None:
         """Start the reduce-scatter of a unit's whole gradient over the axes of its shards."""
-        assert self.states[name] is GradientState.ACCUMULATING
-        self.states[name] = GradientState.REDUCING
         self._complete(name)
         self._scattered[name] = []
         for buffer in self.units[name].trainable:
@@ -148,7 +133,6 @@ class Reducer:
 
     def collect(self, name: str) -> None:
         """Wait for a unit's reduce-scatter, and add its result to the gradients of this rank's shards."""
-        self.states[name] = GradientState.SHARD
         for buffer, handle in self._scattered.pop(name):
             assert buffer.shard_gradient is not None
             summed = handle.wait()
@@ -159,7 +143,7 @@ class Reducer:
                 buffer.shard_gradient.add_(summed)
             elif summed is not buffer.shard_gradient:
                 buffer.shard_gradient.copy_(summed)
-            _release(buffer)
+            buffer.release_gradients()
 
     def _add_arrived(self) -> None:
         """Wait for the last gradient's copy to the CPU, and add it to the gradient of its shard."""
@@ -170,7 +154,6 @@ class Reducer:
 
     def reduce(self, name: str) -> None:
         """Start the all-reduce of a unit's gradients (its shards, if sharded) over the replica group."""
-        self.states[name] = GradientState.REDUCING
         self._complete(name)
         for buffer in self.units[name].trainable:
             if buffer.shard_group is None:  # else `scatter` has added them up
@@ -196,7 +179,6 @@ class Reducer:
             for buffer, carried in self._attached:
                 buffer.finish_gradients(carried, self.scale)
         self._attached = []
-        self.states = dict.fromkeys(self.units, GradientState.SHARD)
 
     def clear(self) -> None:
         """Clean up after an exception within a step: restore the gradients from before the step."""
@@ -207,12 +189,11 @@ class Reducer:
         for buffer, carried in self._attached:
             buffer.restore_gradients(carried)
             if buffer not in still_read:
-                _release(buffer)
+                buffer.release_gradients()
         self._scattered.clear()
         self._arriving = None
         self._reduced = []
         self._attached = []
-        self.states = dict.fromkeys(self.units, GradientState.SHARD)
 
 
 def _parts_of(unit: Unit, products: Collection[int]) -> tuple[dict[int, Tensor], list[Tensor]]:
@@ -231,12 +212,6 @@ def _parts_of(unit: Unit, products: Collection[int]) -> tuple[dict[int, Tensor],
 
 def _gradient_of(unit: str) -> str:
     return f"gradient of {unit or 'the model'}"
-
-
-def _release(buffer: FlatBuffer) -> None:
-    if buffer.spec.gradient is not None and not buffer.spec.gradient.kept:
-        for gradient in buffer.whole_gradients:
-            free_storage(gradient)
 
 
 def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:

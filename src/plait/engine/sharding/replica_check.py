@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.engine.sharding.reduction_groups import Owners
+from plait.engine.sharding.unit import Owners
 from plait.errors import ReplicaError
 from plait.plan.axes import PLAN_AXES, STAGE_AXES, index_along
 from plait.plan.layout.layout import Layout
@@ -115,13 +115,7 @@ def _fingerprints(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | No
         held["gradient"] = parameter.grad
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     held |= {f"optimizer state {key}": state[key] for key in sorted(state, key=str)}
-    return [
-        Fingerprint(what, describe(one), tensor_hash(one))
-        if isinstance(one, Tensor)
-        else Fingerprint(what, repr(one), None)
-        for what, one in held.items()
-        if isinstance(one, (Tensor, *_PLAIN))
-    ]
+    return [_fingerprint(what, one) for what, one in held.items() if isinstance(one, (Tensor, *_PLAIN))]
 
 
 def _options(optimizer: torch.optim.Optimizer | None) -> dict[int, list[Fingerprint]]:
@@ -129,14 +123,16 @@ def _options(optimizer: torch.optim.Optimizer | None) -> dict[int, list[Fingerpr
     found: dict[int, list[Fingerprint]] = {}
     for group in () if optimizer is None else optimizer.param_groups:
         prints = [Fingerprint("optimizer", type(optimizer).__qualname__, None)]
-        for key in sorted(group):
-            value = group[key]
-            if isinstance(value, Tensor):
-                prints.append(Fingerprint(f"option {key}", describe(value), tensor_hash(value)))
-            elif isinstance(value, (*_PLAIN, tuple)):
-                prints.append(Fingerprint(f"option {key}", repr(value), None))
+        compared = (key for key in sorted(group) if isinstance(group[key], (Tensor, *_PLAIN, tuple)))
+        prints += (_fingerprint(f"option {key}", group[key]) for key in compared)
         found |= {id(parameter): prints for parameter in group["params"]}
     return found
+
+
+def _fingerprint(what: str, value: object) -> Fingerprint:
+    if isinstance(value, Tensor):
+        return Fingerprint(what, describe(value), tensor_hash(value))
+    return Fingerprint(what, repr(value), None)
 
 
 def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: torch.device) -> Tensor:

@@ -1,23 +1,29 @@
-"""Units: parameters that are gathered and reduced together, in one flat buffer per kind."""
+"""Units: parameters that are gathered and reduced together, in flat buffers, over the ranks of groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from plait.engine.sharding.flat_buffer import FlatBuffer, StageView, free_storage
+from plait.engine.sharding.flat_buffer import FlatBuffer, StageView
+from plait.plan.axes import DATA_AXES, axes_of
 from plait.plan.buffer_specs import BufferSpec, FlatSpec, Slot
 from plait.plan.layout.layout import Layout
+from plait.plan.parameter_units import BufferKind
 from plait.ranks.collectives import shared_zeros
 from plait.ranks.device import host_zeros
 from plait.ranks.group import Group
+from plait.ranks.mesh import Mesh
 from plait.tensor.layer_values import torch_dtype
 
-CPU = torch.device("cpu")
+Owners: TypeAlias = Mapping[str, tuple[int, ...]]
+"""For each parameter the ranks of `pp` that hold it, in order; the first adds it to the gradient norm."""
 
 
 @dataclass(eq=False)
@@ -173,11 +179,8 @@ class UnitFactory:
                     interval, shard = self._interval(slot), buffer.shard_parameters[slot.name]
                     shard.copy_(value.reshape(-1)[interval.start : interval.stop].view(shard.shape))
                 del value  # before the next is read
-        if not spec.whole.kept:
-            free_storage(buffer.whole)
-        if spec.gradient is not None and not spec.gradient.kept:
-            for gradient in buffer.whole_gradients:
-                free_storage(gradient)
+        buffer.release_parameters()
+        buffer.release_gradients()
         buffer.copy_to_device()
 
     def _interval(self, slot: Slot) -> range:
@@ -205,3 +208,56 @@ def _parameter(view: Tensor, *, trains: bool) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=trains)
     parameter.data = view
     return parameter
+
+
+def reduction_groups(owners: Owners, kinds: Mapping[str, BufferKind], mesh: Mesh) -> dict[str, Group]:
+    """Return for each parameter of this rank the process group over which its gradient is all-reduced.
+
+    The ranks along its kind's `reduced_over`; for a parameter tied across stages also those of each rank of
+    `pp` that holds it; and along `tp` as many as its kind's `reduced_neighbours`.
+    """
+    groups: dict[str, Group] = {}
+    known: dict[tuple[tuple[int, ...], tuple[str, ...], int], Group | None] = {}
+    for name, stages in owners.items():
+        axes, summands = kinds[name].reduced_over, kinds[name].reduced_neighbours
+        tied = len(stages) > 1
+        key = (stages if tied else (), axes, summands)
+        if not tied and summands == 1:
+            known[key] = mesh.group(axes)
+        elif key not in known:
+            together = [stages] if tied else [(stage,) for stage in range(mesh.size("pp"))]
+            ranks = reduction_ranks(together, summands, mesh, axes)
+            known[key] = mesh.new_group(ranks, "tie" if tied else "copies")
+        group = known[key]
+        if group is not None:
+            groups[name] = group
+    return groups
+
+
+def reduction_ranks(
+    together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str | Sequence[str] = "dp_cp"
+) -> list[list[int]]:
+    """Return each all-reduce group's global ranks; `together`: sets of `pp` ranks that are in one group.
+
+    One group for each set of ranks of `pp`, each `summands` neighbours along `tp`, and each index along the
+    axes of `dp_cp` that `axis` does not have.
+    """
+    along = axes_of(axis)
+    apart = [other for other in DATA_AXES if other not in along]
+    return [
+        [
+            mesh.rank_at(pp=pp, tp=tp, **place, **fixed)
+            for pp in stages
+            for place in _places(along, mesh)
+            for tp in range(first, first + summands)
+        ]
+        for stages in together
+        for fixed in _places(apart, mesh)
+        for first in range(0, mesh.size("tp"), summands)
+    ]
+
+
+def _places(axes: Sequence[str], mesh: Mesh) -> Iterator[dict[str, int]]:
+    """Yield all coordinates along `axes`, row-major."""
+    for indexes in product(*(range(mesh.size(axis)) for axis in axes)):
+        yield dict(zip(axes, indexes, strict=True))

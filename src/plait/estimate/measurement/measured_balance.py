@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import cut, local_inputs
-from plait.engine.pipeline.layer_runner import Gradients
 from plait.engine.pipeline.loss_stage import LossStage, build_loss_stage
-from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Gradients, Stage
 from plait.models.layers.layer_sequence import private_copy
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.plan import Plan

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.engine.pipeline.layer_runner import Gradients
 from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossLike, LossStage
-from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Gradients, Stage
 from plait.estimate.memory.operation_recorder import OperationRecorder, recording
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue

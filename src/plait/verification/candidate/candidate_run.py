@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine.runtime import Runtime
+from plait.engine.runner import Runtime
 from plait.models.initial import initial_value
 from plait.schedules.lowering.program import Instruction
 from plait.tensor.layer_values import Value, convert, split

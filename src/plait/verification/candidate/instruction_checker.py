@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from plait.engine.runtime import Runtime
+from plait.engine.runner import Runtime
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.program import (
     AwaitParameters,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.engine.runtime import Runtime
+from plait.engine.runner import Runtime
 from plait.plan.layout.layout import divide
 from plait.plan.layout.sequence_layout import sequence_layout
 from plait.tensor.layer_values import Value, map_tensors

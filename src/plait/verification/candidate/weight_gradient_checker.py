@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.engine.runtime import Runtime
+from plait.engine.runner import Runtime
 from plait.ranks.collectives import all_reduce
 from plait.ranks.group import Group
 from plait.schedules.action import Kind

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
-from plait.engine.compilation import layer_graphs
-from plait.engine.compilation.layer_graphs import OutputGradient
+from plait.engine.compilation import compiled_layer
+from plait.engine.compilation.compiled_layer import OutputGradient
 from plait.errors import ModelError, PlanError
 from plait.rules import column, row
 from plait.tensor.layer_values import Microbatches
@@ -89,13 +89,13 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the layers that are traced from here on."""
     paths: list[str] = []
-    trace = layer_graphs.trace_layer
+    trace = compiled_layer.trace_layer
 
     def noting(layer: Any, *arguments: Any, **named: Any) -> Any:
         paths.append(layer.path)
         return trace(layer, *arguments, **named)
 
-    monkeypatch.setattr("plait.engine.compilation.compiled_layer.trace_layer", noting)
+    monkeypatch.setattr(compiled_layer, "trace_layer", noting)
     return paths
 
 
@@ -124,7 +124,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         graphs.append(graph)
         return run_operations(graph)
 
-    monkeypatch.setattr("plait.engine.compilation.graph_to_calls.with_generated_code", noting)
+    monkeypatch.setattr("plait.engine.compilation.layer_operations.with_generated_code", noting)
     return graphs
 
 
@@ -314,7 +314,7 @@ def test_a_layer_for_which_no_code_can_be_generated_runs_eagerly(monkeypatch: py
             raise RuntimeError("no kernel for tanh")
         return run_operations(graph)
 
-    monkeypatch.setattr("plait.engine.compilation.graph_to_calls.with_generated_code", refusing)
+    monkeypatch.setattr("plait.engine.compilation.layer_operations.with_generated_code", refusing)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     with pytest.raises(ModelError, match=r"layer '1' cannot be compiled, for torch says: no kernel for tanh"):
         gradients_of(model, compile=True)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from plait.engine.blueprint import Blueprint, build_blueprint
-from plait.engine.sharding.reduction_groups import counted_parameters, reduction_groups, reduction_ranks
+from plait.engine.sharding.gradient_norm import counted_parameters
+from plait.engine.sharding.unit import reduction_groups, reduction_ranks
 from plait.models.gpt2 import gpt2
 from plait.models.llama import llama
 from plait.plan.layout import Flat, Layout, Shard

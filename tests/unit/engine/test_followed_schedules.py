@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait.engine.rescheduling import require_same_actions
+from plait.engine.engine import require_same_actions
 from plait.errors import ScheduleError
 from plait.schedules.named_schedules import policy_schedule
 
