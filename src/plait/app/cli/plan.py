@@ -10,9 +10,11 @@ from pathlib import Path
 from plait.app.cli.arguments import CommandParser, count, number
 from plait.app.cli.plan_html import judged_page, search_page
 from plait.app.cli.plan_output import (
+    SEARCHED,
     bound_text,
     calibration_text,
     change_lines,
+    config_text,
     goodput_json,
     goodput_lines,
     groups,
@@ -22,9 +24,8 @@ from plait.app.cli.plan_output import (
     same_time,
     search_json,
 )
-from plait.app.config.config import Config
+from plait.app.config.config import Config, configured_decoder
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.config.planned_config import SEARCHED, config_text, configured_decoder
 from plait.errors import ConfigError, terminal_text
 from plait.estimate.search.plan_changes import best_changes
 from plait.estimate.search.plan_search import search, search_frontier

@@ -1,36 +1,33 @@
-"""What `plait plan` prints: tables and notes as text, and the same as JSON."""
+"""What `plait plan` prints and writes: tables and notes as text, the same as JSON, and a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
-from plait.app.config.planned_config import SEARCHED
+from plait.app.config.config import Config
 from plait.estimate.search.plan_changes import PlanChange
 from plait.estimate.search.plan_search import PlanSearchResult
 from plait.estimate.time.goodput import PERIODS, Goodput
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.prediction import Prediction
 from plait.pictures.quantities import memory_text, seconds_text, signed
+from plait.plan.plan import Plan
 
+SEARCHED = (
+    *("pp", "tp", "cp", "dp", "replicate"),
+    *("strategy", "reduce", "schedule", "chunks", "recompute", "sequence_parallel"),
+)
+"""Fields of `parallel` that a search of plans decides, besides `train.microbatches`."""
 GIB = 2**30
 _DIGITS = 4
 """Of times: plans that agree in them are of the same time."""
 PLAN_COLUMNS = (
-    "step",
-    "tokens/s",
-    "MFU",
-    "memory",
-    "pp",
-    "tp",
-    "cp",
-    "dp",
-    "copies",
-    "micro",
-    "options",
-    "bound by",
-    "alike",
+    *("step", "tokens/s", "MFU", "memory"),
+    *("pp", "tp", "cp", "dp", "copies", "micro", "options", "bound by", "alike"),
 )
 
 
@@ -41,13 +38,7 @@ def same_time(one: Prediction, other: Prediction) -> bool:
 
 def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
     """Return the plans `found`, fastest first, in groups of equal printed time."""
-    made: list[list[Prediction]] = []
-    for one in found:
-        if made and same_time(made[-1][0], one):
-            made[-1].append(one)
-        else:
-            made.append([one])
-    return made
+    return [[*alike] for _, alike in groupby(found, lambda one: seconds_text(one.step_seconds, _DIGITS))]
 
 
 def plan_table(found: Sequence[Sequence[Prediction]]) -> str:
@@ -225,3 +216,32 @@ def _as_json(found: Prediction) -> dict[str, Any]:
         "fits": found.fits,
         "bound": found.bound,
     }
+
+
+def config_text(config: Config, plan: Plan) -> str:
+    """Return a TOML file of `config` with the searched fields of `plan`; other defaults are left out."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    parallel = tree.setdefault("parallel", {})
+    parallel.pop("layers_per_stage", None)
+    parallel.update({name: getattr(plan, name) for name in SEARCHED})
+    tree.setdefault("train", {})["microbatches"] = plan.microbatches
+    return "\n".join(_lines(tree)).strip() + "\n"
+
+
+def _value(value: object) -> str:
+    """Return a value as TOML, which has texts, numbers, truth values and lists of them like JSON."""
+    if isinstance(value, dict):
+        pairs = (f"{name} = {_value(one)}" for name, one in value.items() if one is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value)
+
+
+def _lines(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
+    for name, value in tree.items():
+        if name not in sections and value is not None:
+            yield f"{name} = {_value(value)}"
+    for name, section in sections.items():
+        yield from ("", f"[{prefix}{name}]", *_lines(section, f"{prefix}{name}."))

@@ -96,7 +96,7 @@ def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
         if "properties" in field:
             yield from _fields(field, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", field
+            yield f"{prefix}{name}", {**field, "description": " ".join(field["description"].split())}
 
 
 def takes(field: Schema) -> str:
@@ -137,11 +137,6 @@ def config_from_arguments(
     `ConfigError` for a file that cannot be read, an unknown field and a bad value.
     """
     return _build(_given_by(arguments, defaults, origin))
-
-
-def is_given(arguments: Sequence[str], field: str) -> bool:
-    """Return whether `arguments` set a field, by an option or in the file that they name."""
-    return field in _given_by(arguments)
 
 
 def given_values(arguments: Sequence[str]) -> dict[str, object]:

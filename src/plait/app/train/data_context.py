@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from plait.app.config.config import Config
-from plait.app.config.config_parser import is_given
+from plait.app.config.config_parser import given_values
 from plait.app.config.model_section import USUAL_CONTEXT
 from plait.app.data.token_shards import open_corpus
 from plait.app.train.run_sources import prepared_folder
@@ -26,7 +26,7 @@ def with_context_of_data(config: Config, arguments: Sequence[str]) -> tuple[Conf
     own, or it takes no more. Tokenizes records, unless they are.
     """
     folder = config.model.folder
-    if folder is None or is_given(arguments, "model.context"):
+    if folder is None or "model.context" in given_values(arguments):
         return config, ""
     most = sizes_in(folder)["context"]
     sources = [*config.data.sources, *config.data.validation_sources.values()]

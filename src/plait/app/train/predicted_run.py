@@ -9,8 +9,7 @@ from statistics import fmean, median
 import torch
 from torch import nn
 
-from plait.app.config.config import Config
-from plait.app.config.planned_config import configured_decoder
+from plait.app.config.config import Config, configured_decoder
 from plait.errors import ConfigError, PlaitError
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan
 from plait.estimate.memory.memory_report import Memory

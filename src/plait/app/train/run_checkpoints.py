@@ -13,7 +13,8 @@ from torch import nn
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.config.config_sections import DataConfig, LoraConfig, ModelConfig
+from plait.app.config.config_sections import DataConfig
+from plait.app.config.model_section import LoraConfig, ModelConfig
 from plait.app.data.corpus_index import read_index
 from plait.app.data.recorded_tokenizer import files_hash, recorded_tokenizer, tokenizer_files
 from plait.app.data.tokenizer import open_tokenizer
