@@ -1,14 +1,28 @@
-"""Argument parser of the commands, whose errors are `ConfigError`s, and readers of option values."""
+"""Argument parser of the commands, whose errors are `ConfigError`s, their help, and readers of values."""
 
 from __future__ import annotations
 
+import json
+import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from io import StringIO
+from itertools import islice
 from math import isfinite, isnan, nan
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any, NoReturn
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from plait.app.config.config_parser import fields, sections, takes
 from plait.errors import ConfigError
+
+_HELP = ("--help", "-h")
+_ALL = "all"
 
 
 class CommandParser(ArgumentParser):
@@ -81,8 +95,16 @@ class CommandParser(ArgumentParser):
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
     """Return a line for each pair: the first text, padded, and the second."""
-    width = max(len(first) for first, _ in rows)
-    return "\n".join(f"  {first:<{width}}  {second}".rstrip() for first, second in rows)
+    return "\n".join(f"  {line}" for line in aligned(rows, left=(0, 1)))
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Container[int] = (0,)) -> list[str]:
+    """Return a line for each row: the columns `left` are aligned to the left, the others to the right."""
+    padded = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        padded.append([cell.ljust(width) if number in left else cell.rjust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def count(text: str) -> int:
@@ -110,3 +132,72 @@ def number_or_inf(text: str) -> float:
     if isnan(value):
         raise ArgumentTypeError(f"{text!r} is not a number")
     return value
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Return whether `--help` or `-h` is among the arguments."""
+    return any(option in argv for option in _HELP)
+
+
+def help_text(parser: CommandParser, argv: Sequence[str]) -> str:
+    """Return the help that `argv` asks for: that of the command, or of the action that it names.
+
+    A command that takes the configuration describes the fields of `--help SECTION`, or of `--help all`.
+    """
+    words = [word for word in argv if word not in _HELP]
+    if words and words[0] in parser.actions:
+        return help_text(parser.actions[words[0]], words[1:])
+    asked = [name for name in sections() if name in words or _ALL in words]
+    if parser.takes_configuration and asked:
+        return "\n".join(_described(section) for section in asked)
+    return parser.format_help()
+
+
+def configuration_overview(command: str) -> str:
+    """Return the names of all fields of the configuration by section, and how to see what they mean."""
+    lines = [
+        f"Fields by section; `{command} --help SECTION` describes those of one,",
+        f"`{command} --help {_ALL}` all:",
+    ]
+    for section in sections():
+        lines += ["", *_names(section).splitlines()]
+    return "\n".join(lines)
+
+
+def _names(section: str) -> str:
+    names = ", ".join(name for name in fields() if name.startswith(f"{section}."))
+    return fill(
+        names.replace(f"{section}.", ""), 78, initial_indent=f"  {section:<10}", subsequent_indent=" " * 12
+    )
+
+
+def _described(section: str) -> str:
+    """Return a section's fields as a table: option, meaning, values and default."""
+    written = StringIO()
+    console = Console(file=written, markup=False, highlight=False, width=get_terminal_size().columns)
+    console.print(f"[{section}] {sections()[section]['description']}")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, field in fields().items():
+        if name.startswith(f"{section}."):
+            default = json.dumps(field["default"]).replace("null", "none")
+            about = f"{field['description']} ({takes(field)}; default {default})"
+            table.add_row(f"  --{name}", Text(about))
+    console.print(table)
+    return written.getvalue()
+
+
+def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command's own arguments, and the options of a run, such as `--config FILE`."""
+    own: list[str] = []
+    of_run: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not re.match(r"--(config\b|\w+\.)", word):
+            own.append(word)
+            continue
+        of_run.append(word)
+        if "=" not in word:
+            of_run += islice(words, 1)
+    return own, of_run

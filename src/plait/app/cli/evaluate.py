@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from plait.app.cli.arguments import CommandParser
-from plait.app.cli.checkpoint_options import split_options
+from plait.app.cli.arguments import CommandParser, split_options
 from plait.app.cli.ranks_and_signals import degrees, importing, local_ranks
 from plait.app.data.tokenizer import printable
 from plait.errors import ConfigError

@@ -14,8 +14,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
 
-from plait.app.cli.arguments import two_columns
-from plait.app.cli.help import asks_for_help, help_text
+from plait.app.cli.arguments import asks_for_help, help_text, two_columns
 from plait.app.cli.ranks_and_signals import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError, terminal_text
 from plait.package import VERSION

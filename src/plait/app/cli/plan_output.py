@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from plait.app.cli.arguments import aligned
 from plait.app.config.config import Config
 from plait.estimate.search.plan_changes import PlanChange
 from plait.estimate.search.plan_search import PlanSearchResult
@@ -29,6 +30,10 @@ PLAN_COLUMNS = (
     *("step", "tokens/s", "MFU", "memory"),
     *("pp", "tp", "cp", "dp", "copies", "micro", "options", "bound by", "alike"),
 )
+_PREDICTED = (
+    *("layers_per_stage", "step_seconds", "tokens_per_second", "mfu", "hfu"),
+    *("peak_memory", "fits", "bound"),
+)
 
 
 def same_time(one: Prediction, other: Prediction) -> bool:
@@ -43,24 +48,12 @@ def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
 
 def plan_table(found: Sequence[Sequence[Prediction]]) -> str:
     """Return groups of plans as a text table: column names, then a line for each by its first plan."""
-    rows = [PLAN_COLUMNS, *map(group_cells, found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = PLAN_COLUMNS.index("options")
-    lines = []
-    for row in rows:
-        padded = [*map(str.rjust, row[:numbers], widths), *map(str.ljust, row[numbers:], widths[numbers:])]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    rows = [PLAN_COLUMNS, *(plan_cells(*group) for group in found)]
+    return "\n".join(aligned(rows, left=range(PLAN_COLUMNS.index("options"), len(PLAN_COLUMNS))))
 
 
-def group_cells(group: Sequence[Prediction]) -> tuple[str, ...]:
-    """Return the cells of a group's first plan, and how many plans are of the same time."""
-    more = len(group) - 1
-    return (*plan_cells(group[0])[:-1], f"{more} more of the same time" if more else "")
-
-
-def plan_cells(found: Prediction) -> tuple[str, ...]:
-    """Return the cells of a plan in the columns `PLAN_COLUMNS`."""
+def plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
+    """Return the cells of a plan in the columns `PLAN_COLUMNS`; `alike`: others of the same time."""
     plan = found.plan
     words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
     if plan.pp > 1:
@@ -77,7 +70,7 @@ def plan_cells(found: Prediction) -> tuple[str, ...]:
         str(plan.microbatches),
         ", ".join(words),
         bound_text(found),
-        "",
+        f"{len(alike)} more of the same time" if alike else "",
     )
 
 
@@ -113,13 +106,8 @@ def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
     """Return a line for each change of one field; `fits`: whether the plan without them does."""
     if not changes:
         return [f"No change of one field makes it {'faster' if fits else 'fit'}."]
-    rows = [change_cells(one) for one in changes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["Changes of one field that help most:"]
-    for name, *numbers in rows:
-        padded = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
-        lines.append("  ".join(["", *padded]).rstrip())
-    return lines
+    lines = aligned([change_cells(one) for one in changes])
+    return ["Changes of one field that help most:", *(f"  {line}" for line in lines)]
 
 
 def change_cells(one: PlanChange) -> tuple[str, str, str, str]:
@@ -163,9 +151,8 @@ def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
     return [
         "",
         f"Saved every {seconds_text(goodput.interval, _DIGITS)} ({steps:,} steps), {goodput.expected:.1%} of "
-        "the time is "
-        f"progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} simulated "
-        f"intervals {goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
+        f"the time is progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} "
+        f"simulated intervals {goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
     ]
 
 
@@ -205,17 +192,8 @@ def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
 
 
 def _as_json(found: Prediction) -> dict[str, Any]:
-    return {
-        "plan": {name: getattr(found.plan, name) for name in (*SEARCHED, "microbatches")},
-        "layers_per_stage": found.layers_per_stage,
-        "step_seconds": found.step_seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "peak_memory": found.peak_memory,
-        "fits": found.fits,
-        "bound": found.bound,
-    }
+    plan = {name: getattr(found.plan, name) for name in (*SEARCHED, "microbatches")}
+    return {"plan": plan, **{name: getattr(found, name) for name in _PREDICTED}}
 
 
 def config_text(config: Config, plan: Plan) -> str:
