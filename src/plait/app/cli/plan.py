@@ -151,8 +151,8 @@ def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
     if not result.best:
         raise ConfigError(
             f"none of {result.plans:,} plans of {options.ranks} ranks fits the "
-            f"{memory_text(hardware.memory)} of {hardware.name}: give more ranks, a smaller model.context, or "
-            "a smaller model."
+            f"{memory_text(hardware.memory)} of {hardware.name}: give more ranks, a smaller model.context, "
+            "or a smaller model."
         )
     if options.write is not None:
         write_page(config_text(config, result.best[0].plan), options.write, "--write")

@@ -25,23 +25,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.app.data.chats import are_chats
-from plait.app.data.corpus_check import damaged_shards, is_whole
+from plait.app.data.corpus_files import whole_file, write_text
 from plait.app.data.corpus_index import (
     SHOWN_NAMES,
     CorpusIndex,
     ShardEntry,
+    damaged_shards,
     read_entry,
     read_index,
+    shard_arrays,
     shard_paths,
     write_index,
 )
 from plait.app.data.document_sources import SourceFile, SourceRange, divided, files_of
 from plait.app.data.encoded_documents import EncodedPart, TextEncoding, encoded_documents
 from plait.app.data.preparation_folder import begin_preparation, locked_folder
-from plait.app.data.recorded_tokenizer import files_hash, record_tokenizer, require_tokens_of_transformers
+from plait.app.data.recorded_tokenizer import record_tokenizer, require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, open_tokenizer
-from plait.app.data.tokenizer_file import SurroundingTokens
-from plait.app.data.whole_files import whole_file, write_text
+from plait.app.data.tokenizer_file import SurroundingTokens, files_hash
 from plait.errors import ConfigError, DataError
 
 
@@ -302,7 +303,8 @@ def _finished(folder: Path, number: int, settings: TextEncoding) -> ShardEntry |
         entry = read_entry(counts_file(folder, number))
     except DataError:
         return None
-    return entry if is_whole(folder, number, entry, settings.dtype, settings.chats) else None
+    arrays = shard_arrays(folder, number, entry, settings.dtype, settings.chats)
+    return entry if all(one.is_whole() for one in arrays) else None
 
 
 def _written(

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.array_file import ArrayFile
-from plait.app.data.corpus_index import INDEX, REMEDY, CorpusIndex, read_index, shard_files
+from plait.app.data.corpus_files import ArrayFile
+from plait.app.data.corpus_index import INDEX, REMEDY, CorpusIndex, read_index, shard_arrays
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 
@@ -171,19 +171,12 @@ def corpus_in(folder: Path, index: CorpusIndex) -> Corpus:
     """Return the corpus in `folder`, which `index` describes; raises DataError as `open_corpus`."""
     shards = []
     for number, entry in enumerate(index.shards):
-        paths = shard_files(folder, number)
-        shards.append(
-            TokenShard(
-                _array(paths.tokens, index.dtype, entry.tokens),
-                _array(paths.ends, "<i8", entry.documents, entry.tokens),
-                _array(paths.answers, "u1", entry.tokens) if index.chats else None,
-                _array(paths.first_answers, "<u4", entry.documents) if index.chats else None,
-            )
-        )
+        arrays = shard_arrays(folder, number, entry, index.dtype, index.chats)
+        for one in arrays:
+            if not one.is_whole():
+                raise DataError(
+                    f"{one.path} is missing or has not the {one.count:,} elements that {INDEX} counts: "
+                    f"{REMEDY}."
+                )
+        shards.append(TokenShard(*arrays))
     return Corpus(tuple(shard.tokens for shard in index.shards), True, shards)
-
-
-def _array(path: Path, dtype: str, count: int, ends_of: int | None = None) -> ArrayFile:
-    if not path.is_file() or path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise DataError(f"{path} is missing or has not the {count:,} elements that {INDEX} counts: {REMEDY}.")
-    return ArrayFile(path, dtype, count, ends_of=ends_of)

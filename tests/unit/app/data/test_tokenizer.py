@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 
 from plait.app.data.corpus_index import CorpusIndex, write_index
-from plait.app.data.recorded_tokenizer import (
-    files_hash,
-    record_tokenizer,
-    recorded_tokenizer,
-    tokenizer_files,
-    tokenizer_mismatch,
-)
+from plait.app.data.recorded_tokenizer import record_tokenizer, recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
-from plait.app.data.tokenizer_file import SurroundingTokens
+from plait.app.data.tokenizer_file import SurroundingTokens, files_hash, tokenizer_files
 from plait.errors import ConfigError, DataError
 
 
