@@ -69,8 +69,7 @@ def source_files(source: str) -> list[Path]:
         raise DataError(
             f"data.source = {source!r} does not exist: "
             'give "stdlib", "random", or the path of a file, folder, glob or token array; a data set of '
-            "Hugging "
-            "Face is hf://OWNER/NAME."
+            "Hugging Face is hf://OWNER/NAME."
         )
     return found
 

@@ -24,9 +24,8 @@ from plait.app.data.json_records import (
     read_list,
     read_record,
 )
-from plait.app.data.long_documents import Encode
 from plait.app.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
-from plait.app.data.text_files import decoded, is_compressed, read_text, text_ahead, text_cuts
+from plait.app.data.text_files import Encode, decoded, is_compressed, read_text, text_ahead, text_cuts
 from plait.errors import DataError
 
 Kind = Literal["text", "lines", "jsonl", "json", "table"]

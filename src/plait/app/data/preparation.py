@@ -96,7 +96,6 @@ class _Counts:
         self.tokens = self._left_out = self._answers = self._unanswered = 0
         self.largest = -1
         self._names: dict[str, dict[str, None]] = {"unread": {}, "unknown_roles": {}, "left_out_roles": {}}
-        """In the order of the fields of `ShardEntry`."""
 
     def add(self, part: EncodedPart) -> None:
         """Count a part of a document."""
@@ -112,10 +111,9 @@ class _Counts:
 
     def entry(self, documents: int, checksums: tuple[str, ...]) -> ShardEntry:
         """Return the counts of a shard in which some documents end, with the checksums of its files."""
-        names = [tuple(known)[:SHOWN_NAMES] for known in self._names.values()]
+        names = {name: tuple(known)[:SHOWN_NAMES] for name, known in self._names.items()}
         counts = self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest
-        unread, unknown_roles, left_out_roles = names
-        return ShardEntry(*counts, unread, unknown_roles, left_out_roles, checksums)
+        return ShardEntry(*counts, **names, checksums=checksums)
 
 
 def counts_file(folder: Path, number: int) -> Path:

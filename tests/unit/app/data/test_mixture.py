@@ -12,9 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.app.data.batches import ConcatenatedRows, RandomBatches, description, row_total
+from plait.app.data.batches import (
+    BLOCK,
+    ConcatenatedRows,
+    MixedBatches,
+    RandomBatches,
+    description,
+    row_total,
+)
 from plait.app.data.document_rows import DocumentRows
-from plait.app.data.mixture import BLOCK, MixedBatches
 from plait.app.data.token_shards import Corpus, TokenShard
 from plait.app.train.run_data import ReadAhead
 
