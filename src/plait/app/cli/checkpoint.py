@@ -66,10 +66,7 @@ _MOST_SHOWN = 60
 
 
 def read_options(argv: Sequence[str]) -> Namespace:
-    """Return the options in `argv`; `.action` is the action's name, `.of_run` the options of a run.
-
-    Raises ConfigError for options that do not go together, too.
-    """
+    """Return the options in `argv`; `.action` is the action's name, `.of_run` the options of a run."""
     own, of_run = split_options(argv) if "convert" in argv[:1] else (argv, [])
     options = parser().parse_args(own)
     options.of_run = of_run
@@ -144,10 +141,7 @@ def _positive(text: str) -> float:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the action that `argv` names. Return 0, or 1 where `inspect` finds a damaged checkpoint.
-
-    Raises `PlaitError` for errors that the user can correct.
-    """
+    """Run the action that `argv` names. Return 0, or 1 where `inspect` finds a damaged checkpoint."""
     options = read_options(argv)
     if options.action == "inspect":
         return _inspect(options)

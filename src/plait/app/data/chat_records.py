@@ -27,11 +27,6 @@ _ROLES = {
 _NAMES = {"from": "role", "value": "content"}
 
 
-def is_turn(found: Any) -> bool:
-    """Return whether a value is a message with `role`, or a ShareGPT turn with `from`."""
-    return isinstance(found, Mapping) and bool({"role", "from"} & found.keys())
-
-
 def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]:
     """Return a turn as a message; a message without `from` is returned as it is.
 
@@ -59,7 +54,8 @@ def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]
 def _calls(value: Any, speaker: str) -> list[dict[str, Any]]:
     """Return the calls of functions in a turn, as messages have them in `tool_calls`."""
     found = _read(value)
-    calls = [one.get("function", one) if isinstance(one, Mapping) else one for one in _listed(found)]
+    listed = found if isinstance(found, list) else [found]
+    calls = [one.get("function", one) if isinstance(one, Mapping) else one for one in listed]
     if not calls or not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in calls):
         raise DataError(
             f'has a message from {speaker} that is no JSON of calls: give {{"name": …, "arguments": …}}, or '
@@ -69,10 +65,6 @@ def _calls(value: Any, speaker: str) -> list[dict[str, Any]]:
         {"type": "function", "function": {**one, "arguments": _read(one.get("arguments", {}))}}
         for one in calls
     ]
-
-
-def _listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
 
 
 def _read(value: Any) -> Any:
@@ -218,7 +210,9 @@ def _messages(found: Any, name: str) -> list[Message]:
     """
     if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
         found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-    is_list = isinstance(found, list) and all(map(is_turn, found))
+    is_list = isinstance(found, list) and all(
+        isinstance(one, Mapping) and {"role", "from"} & one.keys() for one in found
+    )
     if not is_list and name in _TURNS:
         fields = "role and content" if name == "messages" else "from and value, or role and content"
         raise DataError(f"has {name} that are no list of messages with {fields}")
