@@ -59,7 +59,7 @@ def parser() -> CommandParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare the run in `argv` with one rank. Return 0 if equal, 1 if not, 2 if `--all` could run no plan."""
+    """Compare the run in `argv` with one rank. Return 0 if equal, 1 if not, 2 if `--all` ran no plan."""
     options, rest = parser().parse_known_args(argv)
     _require_sections(rest)
     if options.ranks is not None and not options.all:

@@ -13,10 +13,9 @@ from pathlib import Path
 from plait.app.config.config import Config
 from plait.app.data.batches import Rows, TokenWindows
 from plait.app.data.chats import require_known_fields
-from plait.app.data.corpus import read_documents, source_files
 from plait.app.data.corpus_index import FORMAT, CorpusIndex, is_prepared, require_intact
 from plait.app.data.document_rows import DocumentRows
-from plait.app.data.document_sources import files_of
+from plait.app.data.document_sources import files_of, read_documents, source_files
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
 from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tables import HUB, dataset_files, is_dataset
