@@ -150,8 +150,8 @@ def _sizes(corpus: Corpus, first: int, bounds: NDArray[np.int64], context: int) 
 
 def _bounds(corpus: Corpus, first: int, stop: int) -> NDArray[np.int64]:
     """Return where the documents `first` … `stop` begin in the corpus, and where the last one ends."""
-    before = corpus.document_ends(first - 1, stop) if first else corpus.document_ends(0, stop)
-    return before if first else np.concatenate([[0], before])
+    ends = corpus.document_ends(max(0, first - 1), stop)
+    return ends if first else np.concatenate([[0], ends])
 
 
 def _row_begins(sizes: NDArray[np.int64], context: int, at_most: int | None = None) -> list[int]:

@@ -52,9 +52,7 @@ def open_tokens(source: str, dtype: str) -> Corpus:
     Raises `DataError` when one is missing, empty, damaged, or no one-dimensional array of integers.
     """
     paths = [path for path in source_files(source) if path.suffix.lower() in _ARRAYS]
-    shards = [(_npy if path.suffix.lower() == ".npy" else _bin(path))(path, dtype) for path in paths]
-    sizes = tuple(len(shard.tokens) for shard in shards)
-    return Corpus(sizes, any(shard.ends is not None for shard in shards), shards)
+    return Corpus([(_npy if path.suffix.lower() == ".npy" else _bin(path))(path, dtype) for path in paths])
 
 
 def _npy(path: Path, dtype: str) -> TokenShard:

@@ -47,10 +47,6 @@ class TokenShard:
 class Corpus:
     """Tokens of one or more shards in their order, as one long sequence."""
 
-    sizes: tuple[int, ...]
-    """The tokens of each shard."""
-    has_documents: bool
-    """Whether the ends of documents are known."""
     _shards: Sequence[TokenShard] = field(repr=False)
 
     def __len__(self) -> int:
@@ -58,8 +54,14 @@ class Corpus:
         return int(self._starts[-1])
 
     @cached_property
+    def has_documents(self) -> bool:
+        """Whether the ends of documents are known."""
+        return any(shard.ends is not None for shard in self._shards)
+
+    @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+        """The number of tokens before each shard, and of all."""
+        return np.concatenate([[0], np.cumsum([len(shard.tokens) for shard in self._shards], dtype=np.int64)])
 
     def read(self, first: int, count: int) -> Tokens:
         """Return `count` consecutive tokens as a new array, or a view within one shard."""
@@ -81,8 +83,8 @@ class Corpus:
         """Return the number of tokens up to the end of each of the documents `first` … `stop`."""
         found = []
         for number, begin, end in _ranges(self._document_starts, first, stop):
-            ends = self._shards[number].ends
-            ends = np.array([self.sizes[number]]) if ends is None else ends
+            shard = self._shards[number]
+            ends = np.array([len(shard.tokens)]) if shard.ends is None else shard.ends
             found.append(int(self._starts[number]) + ends[begin:end])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
@@ -155,7 +157,7 @@ def _ranges(starts: NDArray[np.int64], first: int, stop: int) -> Iterator[tuple[
 
 def corpus_of(tokens: Tokens) -> Corpus:
     """Return one array as a corpus whose documents are not kept apart."""
-    return Corpus((len(tokens),), False, [TokenShard(tokens, None)])
+    return Corpus([TokenShard(tokens, None)])
 
 
 def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
@@ -163,13 +165,7 @@ def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
 
     Raises DataError where files are missing, or have another size than the index says.
     """
-    index = read_index(folder)
-    return corpus_in(folder, index), index
-
-
-def corpus_in(folder: Path, index: CorpusIndex) -> Corpus:
-    """Return the corpus in `folder`, which `index` describes; raises DataError as `open_corpus`."""
-    shards = []
+    index, shards = read_index(folder), []
     for number, entry in enumerate(index.shards):
         arrays = shard_arrays(folder, number, entry, index.dtype, index.chats)
         for one in arrays:
@@ -179,4 +175,4 @@ def corpus_in(folder: Path, index: CorpusIndex) -> Corpus:
                     f"{REMEDY}."
                 )
         shards.append(TokenShard(*arrays))
-    return Corpus(tuple(shard.tokens for shard in index.shards), True, shards)
+    return Corpus(shards), index

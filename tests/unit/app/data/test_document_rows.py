@@ -66,7 +66,7 @@ def test_document_rows_are_those_of_adding_one_document_after_another(
         answers = np.array([firsts[one] for one in part], dtype=np.uint32)
         tokens = np.arange(begin, begin + int(of[-1] if len(of) else 0))
         made.append(TokenShard(tokens, of, first_answers=answers))
-    corpus = Corpus(tuple(len(shard.tokens) for shard in made), True, made)
+    corpus = Corpus(made)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_rows, "DOCUMENTS_AT_ONCE", at_once)
         patch.setattr(document_rows, "APART", apart)
