@@ -287,10 +287,7 @@ def _field(name: str, origin: str) -> Schema:
 
 
 def nearest_field(name: str) -> str | None:
-    """Return the field with the most similar name, or None; the section may be wrong or missing.
-
-    A field of the section that `name` has comes first.
-    """
+    """Return the field with the most similar name, in the section of `name` if there is one; else None."""
     section, _, last = name.rpartition(".")
     if last in _ELSEWHERE:
         return _ELSEWHERE[last]

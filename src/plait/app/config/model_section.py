@@ -89,10 +89,7 @@ class ModelConfig(Section):
 
 
 def _with_folder_sizes(given: Any) -> dict[str, Any]:
-    """Return the fields of a `model` section that names a folder, completed with the sizes in the folder.
-
-    Raises `ConfigError` where there is no such model, or a field contradicts the folder.
-    """
+    """Return the fields that are given, completed with the sizes in the folder that their `name` names."""
     name = given["name"]
     reason = invalid_path(name)
     if reason is not None:

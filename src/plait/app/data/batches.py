@@ -33,10 +33,7 @@ _ROUNDS = 6
 
 
 def rank_rows(rank: int, ranks: int, batch: int) -> slice:
-    """Return the rows of a global batch for data-parallel rank `rank`.
-
-    Raises `DataError` where the ranks cannot share a batch equally.
-    """
+    """Return the rows of a global batch for data-parallel rank `rank`, an equal share, or raise DataError."""
     if batch % ranks:
         raise DataError(
             f"batches have {batch} rows, which {ranks} data-parallel ranks cannot share equally: "

@@ -268,10 +268,7 @@ def _part(part: Any) -> Any:
 
 
 def _is_learnt(message: Message, in_completion: bool) -> bool:
-    """Return whether a message is learnt: of the assistant, and not excepted by a weight.
-
-    Raises DataError for other weights, and for one that asks for a message of others to be learnt.
-    """
+    """Return whether a message is learnt: of the assistant, and not excepted by a weight of 0 or false."""
     answers = in_completion and message["role"] == ANSWERS
     for name in _LEARNT:
         value = message.get(name, answers)
@@ -293,10 +290,7 @@ def _is_learnt(message: Message, in_completion: bool) -> bool:
 
 
 def _variables(others: Mapping[str, Any], read: Collection[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return what the chat template is given of a row, and the names of the fields that nothing reads.
-
-    Raises DataError for a field that is part of a conversation and that the template does not read.
-    """
+    """Return what the chat template is given of a row, and the names of the fields that nothing reads."""
     given = others.get(_VARIABLES) or {}
     if not isinstance(given, Mapping):
         raise DataError(f"has {_VARIABLES} that are no object of names and values")

@@ -89,10 +89,7 @@ class DocumentRows:
         return inputs, torch.from_numpy(targets)
 
     def _documents(self, row: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-        """Yield the documents of a row, consecutive ones together.
-
-        Of each run: its first document, where it begins in the corpus, and where each of its documents ends.
-        """
+        """Yield runs of documents in a row: the first one, where it begins, and where each of them ends."""
         known, number = divmod(row, APART)
         first, stop = (int(one) for one in self._division.begins[known : known + 2])
         bounds = _bounds(self.corpus, first, stop)
@@ -155,10 +152,7 @@ def _bounds(corpus: Corpus, first: int, stop: int) -> NDArray[np.int64]:
 
 
 def _row_begins(sizes: NDArray[np.int64], context: int, at_most: int | None = None) -> list[int]:
-    """Return the first document of each row, or of the first `at_most` rows; none of no documents.
-
-    `sizes`: the tokens that each document takes, of which the first takes some.
-    """
+    """Return the first document of each row, or of `at_most` rows, by the tokens that each document takes."""
     before = [0, *np.cumsum(sizes).tolist()]
     begins = [0] if len(sizes) else []
     while begins and (at_most is None or len(begins) < at_most):

@@ -232,10 +232,7 @@ def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
 def read_records(
     portion: SourceRange, columns: Collection[str] | None
 ) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the records in JSON, or those `columns` of the rows of a table, each with its place.
-
-    `columns`: None for all.
-    """
+    """Yield the records in JSON, or `columns` (None: all) of the rows of a table, each with its place."""
     if portion.kind == "table":
         for number, row in read_rows(portion.path, portion.begin, portion.end, columns):
             yield RowPlace(portion.path, "row", number), row

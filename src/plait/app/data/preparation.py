@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.chats import are_chats
+from plait.app.data.chats import EncodedPart, are_chats
 from plait.app.data.corpus_files import whole_file, write_text
 from plait.app.data.corpus_index import (
     SHOWN_NAMES,
@@ -38,7 +38,7 @@ from plait.app.data.corpus_index import (
     write_index,
 )
 from plait.app.data.document_sources import SourceFile, SourceRange, divided, files_of
-from plait.app.data.encoded_documents import EncodedPart, TextEncoding, encoded_documents
+from plait.app.data.encoded_documents import TextEncoding, encoded_documents
 from plait.app.data.preparation_folder import begin_preparation, locked_folder
 from plait.app.data.recorded_tokenizer import record_tokenizer, require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, open_tokenizer
@@ -73,10 +73,7 @@ def write_shard(
 
 
 def first_answer(answers: NDArray[np.bool_]) -> int:
-    """Return the index of a conversation's first target token; 0 if it has none.
-
-    The token 0 cannot be predicted, since nothing stands before it.
-    """
+    """Return the index of a conversation's first target token; 0, which never is one, if it has none."""
     return int(np.argmax(answers[1:])) + 1 if answers[1:].any() else 0
 
 
@@ -96,6 +93,7 @@ class _Counts:
         self.tokens = self._left_out = self._answers = self._unanswered = 0
         self.largest = -1
         self._names: dict[str, dict[str, None]] = {"unread": {}, "unknown_roles": {}, "left_out_roles": {}}
+        """In the order of the fields of `ShardEntry`."""
 
     def add(self, part: EncodedPart) -> None:
         """Count a part of a document."""
@@ -111,9 +109,9 @@ class _Counts:
 
     def entry(self, documents: int, checksums: tuple[str, ...]) -> ShardEntry:
         """Return the counts of a shard in which some documents end, with the checksums of its files."""
-        names = {name: tuple(known)[:SHOWN_NAMES] for name, known in self._names.items()}
+        unread, unknown, left_out = (tuple(known)[:SHOWN_NAMES] for known in self._names.values())
         counts = self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest
-        return ShardEntry(*counts, **names, checksums=checksums)
+        return ShardEntry(*counts, unread, unknown, left_out, checksums)
 
 
 def counts_file(folder: Path, number: int) -> Path:
@@ -203,10 +201,7 @@ def _require_used(files: Sequence[SourceFile], column: str | None, *, lines: boo
 
 
 def _intact_shards(folder: Path, empty: CorpusIndex, count: int) -> dict[int, ShardEntry]:
-    """Return the counts of the shards in a folder's index whose files are those that were written.
-
-    None where the folder has no index, or another one. `empty`: the index without shards.
-    """
+    """Return the undamaged of the `count` shards in a folder whose index is `empty` but for its shards."""
     try:
         index = read_index(folder)
     except DataError:

@@ -184,10 +184,7 @@ def _ends_with(tokens: Tokens, last: Tokens) -> bool:
 
 
 def _places(text: str, first: int, last: int) -> Iterator[int]:
-    """Yield the places to try for a cut: after line ends, before spaces, after spaces.
-
-    Not within words, whose tokens may depend on how many letters or digits stand before.
-    """
+    """Yield the places to try for a cut: after line ends, before and after spaces; not within words."""
     found: list[list[int]] = [[], [], []]
     for at in range(last, max(first, 2), -1):
         before, left, right, behind = [*text[at - 2 : at + 2].ljust(4)]

@@ -60,10 +60,7 @@ class ByteTokenizer:
         return self.decode([number])
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the bytes as UTF-8 text, with `�` for tokens above 255 and invalid sequences.
-
-        `special`: unused, since there are no special tokens.
-        """
+        """Return the bytes as UTF-8 text, `�` for tokens above 255 and invalid sequences; none is special."""
         replacement = "�".encode()
         parts = [bytes([token]) if token < self.vocab else replacement for token in tokens]
         return b"".join(parts).decode(errors="replace")
@@ -137,10 +134,7 @@ class FileTokenizer:
         return str(self._reader.id_to_token(number))
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens, without tokens outside of the vocabulary.
-
-        `special`: whether special tokens are shown.
-        """
+        """Return the text of tokens, special ones if `special`, without tokens outside of the vocabulary."""
         known = [token for token in tokens if token < self.vocab]
         return str(self._reader.decode(known, skip_special_tokens=not special))
 
