@@ -70,19 +70,11 @@ def parser() -> CommandParser:
 
 def _add_options_of_prepare(prepare: CommandParser) -> None:
     add = prepare.add_argument
-    add(
-        "source",
-        metavar="SOURCE",
-        nargs="+",
-        help="a file, folder, glob, or data set: its folder, or its name as hf://OWNER/NAME:SPLIT",
-    )
+    about = "a file, folder, glob, or data set: its folder, or its name as hf://OWNER/NAME:SPLIT"
+    add("source", metavar="SOURCE", nargs="+", help=about)
     add("folder", metavar="FOLDER", type=Path, help="the folder to write, empty or new")
-    add(
-        "--tokenizer",
-        metavar="PATH",
-        required=True,
-        help="bytes, or the path of a tokenizer.json or its folder",
-    )
+    about = "bytes, or the path of a tokenizer.json or its folder"
+    add("--tokenizer", metavar="PATH", required=True, help=about)
     add("--processes", metavar="N", type=count, default=os.cpu_count() or 1, help="default: one a core")
     add(
         "--column",

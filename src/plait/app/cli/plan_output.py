@@ -127,20 +127,15 @@ def _section(field: str) -> str:
 def calibration_text(found: Hardware) -> str:
     """Return the figures of a measured machine, in two lines; it says if links were not measured."""
     rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in found.peak.items())
-    part = found.efficiency
+    part, link = found.efficiency, found.inside
+    links = f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
+    if reason := found.fitted.partition("; links were not measured, ")[2]:
+        links = f"Links were not measured, with one rank: {reason}."
     return (
         f"{found.name}, {found.devices} on the host. Matrix products in TFLOP/s: {rates}; memory "
         f"{found.memory_bandwidth / 1e9:.3g} GB/s.\nAn operation takes {part.kernel * 1e6:.3g} µs at least. "
-        + _links_text(found)
+        f"{links}"
     )
-
-
-def _links_text(found: Hardware) -> str:
-    _, _, without = found.fitted.partition("; links were not measured, ")
-    if without:
-        return f"Links were not measured, with one rank: {without}."
-    link = found.inside
-    return f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
 
 
 def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:

@@ -32,12 +32,8 @@ def parser() -> CommandParser:
     made = CommandParser("plait report", description=_ABOUT, examples=_EXAMPLES)
     add = made.add_argument
     add("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or its metrics.jsonl")
-    add(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="file of the page (default: report.html in the folder of RUN)",
-    )
+    about = "file of the page (default: report.html in the folder of RUN)"
+    add("--out", metavar="FILE", type=Path, help=about)
     add("--watch", action="store_true", help="serve the page on 127.0.0.1, anew when a file has changed")
     add("--port", metavar="N", type=_port, default=0, help="port of --watch (default: any free one)")
     return made

@@ -130,13 +130,10 @@ class ShardFiles(NamedTuple):
     first_answers: Path
 
 
-SHARD_FILES = ("tokens.bin", "documents.bin", "answers.bin", "first_answers.bin")
-
-
 def shard_files(folder: Path, number: int) -> ShardFiles:
     """Return the paths of a shard's files."""
-    names = (f"{number:05}.{name}" for name in SHARD_FILES)
-    return ShardFiles(*(folder / name for name in names))
+    names = "tokens", "documents", "answers", "first_answers"
+    return ShardFiles(*(folder / f"{number:05}.{name}.bin" for name in names))
 
 
 def shard_paths(folder: Path, number: int, chats: bool) -> list[Path]:

@@ -45,6 +45,13 @@ from plait.app.data.tokenizer import FileTokenizer, open_tokenizer
 from plait.app.data.tokenizer_file import SurroundingTokens, files_hash
 from plait.errors import ConfigError, DataError
 
+SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
+"""Bytes of text in a shard."""
+_SHARDS = 64
+"""The shards of a corpus of middle size: enough that all processes have work until the end."""
+_AHEAD = 2
+"""Portions that wait for each process, so that none is idle."""
+
 
 def write_shard(
     folder: Path, number: int, ranges: Sequence[SourceRange], settings: TextEncoding
@@ -119,14 +126,6 @@ def counts_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.counts.json"
 
 
-SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
-"""Bytes of text in a shard."""
-_SHARDS = 64
-"""The shards of a corpus of middle size: enough that all processes have work until the end."""
-_AHEAD = 2
-"""Portions that wait for each process, so that none is idle."""
-
-
 @dataclass(frozen=True)
 class PreparationProgress:
     """The counts of the finished shards."""
@@ -184,7 +183,7 @@ def prepare_corpus(
         entries = _all_written(folder, shards, settings, processes, report, known)
         record_tokenizer(folder, tokenizer)
         index = replace(empty, shards=entries)
-        if len(known) < len(entries) or not _is_written(folder, index):
+        if len(known) < len(entries) or _index_in(folder) != index:
             write_index(folder, index)
         for number in range(len(entries)):  # they stand in the index now
             counts_file(folder, number).unlink(missing_ok=True)
@@ -200,24 +199,23 @@ def _require_used(files: Sequence[SourceFile], column: str | None, *, lines: boo
         raise ConfigError("--lines: the sources hold rows, each a document already; leave it out.")
 
 
+def _index_in(folder: Path) -> CorpusIndex | None:
+    """Return the index of a folder; None where it has none, or a damaged one."""
+    try:
+        return read_index(folder)
+    except DataError:
+        return None
+
+
 def _intact_shards(folder: Path, empty: CorpusIndex, count: int) -> dict[int, ShardEntry]:
     """Return the undamaged of the `count` shards in a folder whose index is `empty` but for its shards."""
-    try:
-        index = read_index(folder)
-    except DataError:
+    index = _index_in(folder)
+    if index is None or len(index.shards) != count:
         return {}
-    is_this = replace(index, shards=(), tokenizer_hash=empty.tokenizer_hash) == empty
-    if not is_this or len(index.shards) != count:
+    if replace(index, shards=(), tokenizer_hash=empty.tokenizer_hash) != empty:
         return {}
     damaged = set(damaged_shards(folder, index))
     return {number: entry for number, entry in enumerate(index.shards) if number not in damaged}
-
-
-def _is_written(folder: Path, index: CorpusIndex) -> bool:
-    try:
-        return read_index(folder) == index
-    except DataError:
-        return False
 
 
 @contextmanager
@@ -258,22 +256,21 @@ def _all_written(
 ) -> tuple[ShardEntry, ...]:
     """Write the shards that are neither in `known` nor finished; return the counts of all."""
     sizes = [sum(one.size for one in shard) for shard in shards]
-    done: dict[int, ShardEntry] = {}
-    size = documents = tokens = 0
+    found = {
+        number: known.get(number) or _finished(folder, number, settings) for number in range(len(shards))
+    }
+    done = {number: entry for number, entry in found.items() if entry is not None}
 
-    def count(number: int, entry: ShardEntry) -> None:
-        nonlocal size, documents, tokens
-        done[number] = entry
-        size, documents, tokens = size + sizes[number], documents + entry.documents, tokens + entry.tokens
+    def tell() -> None:
+        size, entries = sum(sizes[number] for number in done), done.values()
+        documents, tokens = sum(one.documents for one in entries), sum(one.tokens for one in entries)
+        report(PreparationProgress(size, documents, tokens), sum(sizes))
 
-    for number in range(len(shards)):
-        if entry := known.get(number) or _finished(folder, number, settings):
-            count(number, entry)
-    report(PreparationProgress(size, documents, tokens), sum(sizes))
+    tell()
     waiting = {number: one for number, one in enumerate(shards) if number not in done}
     for number, entry in _written(folder, waiting, settings, processes) if waiting else ():
-        count(number, entry)
-        report(PreparationProgress(size, documents, tokens), sum(sizes))
+        done[number] = entry
+        tell()
     return tuple(done[number] for number in range(len(shards)))
 
 

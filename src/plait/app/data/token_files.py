@@ -128,7 +128,8 @@ def _megatron(path: Path, dtype: str) -> TokenShard:
         kind = _OF_CODE[code]
     except (struct.error, ValueError, KeyError, IndexError, OSError):
         raise DataError(f"data.source: {index} is no index of Megatron's, or damaged.") from None
-    return TokenShard(_checked(path, kind, 0, int(bounds[-1])), _ascending(ends))
+    not_empty = np.diff(ends, prepend=0) > 0
+    return TokenShard(_checked(path, kind, 0, int(bounds[-1])), ends[not_empty])
 
 
 def _first_bytes(path: Path, count: int) -> bytes:
@@ -138,11 +139,6 @@ def _first_bytes(path: Path, count: int) -> bytes:
             return file.read(count)
     except OSError as error:
         raise DataError(f"data.source: {path} cannot be read: {error.strerror}.") from None
-
-
-def _ascending(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ends of documents without those of empty ones."""
-    return ends[np.diff(ends, prepend=0) > 0]
 
 
 def _checked(path: Path, dtype: str, offset: int, count: int | None) -> ArrayFile:
