@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.app.data.corpus_files import read_json_object, whole_file
 from plait.app.data.corpus_index import INDEX, TOKENIZER_FOLDER, CorpusIndex
-from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from plait.app.data.tokenizer import FileTokenizer, Tokenizer
 from plait.app.data.tokenizer_file import CONFIG, TOKENIZER, tokenizer_config, tokenizer_files
 from plait.errors import ConfigError, DataError
 from plait.files import read_bytes
@@ -53,19 +53,16 @@ def tokenizer_mismatch(folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -
             f"{folder} was prepared with {index.tokenizer} (vocabulary {index.vocab:,}), and the tokenizer "
             f"given is {tokenizer.name} (vocabulary {tokenizer.vocab:,})"
         )
-    recorded = recorded_tokenizer(str(folder))
-    if (
-        recorded is None
-        or not isinstance(tokenizer, FileTokenizer)
-        or tokenizer.path.parent == Path(recorded)
-    ):
+    known = recorded_tokenizer(str(folder))
+    if known is None or not isinstance(tokenizer, FileTokenizer) or tokenizer.path.parent == Path(known):
         return ""
-    own, was = open_tokenizer(recorded), f"{folder} was prepared with another tokenizer than {tokenizer.path}"
-    if isinstance(own, FileTokenizer) and own.numbers() != tokenizer.numbers():
+    own = FileTokenizer(Path(known))
+    was = f"{folder} was prepared with another tokenizer than {tokenizer.path}"
+    if own.reader.get_vocab() != tokenizer.reader.get_vocab():
         return f"{was}, which gives its tokens other numbers"
-    if isinstance(own, FileTokenizer) and own.rules() != tokenizer.rules():
+    if own.reader.to_str() != tokenizer.reader.to_str():
         return f"{was}, which divides texts into tokens by other rules"
-    if index.chats and _templates(recorded) != _templates(str(tokenizer.path)):
+    if index.chats and _templates(known) != _templates(str(tokenizer.path)):
         return f"{was}, which has another chat template"
     return ""
 
@@ -88,9 +85,9 @@ def require_tokens_of_transformers(tokenizer: FileTokenizer) -> None:
         theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # many types; a tokenizer.json is enough for texts
         return
-    special = list(tokenizer.special_tokens())[:_PROBED_TOKENS]
-    for text in (_PROBE, *(f"a{token}b {token} c" for token in special)):
-        if theirs(text)["input_ids"] != tokenizer.post_processed(text):
+    special = [token.content for token in tokenizer.reader.get_added_tokens_decoder().values()]
+    for text in (_PROBE, *(f"a{token}b {token} c" for token in special[:_PROBED_TOKENS])):
+        if theirs(text)["input_ids"] != tokenizer.reader.encode(text).ids:
             raise ConfigError(
                 f"{tokenizer.path} gives other tokens than transformers' {type(theirs).__name__} does for "
                 f"this folder, such as for {text!r}: write a tokenizer.json of the latter by "
