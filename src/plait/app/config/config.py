@@ -70,15 +70,9 @@ class Config(Section):
 
     def plan(self) -> Plan:
         """Return the plan: the `parallel` section, and the micro-batches and precisions in `train`."""
-        return Plan(
-            **self.parallel.model_dump(exclude={"balance", "reorder"}),
-            microbatches=self.train.microbatches,
-            precision=self.train.precision,
-            master_precision=self.train.master_precision,
-            gradient_precision=self.train.gradient_precision,
-            reduce_precision=self.train.reduce_precision,
-            loss_scale=self.train.loss_scale,
-        )
+        parallel = self.parallel.model_dump(exclude={"balance", "reorder"})
+        formats = {"precision", "master_precision", "gradient_precision", "reduce_precision", "loss_scale"}
+        return Plan(**parallel, **self.train.model_dump(include={"microbatches", *formats}))
 
 
 def _check_magnitudes(config: Config) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,11 +52,10 @@ def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterat
     begin = 0
     with open_file(path) as file:
         while begin + size < total:
-            at = begin + size
-            cut = _line_cut(file, at, total) if encode is None else _token_cut(file, path, at, total, encode)
-            while cut is None and at + size < total and encode is not None:
-                at += size
-                cut = _token_cut(file, path, at, total, encode)
+            for at in range(begin + size, total, size):
+                cut = _token_cut(file, path, at, total, encode) if encode else _line_cut(file, at, total)
+                if cut is not None:
+                    break
             if cut is None or cut >= total:
                 break
             yield (begin := cut)
@@ -64,14 +64,13 @@ def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterat
 
 def read_text(path: str, begin: int, end: int) -> Iterator[str]:
     """Yield a range of a text file in parts of about `PART` bytes; of a compressed file all of it."""
-    left = end - begin if not is_compressed(path) else None
+    left = sys.maxsize if is_compressed(path) else end - begin
     at, data, ended = begin, b"", False
     with open_file(path) as file:
         file.seek(begin)
         while not ended:
-            read = file.read(PART if left is None else min(PART, left))
-            left = None if left is None else left - len(read)
-            ended, data = not read, data + read
+            read = file.read(min(PART, left))
+            left, ended, data = left - len(read), not read, data + read
             whole = len(data) if ended else _whole_characters(data)
             if text := decoded(data[:whole], path, at):
                 yield text
