@@ -22,7 +22,6 @@ from plait.app.config.config_parser import fields, sections, takes
 from plait.errors import ConfigError
 
 _HELP = ("--help", "-h")
-_ALL = "all"
 
 
 class CommandParser(ArgumentParser):
@@ -147,28 +146,23 @@ def help_text(parser: CommandParser, argv: Sequence[str]) -> str:
     words = [word for word in argv if word not in _HELP]
     if words and words[0] in parser.actions:
         return help_text(parser.actions[words[0]], words[1:])
-    asked = [name for name in sections() if name in words or _ALL in words]
+    asked = [name for name in sections() if name in words or "all" in words]
     if parser.takes_configuration and asked:
         return "\n".join(_described(section) for section in asked)
     return parser.format_help()
 
 
-def configuration_overview(command: str) -> str:
+def configuration_overview() -> str:
     """Return the names of all fields of the configuration by section, and how to see what they mean."""
     lines = [
-        f"Fields by section; `{command} --help SECTION` describes those of one,",
-        f"`{command} --help {_ALL}` all:",
+        "Fields by section; `plait train --help SECTION` describes those of one,",
+        "`plait train --help all` all:",
     ]
     for section in sections():
-        lines += ["", *_names(section).splitlines()]
+        own = [name.removeprefix(f"{section}.") for name in fields() if name.startswith(f"{section}.")]
+        text = fill(", ".join(own), 78, initial_indent=f"  {section:<10}", subsequent_indent=" " * 12)
+        lines += ["", text]
     return "\n".join(lines)
-
-
-def _names(section: str) -> str:
-    names = ", ".join(name for name in fields() if name.startswith(f"{section}."))
-    return fill(
-        names.replace(f"{section}.", ""), 78, initial_indent=f"  {section:<10}", subsequent_indent=" " * 12
-    )
 
 
 def _described(section: str) -> str:

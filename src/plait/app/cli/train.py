@@ -26,7 +26,7 @@ def parser() -> CommandParser:
     return CommandParser(
         "plait train",
         usage="plait train [--config FILE.toml] [--section.field VALUE ...]",
-        description=f"{_ABOUT}\n\n{configuration_overview('plait train')}",
+        description=f"{_ABOUT}\n\n{configuration_overview()}",
         examples=_EXAMPLES,
         takes_configuration=True,
     )
