@@ -7,7 +7,6 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,12 +186,13 @@ def _convert(options: Namespace) -> None:
 
 def _exchange_with_torch(options: Namespace) -> None:
     with importing():
-        dcp = import_module("plait.checkpoint.dcp")
+        from plait.checkpoint.dcp import export_dcp, import_dcp
+
     names = _names_of(options.model)
     if options.action == "export":
-        dcp.export_dcp(options.path, options.target, names)
+        export_dcp(options.path, options.target, names)
         return
-    left_out = dcp.import_dcp(options.path, options.target, names)
+    left_out = import_dcp(options.path, options.target, names)
     if left_out:
         print(terminal_text(f"left out {listed(left_out)}"))
 

@@ -40,9 +40,7 @@ class BoundedProcess:
     def call(self, *arguments: Any) -> Any:
         """Return the result of a call. Raises CallFailedError where it fails or goes beyond a limit."""
         with self._lock:
-            if (
-                self._owner != os.getpid()
-            ):  # none was started, or in the process that this one was forked from
+            if self._owner != os.getpid():  # none was started, or before this process was forked
                 self._start()
             try:
                 self._connection.send(arguments)

@@ -42,8 +42,8 @@ def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]
     speaker = message["role"]
     if not isinstance(speaker, str) or speaker not in _ROLES:
         raise DataError(
-            f"has a message from {json.dumps(speaker, default=str)[:40]}: give human, gpt, system, "
-            "function_call or observation, or messages with role and content"
+            f"has a message from {short_json(speaker)}: give human, gpt, system, function_call or "
+            "observation, or messages with role and content"
         )
     message["role"] = _ROLES[speaker]
     if speaker in _CALLS and "content" in message:

@@ -111,9 +111,8 @@ class CorpusIndex:
         """Return notes on documents and fields of the sources that are not used for training."""
         notes = []
         if left_out := self.count("left_out"):
-            of = "document" if left_out == 1 else "documents"
-            is_ = "is" if left_out == 1 else "are"
-            notes.append(f"{left_out:,} {of} of less than two tokens {is_} left out")
+            documents, are = ("document", "is") if left_out == 1 else ("documents", "are")
+            notes.append(f"{left_out:,} {documents} of less than two tokens {are} left out")
         if roles := self.names("left_out_roles"):
             notes.append(f"the chat template leaves out messages of the roles {roles}")
         if unread := self.names("unread"):

@@ -58,13 +58,10 @@ class Loader:
             )
         if not len(dataset):
             raise DataError("a loader has a dataset of 0 samples: give at least one.")
-        for name, value, least in (
-            ("batch", batch, 1),
-            ("seed", seed, 0),
-            ("workers", workers, 0),
-            ("ahead", ahead, 1),
-        ):
-            require_whole(f"a loader's {name}", value, DataError, least=least)
+        require_whole("a loader's batch", batch, DataError, least=1)
+        require_whole("a loader's seed", seed, DataError, least=0)
+        require_whole("a loader's workers", workers, DataError, least=0)
+        require_whole("a loader's ahead", ahead, DataError, least=1)
         require_flag("a loader's shuffle", shuffle, DataError)
         if context is not None:
             require_choice("a loader's context", context, get_args(Context), DataError)
