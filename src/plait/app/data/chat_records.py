@@ -203,12 +203,9 @@ def _others(record: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]
 
 
 def _messages(found: Any, name: str) -> list[Message]:
-    """Return a field of a record as messages; DataError where it is none.
-
-    In some tables a conversation is a list for each field. Fields that are null, as tables have them where
-    only other messages have one, are left out, as transformers does.
-    """
+    """Return a field of a record as messages; DataError where it is none."""
     if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
+        # In some tables a conversation is a list for each field.
         found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
     is_list = isinstance(found, list) and all(
         isinstance(one, Mapping) and {"role", "from"} & one.keys() for one in found
@@ -236,7 +233,7 @@ def _with_system(messages: list[Message], others: dict[str, Any]) -> tuple[list[
 
 
 def _message(found: Message, *, is_shared: bool) -> Message:
-    """Return a message without fields that are null. Raises DataError for content that is no text."""
+    """Return a message without null fields, as transformers does. DataError for content that is no text."""
     filled = {name: value for name, value in found.items() if value is not None}
     message = as_message(filled, is_shared=is_shared)
     role, content = message.get("role"), message.get("content")

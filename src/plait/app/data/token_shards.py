@@ -141,16 +141,12 @@ class Corpus:
 
 
 def _ranges(starts: NDArray[np.int64], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the shards that hold the elements `first` … `stop`, and the range of these in each.
-
-    `starts`: the number of elements before each shard, and of all. A shard without elements that lies within
-    is one of them: a document may end there.
-    """
+    """Yield the shards that hold the elements `first` … `stop`, and the range of these in each."""
     number = int(np.searchsorted(starts, first, side="right")) - 1
     while number < len(starts) - 1 and int(starts[number]) < stop:
         start, after = int(starts[number]), int(starts[number + 1])
         begin, end = max(first, start), min(stop, after)
-        if begin < end or start == after:
+        if begin < end or start == after:  # a document may end in a shard without tokens
             yield number, begin - start, end - start
         number += 1
 
@@ -161,10 +157,7 @@ def corpus_of(tokens: Tokens) -> Corpus:
 
 
 def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
-    """Return the corpus that `plait data prepare` has written into `folder`, and its index.
-
-    Raises DataError where files are missing, or have another size than the index says.
-    """
+    """Return a corpus that `plait data prepare` has written, and its index. DataError for damaged files."""
     index, shards = read_index(folder), []
     for number, entry in enumerate(index.shards):
         arrays = shard_arrays(folder, number, entry, index.dtype, index.chats)

@@ -149,8 +149,5 @@ def printable(text: str) -> str:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open the tokenizer that `data.tokenizer` names.
-
-    Raises `ConfigError` when there is no such file or its package is missing, `DataError` when it is broken.
-    """
+    """Open the tokenizer that `data.tokenizer` names. Raises ConfigError, and DataError for a broken file."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())

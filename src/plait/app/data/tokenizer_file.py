@@ -103,10 +103,7 @@ def open_reader(path: Path) -> Any:
 
 @contextmanager
 def library_errors(told: str) -> Iterator[None]:
-    """Context manager that raises DataError for what the libraries of tokenizers raise, also in Rust.
-
-    They raise bare Exception, and where their own code fails a BaseException.
-    """
+    """Context manager that raises DataError for what tokenizers raise: Exception, in Rust a BaseException."""
     try:
         yield
     except DataError:
@@ -149,10 +146,7 @@ def token_name(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def post_processed(reader: Any, path: Path) -> SurroundingTokens:
-    """Return the tokens that a tokenizer's own post-processor writes around each text.
-
-    Raises DataError for one that changes the tokens of the text themselves.
-    """
+    """Return the tokens that a post-processor writes around each text; DataError if it changes the text's."""
     for text in _PROBES if reader.post_processor is not None else ():
         inner = reader.encode(text, add_special_tokens=False).ids
         whole = reader.encode(text).ids
