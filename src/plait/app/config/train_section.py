@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from plait.app.config.config_sections import Count, Decay, Section
 from plait.errors import ConfigError, listed
@@ -29,10 +29,18 @@ _OF_TRAIN = ("betas", "eps")
 """Options that are fields of `train`."""
 
 
+def _spelled(names: Sequence[str]) -> BeforeValidator:
+    """Return a validator that replaces a text by the one among `names` that equals it but for case."""
+    spelling = {name.casefold(): name for name in names}
+    return BeforeValidator(
+        lambda text: spelling.get(text.casefold(), text) if isinstance(text, str) else text
+    )
+
+
 class OptimizerConfig(Section):
     """The optimizer of torch.optim, and its options; none: that optimizer's own default."""
 
-    name: OptimizerName = "AdamW"
+    name: Annotated[OptimizerName, _spelled(get_args(OptimizerName))] = "AdamW"
     """class of torch.optim that updates parameters"""
     momentum: Decay | None = None
     """share of the last update that is kept (SGD, RMSprop); none: 0"""
@@ -56,11 +64,6 @@ class OptimizerConfig(Section):
     """exponent of the decay of the second moment (Adafactor); none: -0.8"""
     d: Annotated[float, Field(gt=0)] | None = None
     """root mean square above which an update is clipped (Adafactor); none: 1"""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _spelled(cls, given: object) -> object:
-        return spelled(given, get_args(OptimizerName))
 
     @model_validator(mode="after")
     def _taken(self) -> OptimizerConfig:
@@ -101,16 +104,11 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps, after the warm-up."""
 
-    name: ScheduleName = "cosine"
+    name: Annotated[ScheduleName, _spelled(get_args(ScheduleName))] = "cosine"
     """half a cosine, a line or nothing (constant) down to min_lr · lr; or wsd, warm-up–stable–decay: lr until
     a line at the end"""
     decay: Count | None = None
     """steps in which wsd falls, at the end; none: a tenth of all steps"""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _spelled(cls, given: object) -> object:
-        return spelled(given, get_args(ScheduleName))
 
     @model_validator(mode="after")
     def _taken(self) -> ScheduleConfig:
@@ -158,12 +156,6 @@ class RateConfig(Section):
     def scale_of(self, lr: float) -> float:
         """Return the factor by which the learning rate of these parameters differs from `lr`, the others'."""
         return self.lr / lr if self.lr is not None else 1.0 if self.scale is None else self.scale
-
-
-def spelled(given: object, names: Sequence[str]) -> object:
-    """Return the name among `names` that equals `given` but for case; else `given`."""
-    text = given.casefold() if isinstance(given, str) else given
-    return next((name for name in names if name.casefold() == text), given)
 
 
 class TrainConfig(Section):
