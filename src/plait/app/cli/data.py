@@ -37,8 +37,8 @@ special tokens, and of conversations what is learnt between ⟦ and ⟧."""
 _EXAMPLES_OF_INSPECT = (("plait data inspect corpus --documents 10", ""),)
 _SECONDS_BETWEEN_LINES = 5.0
 _USUAL_END = "<|endoftext|>"
-_SHOWN_TOKENS, _SHOWN_LETTERS = 64, 150
-_SHOWN_TOKENS_OF_CHATS, _SHOWN_LETTERS_OF_CHATS = 256, 600
+_SHOWN, _SHOWN_OF_CHATS = (64, 150), (256, 600)
+"""Of a document: the most tokens that are decoded, and the most letters that are printed."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -147,7 +147,7 @@ def _inspect(options: Namespace) -> None:
 def _beginning(corpus: Corpus, first: int, length: int, tokenizer: Tokenizer | None) -> str:
     """Return the first tokens of a document as text, or as numbers; of chats with ⟦ and ⟧ around answers."""
     chats = corpus.answers(first, 1) is not None
-    most = _SHOWN_TOKENS_OF_CHATS if chats else _SHOWN_TOKENS
+    most, letters = _SHOWN_OF_CHATS if chats else _SHOWN
     count = min(length, most)
     tokens = corpus.read(first, count).tolist()
     answers = corpus.answers(first, count)
@@ -161,8 +161,7 @@ def _beginning(corpus: Corpus, first: int, length: int, tokenizer: Tokenizer | N
             else printable(tokenizer.decode(numbers, special=True))
         )
         shown += f"⟦{text}⟧" if is_answer else text
-    most = _SHOWN_LETTERS_OF_CHATS if chats else _SHOWN_LETTERS
-    return shown[:most] if tokenizer is None else repr(shown)[:most]
+    return shown[:letters] if tokenizer is None else repr(shown)[:letters]
 
 
 def _end_line(index: CorpusIndex, tokenizer: Tokenizer | None) -> str:
