@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 from plait.app.data.chat_records import (
     ANSWERS,
     ChatRecord,
-    Message,
     chat_record,
     holds_chats,
     message_fields,
@@ -86,13 +86,13 @@ class ChatEncoder:
                 f"has messages with {calls[0]}, which the chat template of {self._path} does not read: give "
                 "a template that does, or leave such conversations out"
             )
-        messages = template.readable(chat.messages, chat.variables)
-        text, spans = self._answers(template, chat, messages)
+        chat = replace(chat, messages=template.readable(chat.messages, chat.variables))
+        text, spans = self._answers(template, chat)
         return EncodedPart(
             *self._marked(text, spans),
             unread=(*chat.unread, *(f"messages.{name}" for name in unread)),
             unknown_roles=unknown_roles(chat),
-            left_out_roles=template.left_out(messages, text),
+            left_out_roles=template.left_out(chat.messages, text),
         )
 
     def question(self, text: str) -> Tokens:
@@ -121,45 +121,40 @@ class ChatEncoder:
         own = post_processed(self._tokenizer.backend_tokenizer, self._path)
         return own.ending_with(self._tokenizer.eos_token_id)
 
-    def _answers(
-        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message]
-    ) -> tuple[str, list[Span]]:
+    def _answers(self, template: ChatTemplate, chat: ChatRecord) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and where in it the answers are that are learnt."""
-        places = range(chat.first, len(messages))
+        places = range(chat.first, len(chat.messages))
         if not template.marks_answers:
-            text = template.text(messages, chat.variables)
-            learnt = [place for place in places if chat.learnt[place]]
-            return text, [self._span(template, chat, messages, text, place) for place in learnt]
-        text, marked = template.marked_text(messages, chat.variables)
-        others = [place for place in places if messages[place]["role"] == ANSWERS and not chat.learnt[place]]
-        excepted = [self._span(template, chat, messages, text, place) for place in others]
+            text = template.text(chat.messages, chat.variables)
+            return text, [self._span(template, chat, text, place) for place in places if chat.learnt[place]]
+        text, marked = template.marked_text(chat.messages, chat.variables)
+        answers = [place for place in places if chat.messages[place]["role"] == ANSWERS]
+        excepted = [self._span(template, chat, text, place) for place in answers if not chat.learnt[place]]
         if chat.first:
-            before = template.text(messages[: chat.first], chat.variables)
-            self._require_beginning(text, before, messages[: chat.first])
+            before = template.text(chat.messages[: chat.first], chat.variables)
+            self._require_beginning(text, before, chat.first)
             excepted.append((0, len(before)))
         return text, [span for span in marked if not any(a <= span[0] < b for a, b in excepted)]
 
-    def _span(
-        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message], text: str, place: int
-    ) -> Span:
+    def _span(self, template: ChatTemplate, chat: ChatRecord, text: str, place: int) -> Span:
         """Return where an answer stands in the text of a conversation."""
-        until = template.text(messages[: place + 1], chat.variables)
-        self._require_beginning(text, until, messages[: place + 1])
+        until = template.text(chat.messages[: place + 1], chat.variables)
+        self._require_beginning(text, until, place + 1)
         if not place:  # nothing is asked: the answer begins behind what a template writes to ask for one
-            asked = template.text(messages[:1], chat.variables, asks=True).removeprefix(until)
+            asked = template.text(chat.messages[:1], chat.variables, asks=True).removeprefix(until)
             return until.find(asked) + len(asked) if asked in until else 0, len(until)
-        before = template.text(messages[:place], chat.variables, asks=True)
-        self._require_beginning(until, before, messages[:place])
+        before = template.text(chat.messages[:place], chat.variables, asks=True)
+        self._require_beginning(until, before, place)
         return len(before), len(until)
 
-    def _require_beginning(self, text: str, beginning: str, messages: Sequence[Message]) -> None:
-        """Raise DataError unless the text of a conversation begins with the text of its first messages."""
+    def _require_beginning(self, text: str, beginning: str, messages: int) -> None:
+        """Raise DataError unless the text of a conversation begins with that of its first `messages`."""
         if text.startswith(beginning):
             return
         same = next((at for at, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), len(text))
         raise DataError(
             f"has an answer whose place in the text cannot be found: the chat template of {self._path} "
-            f"changes what it wrote of the first {len(messages)} messages ({beginning[same:][:30]!r}) when a "
+            f"changes what it wrote of the first {messages} messages ({beginning[same:][:30]!r}) when a "
             "later one comes, as those of models that think do: give a template with generation marks, or "
             "write a row for each answer, with the messages before it as the prompt and the answer as the "
             "completion"
