@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
@@ -120,24 +120,10 @@ class CorpusIndex:
         return notes
 
 
-class ShardFiles(NamedTuple):
-    """The paths of a shard's files."""
-
-    tokens: Path
-    ends: Path
-    answers: Path
-    first_answers: Path
-
-
-def shard_files(folder: Path, number: int) -> ShardFiles:
-    """Return the paths of a shard's files."""
-    names = "tokens", "documents", "answers", "first_answers"
-    return ShardFiles(*(folder / f"{number:05}.{name}.bin" for name in names))
-
-
 def shard_paths(folder: Path, number: int, chats: bool) -> list[Path]:
-    """Return the paths of the files that a shard has."""
-    return list(shard_files(folder, number))[: 4 if chats else 2]
+    """Return the paths of a shard's tokens and ends of documents; of `chats` of its answers, too."""
+    names = ("tokens", "documents", "answers", "first_answers") if chats else ("tokens", "documents")
+    return [folder / f"{number:05}.{name}.bin" for name in names]
 
 
 def shard_arrays(folder: Path, number: int, entry: ShardEntry, dtype: str, chats: bool) -> list[ArrayFile]:
