@@ -56,11 +56,7 @@ class CommandParser(ArgumentParser):
         """Return the new parser of an action, which the first argument names: `.action` once it is parsed."""
         if self._choice is None:
             self._choice = self.add_subparsers(
-                dest="action",
-                metavar="ACTION",
-                required=True,
-                prog=self.prog,
-                parser_class=type(self),
+                dest="action", metavar="ACTION", required=True, prog=self.prog, parser_class=type(self)
             )
         self.actions[name] = self._choice.add_parser(name, help=summary, **options)
         self._summaries.append((name, summary))

@@ -88,12 +88,10 @@ def run(argv: Sequence[str]) -> int:
             result = verify_case(case, plan, threads=threads)
     if options.all:
         _replace_line("")
-    if prints:
-        print(
-            json.dumps(result.as_json(), indent=2, allow_nan=False)
-            if options.json
-            else terminal_text(str(result))
-        )
+    if prints and options.json:
+        print(json.dumps(result.as_json(), indent=2, allow_nan=False))
+    elif prints:
+        print(terminal_text(str(result)))
     if not result.compared:
         return 2  # no plan could be run, so none is different
     return 0 if result else 1

@@ -182,11 +182,9 @@ def _check_saves(run: RunConfig) -> None:
 def _check_validation(config: Config) -> None:
     """Raise ConfigError if validation losses are to be compared, but there are none during the run."""
     settings, data, best = config.train, config.data, config.run.keep_best
-    asked = (
-        f"train.patience = {settings.patience}"
-        if settings.patience
-        else f"run.keep_best = {str(best).lower()}"
-    )
+    asked = f"run.keep_best = {str(best).lower()}"
+    if settings.patience:
+        asked = f"train.patience = {settings.patience}"
     named = list(data.validation_sources)
     if settings.watch is not None and settings.watch not in named:
         others = f"those of data.validation_source, {listed(named)}" if any(named) else "none with a name"

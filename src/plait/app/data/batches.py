@@ -145,7 +145,7 @@ def row_total(batches: Batches) -> int | None:
 
 def description(batches: Batches) -> dict[str, Any]:
     """Return the settings that determine the samples of each step, as JSON values."""
-    described: dict[str, Any] = {"size": batches.size, **getattr(batches, "describe", dict)()}
+    described = {"size": batches.size, **getattr(batches, "describe", dict)()}
     read: dict[str, Any] = json.loads(json.dumps(described))
     return read
 

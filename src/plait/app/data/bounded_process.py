@@ -26,10 +26,7 @@ class CallFailedError(Exception):
 
 
 class BoundedProcess:
-    """Calls of `function`, each within `seconds` and `memory` bytes beyond those of this process.
-
-    Arguments are pickled, results are values of JSON.
-    """
+    """Calls of `function` in a process, within `seconds` and `memory` more bytes; results are JSON values."""
 
     def __init__(self, function: Callable[..., Any], seconds: float, memory: int) -> None:
         self._function, self._seconds, self._memory = function, seconds, memory

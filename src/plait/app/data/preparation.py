@@ -58,10 +58,9 @@ def write_shard(
 ) -> ShardEntry:
     """Tokenize ranges of sources and write them as one shard; return its counts, which are written last."""
     ends, first_answers, counts = array("q"), array("I"), _Counts()
+    paths = shard_paths(folder, number, settings.chats)
     with ExitStack() as files:
-        writers = [
-            files.enter_context(whole_file(path)) for path in shard_paths(folder, number, settings.chats)
-        ]
+        writers = [files.enter_context(whole_file(path)) for path in paths]
         for part in encoded_documents(ranges, settings):
             writers[0].write(part.tokens.astype(settings.dtype).data)
             counts.add(part)
