@@ -19,7 +19,7 @@ from plait.app.data.corpus_index import CorpusIndex, require_intact
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
 from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.token_shards import Corpus, open_corpus
-from plait.app.data.tokenizer import Tokenizer, open_tokenizer, printable
+from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer, printable
 from plait.errors import ConfigError, terminal_text
 
 _ABOUT = "Prepares corpora for training, and inspects them."
@@ -109,7 +109,7 @@ def _prepare(options: Namespace) -> None:
     if not index.chats:
         tokenizer = open_tokenizer(options.tokenizer)
         console.print(terminal_text(_end_line(index, tokenizer)))
-        if unwritten := tokenizer.unwritten_start():
+        if isinstance(tokenizer, FileTokenizer) and (unwritten := tokenizer.unwritten_start()):
             console.print(
                 "Beginning of a document: none (tokenizer_config.json has add_bos_token, and the "
                 f"tokenizer.json, which counts, has no {unwritten} in its post_processor)"

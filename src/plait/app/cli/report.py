@@ -46,15 +46,6 @@ def _port(text: str) -> int:
     return port
 
 
-def _watch(paths: Sequence[Path], port: int) -> None:
-    """Serve the report until it is interrupted."""
-    read_runs(paths)  # raises for paths that are no runs
-    with ReportServer(paths, port) as server:
-        print(f"{server.address} shows the report, until Ctrl-C.", flush=True)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
-
-
 def run(argv: Sequence[str]) -> int:
     """Write or serve the report, and return 0. Raises `PlaitError` for errors that the user can correct."""
     made = parser()
@@ -63,7 +54,10 @@ def run(argv: Sequence[str]) -> int:
     if options.watch and options.out is not None:
         raise ConfigError("--out does not go with --watch, which serves the page: leave one of them out.")
     if options.watch:
-        _watch(options.runs, options.port)
+        read_runs(options.runs)  # raises for paths that are no runs
+        with ReportServer(options.runs, options.port) as server, suppress(KeyboardInterrupt):
+            print(f"{server.address} shows the report, until Ctrl-C.", flush=True)
+            server.serve_forever()
         return 0
     print(f"wrote {write_report(options.runs, options.out)}")
     return 0

@@ -51,10 +51,6 @@ class ByteTokenizer:
             )
         return SurroundingTokens()
 
-    def unwritten_start(self) -> str:
-        """Return "": bytes have no beginning-of-text token."""
-        return ""
-
     def token(self, number: int) -> str:
         """Return the text of one token."""
         return self.decode([number])
