@@ -135,10 +135,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def help_text(parser: CommandParser, argv: Sequence[str]) -> str:
-    """Return the help that `argv` asks for: that of the command, or of the action that it names.
-
-    A command that takes the configuration describes the fields of `--help SECTION`, or of `--help all`.
-    """
+    """Return the help that `argv` asks for: of the command, its action, or sections of the configuration."""
     words = [word for word in argv if word not in _HELP]
     if words and words[0] in parser.actions:
         return help_text(parser.actions[words[0]], words[1:])

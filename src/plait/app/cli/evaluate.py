@@ -35,11 +35,10 @@ def parser() -> CommandParser:
         examples=_EXAMPLES,
         takes_configuration=True,
     )
-    made.add_argument("run", metavar="RUN", type=Path, help="folder of a run, or a checkpoint")
-    made.add_argument(
-        "data", metavar="DATA", nargs="*", default=[], help="file, folder, glob, prepared corpus or data set"
-    )
-    made.add_argument("--json", action="store_true", help="print one JSON object")
+    add = made.add_argument
+    add("run", metavar="RUN", type=Path, help="folder of a run, or a checkpoint")
+    add("data", metavar="DATA", nargs="*", default=[], help="file, folder, glob, prepared corpus or data set")
+    add("--json", action="store_true", help="print one JSON object")
     return made
 
 

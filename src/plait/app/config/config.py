@@ -294,10 +294,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 
 def configured_decoder(config: Config) -> Decoder:
-    """Return the sizes of the model that a configuration builds; no module is made.
-
-    Raises ConfigError for a model in a folder and for adapters, which predictions do not know.
-    """
+    """Return the sizes of the model that is configured; ConfigError for what predictions do not know."""
     model = config.model
     if model.folder is not None:
         raise ConfigError(

@@ -307,10 +307,7 @@ class RandomBatches:
 
 
 def joined(parts: Sequence[InputsAndTargets], order: NDArray[np.int64]) -> InputsAndTargets:
-    """Return the rows of several batches as one; row `n` of all of them becomes row `order[n]`.
-
-    Where one of them keeps documents apart, a row of the others is one document.
-    """
+    """Return the rows of several batches as one batch: row `n` of all of them becomes row `order[n]`."""
     import torch  # late, as below
 
     places = torch.from_numpy(np.argsort(order))
@@ -318,6 +315,7 @@ def joined(parts: Sequence[InputsAndTargets], order: NDArray[np.int64]) -> Input
     tokens = [one["tokens"] if isinstance(one, dict) else one for one, _ in parts]
     if not any(isinstance(one, dict) for one, _ in parts):
         return torch.cat(tokens)[places], targets
+    # A row of a batch that does not keep documents apart is one document.
     ids = [one["document_ids"] if isinstance(one, dict) else torch.zeros_like(one) for one, _ in parts]
     return {"tokens": torch.cat(tokens)[places], "document_ids": torch.cat(ids)[places]}, targets
 

@@ -215,10 +215,7 @@ def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterat
 
 
 def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
-    """Yield the documents of a portion; `column` is the field of JSON or the column that holds the text.
-
-    Raises DataError for what is no UTF-8 text, no JSON, or has no such field.
-    """
+    """Yield the documents of a portion; `column`: what holds their text. DataError where there is none."""
     if portion.kind == "text":
         yield from _parts_of_text(portion)
     elif portion.kind == "lines":

@@ -54,10 +54,7 @@ class SurroundingTokens(NamedTuple):
 
 
 def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
-    """Return the files of a tokenizer that are there, by their names; none of bytes.
-
-    `tokenizer`: bytes, or the path of a `tokenizer.json`, under whatever name, or of its folder.
-    """
+    """Return the files that are there of a `tokenizer.json` or its folder, by their names; none of bytes."""
     path = Path(tokenizer).expanduser()
     path = path / TOKENIZER if path.is_dir() else path
     if tokenizer == "bytes" or not path.is_file():
