@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
-from plait.app.cli.checkpoint_options import read_options as checkpoint_options
-from plait.app.cli.checkpoint_options import split_options
+from plait.app.cli.arguments import split_options
+from plait.app.cli.checkpoint import read_options as checkpoint_options
 from plait.app.cli.data import parser as data_parser
 from plait.app.cli.evaluate import parser as evaluate_parser
 from plait.app.cli.main import main

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
+from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_paths, write_index
 
 VOCAB = 8192
 _WORDS = ("self", "name", "value", "return", "None", "path", "data", "args", "result", "import")
@@ -51,10 +51,10 @@ def make_corpus(folder: Path, documents: int, *, chats: bool, shards: int = 20) 
     generator, entries, each = np.random.default_rng(0), [], documents // shards
     for number in range(shards):
         ends = np.cumsum(generator.integers(5, 61, each))
-        total, paths = int(ends[-1]), shard_files(folder, number)
-        generator.integers(VOCAB, size=total, dtype=np.uint16).tofile(paths.tokens)
-        ends.tofile(paths.ends)
+        total, paths = int(ends[-1]), shard_paths(folder, number, chats)
+        generator.integers(VOCAB, size=total, dtype=np.uint16).tofile(paths[0])
+        ends.tofile(paths[1])
         if chats:
-            generator.integers(2, size=total, dtype=np.uint8).tofile(paths.answers)
+            generator.integers(2, size=total, dtype=np.uint8).tofile(paths[2])
         entries.append(ShardEntry(total, each, total // 2 if chats else 0))
     write_index(folder, CorpusIndex("tokenizer.json", VOCAB, "uint16", None, chats, tuple(entries)))

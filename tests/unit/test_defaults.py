@@ -11,7 +11,7 @@ import pytest
 
 import plait
 from plait.app.config.config import Config
-from plait.app.config.config_sections import ModelConfig
+from plait.app.config.model_section import ModelConfig
 from plait.app.train.trainer import build_model
 from plait.loop import Checkpoints
 

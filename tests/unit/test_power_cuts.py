@@ -11,8 +11,7 @@ from power_cuts import PowerCuts, put
 from torch import nn
 
 import plait
-from plait.app.data.corpus_check import damaged_shards
-from plait.app.data.corpus_index import INDEX, CorpusIndex, read_index
+from plait.app.data.corpus_index import INDEX, CorpusIndex, damaged_shards, read_index
 from plait.app.data.preparation import prepare_corpus
 from plait.app.loop.loggers import JsonLines
 from plait.checkpoint.checkpoint_manager import CheckpointManager

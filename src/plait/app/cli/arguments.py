@@ -1,14 +1,27 @@
-"""Argument parser of the commands, whose errors are `ConfigError`s, and readers of option values."""
+"""Argument parser of the commands, whose errors are `ConfigError`s, their help, and readers of values."""
 
 from __future__ import annotations
 
+import json
+import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from io import StringIO
+from itertools import islice
 from math import isfinite, isnan, nan
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any, NoReturn
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from plait.app.config.config_parser import fields, sections, takes
 from plait.errors import ConfigError
+
+_HELP = ("--help", "-h")
 
 
 class CommandParser(ArgumentParser):
@@ -43,11 +56,7 @@ class CommandParser(ArgumentParser):
         """Return the new parser of an action, which the first argument names: `.action` once it is parsed."""
         if self._choice is None:
             self._choice = self.add_subparsers(
-                dest="action",
-                metavar="ACTION",
-                required=True,
-                prog=self.prog,
-                parser_class=type(self),
+                dest="action", metavar="ACTION", required=True, prog=self.prog, parser_class=type(self)
             )
         self.actions[name] = self._choice.add_parser(name, help=summary, **options)
         self._summaries.append((name, summary))
@@ -81,8 +90,16 @@ class CommandParser(ArgumentParser):
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
     """Return a line for each pair: the first text, padded, and the second."""
-    width = max(len(first) for first, _ in rows)
-    return "\n".join(f"  {first:<{width}}  {second}".rstrip() for first, second in rows)
+    return "\n".join(f"  {line}" for line in aligned(rows, left=(0, 1)))
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Container[int] = (0,)) -> list[str]:
+    """Return a line for each row: the columns `left` are aligned to the left, the others to the right."""
+    padded = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        padded.append([cell.ljust(width) if number in left else cell.rjust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def count(text: str) -> int:
@@ -110,3 +127,64 @@ def number_or_inf(text: str) -> float:
     if isnan(value):
         raise ArgumentTypeError(f"{text!r} is not a number")
     return value
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Return whether `--help` or `-h` is among the arguments."""
+    return any(option in argv for option in _HELP)
+
+
+def help_text(parser: CommandParser, argv: Sequence[str]) -> str:
+    """Return the help that `argv` asks for: of the command, its action, or sections of the configuration."""
+    words = [word for word in argv if word not in _HELP]
+    if words and words[0] in parser.actions:
+        return help_text(parser.actions[words[0]], words[1:])
+    asked = [name for name in sections() if name in words or "all" in words]
+    if parser.takes_configuration and asked:
+        return "\n".join(_described(section) for section in asked)
+    return parser.format_help()
+
+
+def configuration_overview() -> str:
+    """Return the names of all fields of the configuration by section, and how to see what they mean."""
+    lines = [
+        "Fields by section; `plait train --help SECTION` describes those of one,",
+        "`plait train --help all` all:",
+    ]
+    for section in sections():
+        own = [name.removeprefix(f"{section}.") for name in fields() if name.startswith(f"{section}.")]
+        text = fill(", ".join(own), 78, initial_indent=f"  {section:<10}", subsequent_indent=" " * 12)
+        lines += ["", text]
+    return "\n".join(lines)
+
+
+def _described(section: str) -> str:
+    """Return a section's fields as a table: option, meaning, values and default."""
+    written = StringIO()
+    console = Console(file=written, markup=False, highlight=False, width=get_terminal_size().columns)
+    console.print(f"[{section}] {sections()[section]['description']}")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, field in fields().items():
+        if name.startswith(f"{section}."):
+            default = json.dumps(field["default"]).replace("null", "none")
+            about = f"{field['description']} ({takes(field)}; default {default})"
+            table.add_row(f"  --{name}", Text(about))
+    console.print(table)
+    return written.getvalue()
+
+
+def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command's own arguments, and the options of a run, such as `--config FILE`."""
+    own: list[str] = []
+    of_run: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not re.match(r"--(config\b|\w+\.)", word):
+            own.append(word)
+            continue
+        of_run.append(word)
+        if "=" not in word:
+            of_run += islice(words, 1)
+    return own, of_run

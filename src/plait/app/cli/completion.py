@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import shtab
 
 from plait.app.cli.arguments import CommandParser
-from plait.app.cli.main import COMMANDS
+from plait.app.cli.main import COMMANDS, command_module
 from plait.app.config.config_parser import Schema, fields
 
 _ABOUT = "Prints a script that completes the commands of plait, their options and values."
@@ -38,15 +37,15 @@ def run(argv: Sequence[str]) -> int:
 def command_line() -> CommandParser:
     """Return one parser of all commands, with their actions, options and fields of the configuration."""
     made = CommandParser("plait")
-    for command in COMMANDS:
-        own: CommandParser = import_module(command.module).parser()
+    for name, summary in COMMANDS.items():
+        own: CommandParser = command_module(name).parser()
         for with_options in (own, *own.actions.values()):
             if with_options.takes_configuration:
                 _add_fields(with_options)
             with_options.add_argument("--help", action="store_true", help="what the command does")
             for argument in with_options.path_arguments():
                 vars(argument)["complete"] = shtab.FILE
-        made.add_action(command.name, command.summary, parents=[own])
+        made.add_action(name, summary, parents=[own])
     return made
 
 

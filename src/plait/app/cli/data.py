@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.app.cli.arguments import CommandParser, count
-from plait.app.data.corpus_check import require_intact
-from plait.app.data.corpus_index import CorpusIndex
+from plait.app.data.corpus_index import CorpusIndex, require_intact
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
 from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.token_shards import Corpus, open_corpus
-from plait.app.data.tokenizer import Tokenizer, open_tokenizer, printable
+from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer, printable
 from plait.errors import ConfigError, terminal_text
 
 _ABOUT = "Prepares corpora for training, and inspects them."
@@ -38,8 +37,8 @@ special tokens, and of conversations what is learnt between ⟦ and ⟧."""
 _EXAMPLES_OF_INSPECT = (("plait data inspect corpus --documents 10", ""),)
 _SECONDS_BETWEEN_LINES = 5.0
 _USUAL_END = "<|endoftext|>"
-_SHOWN_TOKENS, _SHOWN_LETTERS = 64, 150
-_SHOWN_TOKENS_OF_CHATS, _SHOWN_LETTERS_OF_CHATS = 256, 600
+_SHOWN, _SHOWN_OF_CHATS = (64, 150), (256, 600)
+"""Of a document: the most tokens that are decoded, and the most letters that are printed."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -71,19 +70,11 @@ def parser() -> CommandParser:
 
 def _add_options_of_prepare(prepare: CommandParser) -> None:
     add = prepare.add_argument
-    add(
-        "source",
-        metavar="SOURCE",
-        nargs="+",
-        help="a file, folder, glob, or data set: its folder, or its name as hf://OWNER/NAME:SPLIT",
-    )
+    about = "a file, folder, glob, or data set: its folder, or its name as hf://OWNER/NAME:SPLIT"
+    add("source", metavar="SOURCE", nargs="+", help=about)
     add("folder", metavar="FOLDER", type=Path, help="the folder to write, empty or new")
-    add(
-        "--tokenizer",
-        metavar="PATH",
-        required=True,
-        help="bytes, or the path of a tokenizer.json or its folder",
-    )
+    about = "bytes, or the path of a tokenizer.json or its folder"
+    add("--tokenizer", metavar="PATH", required=True, help=about)
     add("--processes", metavar="N", type=count, default=os.cpu_count() or 1, help="default: one a core")
     add(
         "--column",
@@ -118,7 +109,7 @@ def _prepare(options: Namespace) -> None:
     if not index.chats:
         tokenizer = open_tokenizer(options.tokenizer)
         console.print(terminal_text(_end_line(index, tokenizer)))
-        if unwritten := tokenizer.unwritten_start():
+        if isinstance(tokenizer, FileTokenizer) and (unwritten := tokenizer.unwritten_start()):
             console.print(
                 "Beginning of a document: none (tokenizer_config.json has add_bos_token, and the "
                 f"tokenizer.json, which counts, has no {unwritten} in its post_processor)"
@@ -156,7 +147,7 @@ def _inspect(options: Namespace) -> None:
 def _beginning(corpus: Corpus, first: int, length: int, tokenizer: Tokenizer | None) -> str:
     """Return the first tokens of a document as text, or as numbers; of chats with ⟦ and ⟧ around answers."""
     chats = corpus.answers(first, 1) is not None
-    most = _SHOWN_TOKENS_OF_CHATS if chats else _SHOWN_TOKENS
+    most, letters = _SHOWN_OF_CHATS if chats else _SHOWN
     count = min(length, most)
     tokens = corpus.read(first, count).tolist()
     answers = corpus.answers(first, count)
@@ -170,8 +161,7 @@ def _beginning(corpus: Corpus, first: int, length: int, tokenizer: Tokenizer | N
             else printable(tokenizer.decode(numbers, special=True))
         )
         shown += f"⟦{text}⟧" if is_answer else text
-    most = _SHOWN_LETTERS_OF_CHATS if chats else _SHOWN_LETTERS
-    return shown[:most] if tokenizer is None else repr(shown)[:most]
+    return shown[:letters] if tokenizer is None else repr(shown)[:letters]
 
 
 def _end_line(index: CorpusIndex, tokenizer: Tokenizer | None) -> str:

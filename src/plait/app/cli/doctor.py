@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 _ABOUT = """\
 Checks versions, backends, devices, limits, network and clock of this host, then
 starts two ranks here that communicate. Exit code 1 if something has to change."""
-_EXAMPLES = (
-    ("plait doctor", "this host"),
-    ("srun --ntasks-per-node 1 plait doctor", "each host of a job"),
-)
+_EXAMPLES = (("plait doctor", "this host"), ("srun --ntasks-per-node 1 plait doctor", "each host of a job"))
 _CALLS = 100
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from plait.app.cli.arguments import CommandParser
-from plait.app.cli.checkpoint_options import split_options
+from plait.app.cli.arguments import CommandParser, split_options
 from plait.app.cli.ranks_and_signals import degrees, importing, local_ranks
 from plait.app.data.tokenizer import printable
 from plait.errors import ConfigError
@@ -36,11 +35,10 @@ def parser() -> CommandParser:
         examples=_EXAMPLES,
         takes_configuration=True,
     )
-    made.add_argument("run", metavar="RUN", type=Path, help="folder of a run, or a checkpoint")
-    made.add_argument(
-        "data", metavar="DATA", nargs="*", default=[], help="file, folder, glob, prepared corpus or data set"
-    )
-    made.add_argument("--json", action="store_true", help="print one JSON object")
+    add = made.add_argument
+    add("run", metavar="RUN", type=Path, help="folder of a run, or a checkpoint")
+    add("data", metavar="DATA", nargs="*", default=[], help="file, folder, glob, prepared corpus or data set")
+    add("--json", action="store_true", help="print one JSON object")
     return made
 
 

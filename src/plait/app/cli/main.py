@@ -9,13 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
+from types import ModuleType
 
-from plait.app.cli.arguments import two_columns
-from plait.app.cli.help import asks_for_help, help_text
+from plait.app.cli.arguments import asks_for_help, help_text, two_columns
 from plait.app.cli.ranks_and_signals import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError, terminal_text
 from plait.package import VERSION
@@ -27,40 +26,20 @@ _NO_MEMORY = re.compile(
 _LONG_WORD = re.compile(r"\S{200,}")
 _MOST_SHOWN = 80
 """Characters of a long word, such as a path, that are printed."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of `plait`, and its module.
-
-    `run(argv)` of the module runs it and returns the exit code; `parser()` has its help.
-    """
-
-    name: str
-    module: str
-    summary: str
-    failed: int = 1
-    """The exit code when a rank failed."""
-
-
-COMMANDS = (
-    Command("train", "plait.app.cli.train", "train a model over pipeline, tensor and data parallel ranks"),
-    Command(
-        "evaluate", "plait.app.cli.evaluate", "loss, perplexity and accuracy of a checkpoint, on any data"
-    ),
-    Command(
-        "verify", "plait.app.cli.verify", "compare a run with one rank, and locate differences", failed=2
-    ),
-    Command("plan", "plait.app.cli.plan", "predict a step, or search the fastest plan, without GPUs"),
-    Command("schedule", "plait.app.cli.schedule", "draw a pipeline schedule: time, bubble and memory"),
-    Command("report", "plait.app.cli.report", "write the page of a run: charts, timeline, plan, warnings"),
-    Command("data", "plait.app.cli.data", "prepare a corpus for training, and inspect it"),
-    Command("checkpoint", "plait.app.cli.checkpoint", "inspect, convert, export and import checkpoints"),
-    Command(
-        "doctor", "plait.app.cli.doctor", "check this host: versions, devices, limits, network, two ranks"
-    ),
-    Command("completion", "plait.app.cli.completion", "print a script that completes commands in a shell"),
-)
+COMMANDS = {
+    "train": "train a model over pipeline, tensor and data parallel ranks",
+    "evaluate": "loss, perplexity and accuracy of a checkpoint, on any data",
+    "verify": "compare a run with one rank, and locate differences",
+    "plan": "predict a step, or search the fastest plan, without GPUs",
+    "schedule": "draw a pipeline schedule: time, bubble and memory",
+    "report": "write the page of a run: charts, timeline, plan, warnings",
+    "data": "prepare a corpus for training, and inspect it",
+    "checkpoint": "inspect, convert, export and import checkpoints",
+    "doctor": "check this host: versions, devices, limits, network, two ranks",
+    "completion": "print a script that completes commands in a shell",
+}
+"""The commands and what they do. In the module of a command `run(argv)` runs it and returns the exit code,
+raising `PlaitError` for errors that the user can correct; `parser()` has its help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,16 +95,20 @@ def _dispatch(arguments: list[str]) -> int:
     if name == "--version":
         print(f"plait {VERSION}")
         return 0
-    for command in COMMANDS:
-        if command.name == name:
-            module = import_module(command.module)
-            if asks_for_help(rest):
-                print(help_text(module.parser(), rest).rstrip())
-                return 0
-            return int(module.run(rest))
-    near = get_close_matches(name, [command.name for command in COMMANDS], n=1)
-    remedy = f"did you mean {near[0]}?" if near else "see `plait --help` for all commands."
-    raise PlaitError(f'"{name}" is not a command: {remedy}')
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see `plait --help` for all commands."
+        raise PlaitError(f'"{name}" is not a command: {remedy}')
+    module = command_module(name)
+    if asks_for_help(rest):
+        print(help_text(module.parser(), rest).rstrip())
+        return 0
+    return int(module.run(rest))
+
+
+def command_module(name: str) -> ModuleType:
+    """Return the module of a command, which is imported."""
+    return import_module(f"plait.app.cli.{name}")
 
 
 def _ran_out_of_memory(error: RankError) -> bool:
@@ -142,11 +125,12 @@ def _ran_out_of_memory(error: RankError) -> bool:
 
 
 def _failure_code(arguments: Sequence[str]) -> int:
-    return next((command.failed for command in COMMANDS if command.name in arguments[:1]), 1)
+    """Return the exit code of a command of which a rank failed; 1 of `verify` says that runs differ."""
+    return 2 if arguments[:1] == ["verify"] else 1
 
 
 def _help() -> str:
-    commands = two_columns([(command.name, command.summary) for command in COMMANDS])
+    commands = two_columns([*COMMANDS.items()])
     return (
         f"usage: plait COMMAND [options]\n\ncommands:\n{commands}\n\n"
         "`plait COMMAND --help` describes a command and its options; `plait --version`\nprints the version."

@@ -10,9 +10,11 @@ from pathlib import Path
 from plait.app.cli.arguments import CommandParser, count, number
 from plait.app.cli.plan_html import judged_page, search_page
 from plait.app.cli.plan_output import (
+    SEARCHED,
     bound_text,
     calibration_text,
     change_lines,
+    config_text,
     goodput_json,
     goodput_lines,
     groups,
@@ -22,9 +24,8 @@ from plait.app.cli.plan_output import (
     same_time,
     search_json,
 )
-from plait.app.config.config import Config
+from plait.app.config.config import Config, configured_decoder
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.config.planned_config import SEARCHED, config_text, configured_decoder
 from plait.errors import ConfigError, terminal_text
 from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
 from plait.estimate.prediction.prediction import Prediction, predict
@@ -149,8 +150,8 @@ def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
     if not result.best:
         raise ConfigError(
             f"none of {result.plans:,} plans of {options.ranks} ranks fits the "
-            f"{memory_text(hardware.memory)} "
-            f"of {hardware.name}: give more ranks, a smaller model.context, or a smaller model."
+            f"{memory_text(hardware.memory)} of {hardware.name}: give more ranks, a smaller model.context, "
+            "or a smaller model."
         )
     if options.write is not None:
         write_page(config_text(config, result.best[0].plan), options.write, "--write")

@@ -14,7 +14,6 @@ from plait.app.cli.plan_output import (
     change_cells,
     change_lines,
     goodput_lines,
-    group_cells,
     groups,
     notes,
     plan_cells,
@@ -55,7 +54,7 @@ def search_page(
         section("The fastest plans", _plans(groups(result.best)[:most]), f"{_bound(best)}{told}", "plans"),
         _picture(frontier.plans, {best.plan: "fastest"}, line, frontier.best),
         *_step(best),
-        section("The other plans", _list([*notes(result)[:1], *_impossible(result)]), name="others"),
+        section("The other plans", _list(notes(result)[: 1 + len(result.impossible)]), name="others"),
     ]
     return _page(config, best, sections, goodput)
 
@@ -97,11 +96,8 @@ def _figures(found: Prediction) -> Iterator[Figure]:
     yield Figure("MFU", f"{found.mfu:.1%}", "model FLOPs utilisation")
     memory = memory_text(found.peak_memory)
     yield Figure("memory", memory if found.fits else f"{memory}: does not fit", "of the rank with most")
-    yield Figure("pp × tp × cp × dp", " × ".join(map(str, _degrees(found.plan))))
-
-
-def _degrees(plan: Plan) -> tuple[int, int, int, int]:
-    return plan.pp, plan.tp, plan.cp, plan.dp
+    plan = found.plan
+    yield Figure("pp × tp × cp × dp", f"{plan.pp} × {plan.tp} × {plan.cp} × {plan.dp}")
 
 
 def _bound(found: Prediction) -> str:
@@ -109,7 +105,7 @@ def _bound(found: Prediction) -> str:
 
 
 def _plans(found: Sequence[Sequence[Prediction]]) -> str:
-    rows = [[escape(cell) for cell in group_cells(one)] for one in found]
+    rows = [[escape(cell) for cell in plan_cells(*group)] for group in found]
     return f"<div class=scroll>{table(PLAN_COLUMNS, rows, marked=(0,) if len(rows) > 1 else ())}</div>"
 
 
@@ -117,16 +113,8 @@ def _list(lines: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
-def _impossible(result: PlanSearchResult) -> list[str]:
-    """Return a line for each reason why divisions of the ranks into axes are impossible."""
-    return notes(result)[1 : 1 + len(result.impossible)]
-
-
 def _picture(
-    found: Sequence[Prediction],
-    labels: dict[Plan, str],
-    about: str,
-    best: Sequence[Prediction] = (),
+    found: Sequence[Prediction], labels: dict[Plan, str], about: str, best: Sequence[Prediction] = ()
 ) -> str:
     """Return the section with the plans by memory and step time; `best`: those that the line joins."""
     hardware = found[0].hardware
@@ -158,21 +146,12 @@ def _step(found: Prediction) -> Iterator[str]:
     """Yield the breakdown of the step of a plan, and its timeline."""
     whole = found.step_seconds
     rows = [
-        [
-            escape(name),
-            bar([(name, seconds, "bar")], whole),
-            seconds_text(seconds),
-            f"{seconds / whole:.1%}",
-        ]
+        [escape(name), bar([(name, seconds, "bar")], whole), seconds_text(seconds), f"{seconds / whole:.1%}"]
         for name, seconds in sorted(found.breakdown.items(), key=lambda one: -one[1])
         if seconds >= 1e-6
     ]
-    yield section(
-        "The step by use",
-        table(("", "", "time", "of the step"), rows, numbers=2),
-        "Of the rank that ends last.",
-        "breakdown",
-    )
+    body = table(("", "", "time", "of the step"), rows, numbers=2)
+    yield section("The step by use", body, "Of the rank that ends last.", "breakdown")
     timeline, plan = found.timeline, found.plan
     about = (
         f"The ranks of one pipeline: schedule {escape(plan.schedule)}, "

@@ -1,36 +1,38 @@
-"""What `plait plan` prints: tables and notes as text, and the same as JSON."""
+"""What `plait plan` prints and writes: tables and notes as text, the same as JSON, and a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
-from plait.app.config.planned_config import SEARCHED
+from plait.app.cli.arguments import aligned
+from plait.app.config.config import Config
 from plait.estimate.prediction.prediction import Prediction
 from plait.estimate.search.plan_changes import PlanChange
 from plait.estimate.search.plan_search import PlanSearchResult
 from plait.estimate.time.goodput import PERIODS, Goodput
 from plait.estimate.time.hardware import Hardware
 from plait.pictures.quantities import memory_text, seconds_text, signed
+from plait.plan.plan import Plan
 
+SEARCHED = (
+    *("pp", "tp", "cp", "dp", "replicate"),
+    *("strategy", "reduce", "schedule", "chunks", "recompute", "sequence_parallel"),
+)
+"""Fields of `parallel` that a search of plans decides, besides `train.microbatches`."""
 GIB = 2**30
 _DIGITS = 4
 """Of times: plans that agree in them are of the same time."""
 PLAN_COLUMNS = (
-    "step",
-    "tokens/s",
-    "MFU",
-    "memory",
-    "pp",
-    "tp",
-    "cp",
-    "dp",
-    "copies",
-    "micro",
-    "options",
-    "bound by",
-    "alike",
+    *("step", "tokens/s", "MFU", "memory"),
+    *("pp", "tp", "cp", "dp", "copies", "micro", "options", "bound by", "alike"),
+)
+_PREDICTED = (
+    *("layers_per_stage", "step_seconds", "tokens_per_second", "mfu", "hfu"),
+    *("peak_memory", "fits", "bound"),
 )
 
 
@@ -41,35 +43,17 @@ def same_time(one: Prediction, other: Prediction) -> bool:
 
 def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
     """Return the plans `found`, fastest first, in groups of equal printed time."""
-    made: list[list[Prediction]] = []
-    for one in found:
-        if made and same_time(made[-1][0], one):
-            made[-1].append(one)
-        else:
-            made.append([one])
-    return made
+    return [[*alike] for _, alike in groupby(found, lambda one: seconds_text(one.step_seconds, _DIGITS))]
 
 
 def plan_table(found: Sequence[Sequence[Prediction]]) -> str:
     """Return groups of plans as a text table: column names, then a line for each by its first plan."""
-    rows = [PLAN_COLUMNS, *map(group_cells, found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = PLAN_COLUMNS.index("options")
-    lines = []
-    for row in rows:
-        padded = [*map(str.rjust, row[:numbers], widths), *map(str.ljust, row[numbers:], widths[numbers:])]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    rows = [PLAN_COLUMNS, *(plan_cells(*group) for group in found)]
+    return "\n".join(aligned(rows, left=range(PLAN_COLUMNS.index("options"), len(PLAN_COLUMNS))))
 
 
-def group_cells(group: Sequence[Prediction]) -> tuple[str, ...]:
-    """Return the cells of a group's first plan, and how many plans are of the same time."""
-    more = len(group) - 1
-    return (*plan_cells(group[0])[:-1], f"{more} more of the same time" if more else "")
-
-
-def plan_cells(found: Prediction) -> tuple[str, ...]:
-    """Return the cells of a plan in the columns `PLAN_COLUMNS`."""
+def plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
+    """Return the cells of a plan in the columns `PLAN_COLUMNS`; `alike`: others of the same time."""
     plan = found.plan
     words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
     if plan.pp > 1:
@@ -86,7 +70,7 @@ def plan_cells(found: Prediction) -> tuple[str, ...]:
         str(plan.microbatches),
         ", ".join(words),
         bound_text(found),
-        "",
+        f"{len(alike)} more of the same time" if alike else "",
     )
 
 
@@ -122,13 +106,8 @@ def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
     """Return a line for each change of one field; `fits`: whether the plan without them does."""
     if not changes:
         return [f"No change of one field makes it {'faster' if fits else 'fit'}."]
-    rows = [change_cells(one) for one in changes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["Changes of one field that help most:"]
-    for name, *numbers in rows:
-        padded = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
-        lines.append("  ".join(["", *padded]).rstrip())
-    return lines
+    lines = aligned([change_cells(one) for one in changes])
+    return ["Changes of one field that help most:", *(f"  {line}" for line in lines)]
 
 
 def change_cells(one: PlanChange) -> tuple[str, str, str, str]:
@@ -148,20 +127,15 @@ def _section(field: str) -> str:
 def calibration_text(found: Hardware) -> str:
     """Return the figures of a measured machine, in two lines; it says if links were not measured."""
     rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in found.peak.items())
-    part = found.efficiency
+    part, link = found.efficiency, found.inside
+    links = f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
+    if reason := found.fitted.partition("; links were not measured, ")[2]:
+        links = f"Links were not measured, with one rank: {reason}."
     return (
         f"{found.name}, {found.devices} on the host. Matrix products in TFLOP/s: {rates}; memory "
         f"{found.memory_bandwidth / 1e9:.3g} GB/s.\nAn operation takes {part.kernel * 1e6:.3g} µs at least. "
-        + _links_text(found)
+        f"{links}"
     )
-
-
-def _links_text(found: Hardware) -> str:
-    _, _, without = found.fitted.partition("; links were not measured, ")
-    if without:
-        return f"Links were not measured, with one rank: {without}."
-    link = found.inside
-    return f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
 
 
 def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
@@ -172,9 +146,8 @@ def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
     return [
         "",
         f"Saved every {seconds_text(goodput.interval, _DIGITS)} ({steps:,} steps), {goodput.expected:.1%} of "
-        "the time is "
-        f"progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} simulated "
-        f"intervals {goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
+        f"the time is progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} "
+        f"simulated intervals {goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
     ]
 
 
@@ -214,14 +187,34 @@ def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
 
 
 def _as_json(found: Prediction) -> dict[str, Any]:
-    return {
-        "plan": {name: getattr(found.plan, name) for name in (*SEARCHED, "microbatches")},
-        "layers_per_stage": found.layers_per_stage,
-        "step_seconds": found.step_seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "peak_memory": found.peak_memory,
-        "fits": found.fits,
-        "bound": found.bound,
-    }
+    plan = {name: getattr(found.plan, name) for name in (*SEARCHED, "microbatches")}
+    return {"plan": plan, **{name: getattr(found, name) for name in _PREDICTED}}
+
+
+def config_text(config: Config, plan: Plan) -> str:
+    """Return a TOML file of `config` with the searched fields of `plan`; other defaults are left out."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    parallel = tree.setdefault("parallel", {})
+    parallel.pop("layers_per_stage", None)
+    parallel.update({name: getattr(plan, name) for name in SEARCHED})
+    tree.setdefault("train", {})["microbatches"] = plan.microbatches
+    return "\n".join(_lines(tree)).strip() + "\n"
+
+
+def _value(value: object) -> str:
+    """Return a value as TOML, which has texts, numbers, truth values and lists of them like JSON."""
+    if isinstance(value, dict):
+        pairs = (f"{name} = {_value(one)}" for name, one in value.items() if one is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value)
+
+
+def _lines(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
+    for name, value in tree.items():
+        if name not in sections and value is not None:
+            yield f"{name} = {_value(value)}"
+    for name, section in sections.items():
+        yield from ("", f"[{prefix}{name}]", *_lines(section, f"{prefix}{name}."))

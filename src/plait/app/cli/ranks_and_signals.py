@@ -91,10 +91,7 @@ def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
 
 
 def end_rank(code: int) -> None:
-    """Exit with `code` where this process is a rank of a launcher's world; elsewhere return.
-
-    For use after a lost peer: the timeout has passed, and unloading torch would take another second or two.
-    """
+    """Exit with `code` if this process is a launcher's rank: unloading torch would take another second."""
     from plait.ranks.world import find_world
 
     if find_world() is not None:

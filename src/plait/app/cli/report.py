@@ -32,12 +32,8 @@ def parser() -> CommandParser:
     made = CommandParser("plait report", description=_ABOUT, examples=_EXAMPLES)
     add = made.add_argument
     add("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or its metrics.jsonl")
-    add(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="file of the page (default: report.html in the folder of RUN)",
-    )
+    about = "file of the page (default: report.html in the folder of RUN)"
+    add("--out", metavar="FILE", type=Path, help=about)
     add("--watch", action="store_true", help="serve the page on 127.0.0.1, anew when a file has changed")
     add("--port", metavar="N", type=_port, default=0, help="port of --watch (default: any free one)")
     return made
@@ -50,15 +46,6 @@ def _port(text: str) -> int:
     return port
 
 
-def _watch(paths: Sequence[Path], port: int) -> None:
-    """Serve the report until it is interrupted."""
-    read_runs(paths)  # raises for paths that are no runs
-    with ReportServer(paths, port) as server:
-        print(f"{server.address} shows the report, until Ctrl-C.", flush=True)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
-
-
 def run(argv: Sequence[str]) -> int:
     """Write or serve the report, and return 0. Raises `PlaitError` for errors that the user can correct."""
     made = parser()
@@ -67,7 +54,10 @@ def run(argv: Sequence[str]) -> int:
     if options.watch and options.out is not None:
         raise ConfigError("--out does not go with --watch, which serves the page: leave one of them out.")
     if options.watch:
-        _watch(options.runs, options.port)
+        read_runs(options.runs)  # raises for paths that are no runs
+        with ReportServer(options.runs, options.port) as server, suppress(KeyboardInterrupt):
+            print(f"{server.address} shows the report, until Ctrl-C.", flush=True)
+            server.serve_forever()
         return 0
     print(f"wrote {write_report(options.runs, options.out)}")
     return 0

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
-from plait.app.cli.arguments import CommandParser, count, number, number_or_inf
+from plait.app.cli.arguments import CommandParser, aligned, count, number, number_or_inf
 from plait.errors import ConfigError, ScheduleError, terminal_text
 from plait.files import read_text
 from plait.pictures.timelines.files import FORMATS, write_pictures
@@ -214,7 +214,7 @@ def _comparison(results: Mapping[str, Timeline | ScheduleError], measure: str) -
     """
     made = {name: result for name, result in results.items() if isinstance(result, Timeline)}
     best = min(getattr(timeline, measure) for timeline in made.values())
-    lines = _aligned([_HEAD, *(_table_row(timeline, measure, best) for timeline in made.values())])
+    lines = aligned([_HEAD, *(_table_row(timeline, measure, best) for timeline in made.values())])
     notes = []
     for name, result in results.items():
         if isinstance(result, ScheduleError):
@@ -236,9 +236,3 @@ def _table_row(timeline: Timeline, measure: str, best: float) -> tuple[str, ...]
         f"{max(timeline.peak):g}",
         f"{getattr(timeline, measure) / best:.2f}" if best else "1.00",
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with the first column aligned to the left and the numeric columns to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join((first.ljust(widths[0]), *map(str.rjust, rest, widths[1:]))) for first, *rest in rows]

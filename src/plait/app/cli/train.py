@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from plait.app.cli.arguments import CommandParser
-from plait.app.cli.help import configuration_overview
+from plait.app.cli.arguments import CommandParser, configuration_overview
 from plait.app.cli.ranks_and_signals import degrees, importing, local_ranks, stoppable
 from plait.app.config.config_parser import config_from_arguments
 from plait.errors import terminal_text
@@ -27,7 +26,7 @@ def parser() -> CommandParser:
     return CommandParser(
         "plait train",
         usage="plait train [--config FILE.toml] [--section.field VALUE ...]",
-        description=f"{_ABOUT}\n\n{configuration_overview('plait train')}",
+        description=f"{_ABOUT}\n\n{configuration_overview()}",
         examples=_EXAMPLES,
         takes_configuration=True,
     )

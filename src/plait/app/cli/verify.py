@@ -59,10 +59,7 @@ def parser() -> CommandParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare the run in `argv` with one device. Return 0 if equal, 1 if not, 2 if `--all` could run no plan.
-
-    Raises `PlaitError` for errors that the user can correct.
-    """
+    """Compare the run in `argv` with one rank. Return 0 if equal, 1 if not, 2 if `--all` ran no plan."""
     options, rest = parser().parse_known_args(argv)
     _require_sections(rest)
     if options.ranks is not None and not options.all:
@@ -90,12 +87,10 @@ def run(argv: Sequence[str]) -> int:
             result = verify_case(case, plan, reference, threads=threads)
     if options.all:
         _replace_line("")
-    if prints:
-        print(
-            json.dumps(result.as_json(), indent=2, allow_nan=False)
-            if options.json
-            else terminal_text(str(result))
-        )
+    if prints and options.json:
+        print(json.dumps(result.as_json(), indent=2, allow_nan=False))
+    elif prints:
+        print(terminal_text(str(result)))
     if not result.compared:
         return 2  # no plan could be run, so none is different
     return 0 if result else 1

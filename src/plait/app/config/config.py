@@ -7,33 +7,27 @@ from typing import Self
 
 from pydantic import model_validator
 
-from plait.app.config.config_sections import DataConfig, ModelConfig, ParallelConfig, RunConfig, Section
-from plait.app.config.model_section import invalid_path
+from plait.app.config.config_sections import DataConfig, ParallelConfig, RunConfig, Section
+from plait.app.config.model_section import ModelConfig, invalid_path
 from plait.app.config.train_section import TrainConfig
+from plait.app.data.tokenizer import open_tokenizer
 from plait.errors import ConfigError, ModelError, listed
+from plait.plan.axes import PLAN_AXES
 from plait.plan.model_sizes import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples
 from plait.plan.plan import Plan
 from plait.schedules.search.api import default_chunks
 
+_COUNTS = ("heads", "kv_heads", "microbatches", *PLAN_AXES, "replicate", "chunks")
 LIMITS = {
+    **dict.fromkeys(_COUNTS, 2**16),
     "layers": MOST_BLOCKS,
     "hidden": 2**24,
-    "heads": 2**16,
-    "kv_heads": 2**16,
     "inner": 2**26,
     "context": 2**24,
-    "microbatches": 2**16,
-    "pp": 2**16,
-    "cp": 2**16,
-    "tp": 2**16,
-    "dp": 2**16,
-    "replicate": 2**16,
-    "chunks": 2**16,
 }
 """The largest values of fields whose value takes time or memory."""
 LONGEST_TIMEOUT = 10**6
 """Seconds: timeouts are milliseconds in 32 bits."""
-NOT_COUNTS = ("seed",)
 RANDOM = "random"
 """The source of random tokens, which have no end."""
 PATHS = ("model.name", "model.lora.adapter", "data.source", "data.tokenizer", "run.dir", "run.resume")
@@ -55,7 +49,7 @@ class Config(Section):
         _check_adapter(self.model)
         if self.model.folder is None:
             _check_family(self.model)
-            _check_tensor_parallel(self.model, _sizes(self.model), self.parallel.tp)
+            _check_tensor_parallel(self.model, self.parallel.tp)
             _check_context_parallel(self.model, self.parallel)
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
@@ -76,36 +70,27 @@ class Config(Section):
 
     def plan(self) -> Plan:
         """Return the plan: the `parallel` section, and the micro-batches and precisions in `train`."""
-        return Plan(
-            **self.parallel.model_dump(exclude={"balance", "reorder"}),
-            microbatches=self.train.microbatches,
-            precision=self.train.precision,
-            master_precision=self.train.master_precision,
-            gradient_precision=self.train.gradient_precision,
-            reduce_precision=self.train.reduce_precision,
-            loss_scale=self.train.loss_scale,
-        )
+        parallel = self.parallel.model_dump(exclude={"balance", "reorder"})
+        formats = {"precision", "master_precision", "gradient_precision", "reduce_precision", "loss_scale"}
+        return Plan(**parallel, **self.train.model_dump(include={"microbatches", *formats}))
 
 
 def _check_magnitudes(config: Config) -> None:
     """Raise ConfigError for sizes and counts that no machine could hold or run, before they are used."""
     for section, fields in config:
         for name, value in fields:
-            if isinstance(value, int) and name not in NOT_COUNTS and value > LIMITS.get(name, MOST_SIZE):
+            most = LIMITS.get(name, MOST_SIZE)
+            if isinstance(value, int) and name != "seed" and value > most:
+                shown = value if value < 10**24 else f"about 2^{value.bit_length() - 1}"
                 raise ConfigError(
-                    f"{section}.{name} = {_short(value)} is more than {LIMITS.get(name, MOST_SIZE)}, the "
-                    "most that plait takes: give a smaller one."
+                    f"{section}.{name} = {shown} is more than {most}, the most that plait takes: give a "
+                    "smaller one."
                 )
-
     if config.run.timeout > LONGEST_TIMEOUT:
         raise ConfigError(
             f"run.timeout = {config.run.timeout:g} is more than {LONGEST_TIMEOUT} seconds: "
             "give a shorter time."
         )
-
-
-def _short(value: int) -> str:
-    return str(value) if value < 10**24 else f"about 2^{value.bit_length() - 1}"
 
 
 def _check_paths(config: Config) -> None:
@@ -121,7 +106,7 @@ def _check_paths(config: Config) -> None:
 
 def _check_adapter(model: ModelConfig) -> None:
     """Raise ConfigError if an adapter is to be trained on beside settings or a model that it has not."""
-    adapter, given = model.lora.adapter, model.lora.changed_fields()
+    adapter, given = model.lora.adapter, model.lora.model_dump(exclude_defaults=True)
     if adapter is not None and model.folder is None:
         raise ConfigError(
             f"model.lora.adapter = {adapter!r} is given with model.name = {model.name}: set model.name to "
@@ -197,11 +182,9 @@ def _check_saves(run: RunConfig) -> None:
 def _check_validation(config: Config) -> None:
     """Raise ConfigError if validation losses are to be compared, but there are none during the run."""
     settings, data, best = config.train, config.data, config.run.keep_best
-    asked = (
-        f"train.patience = {settings.patience}"
-        if settings.patience
-        else f"run.keep_best = {str(best).lower()}"
-    )
+    asked = f"run.keep_best = {str(best).lower()}"
+    if settings.patience:
+        asked = f"train.patience = {settings.patience}"
     named = list(data.validation_sources)
     if settings.watch is not None and settings.watch not in named:
         others = f"those of data.validation_source, {listed(named)}" if any(named) else "none with a name"
@@ -239,16 +222,12 @@ def _check_family(model: ModelConfig) -> None:
             )
 
 
-def _sizes(model: ModelConfig) -> Decoder:
-    """Return the sizes of plait's own model. Raises ConfigError where they do not fit each other."""
+def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
+    """Raise ConfigError if sizes do not fit each other, or `tp` ranks cannot share heads and features."""
     try:
-        return model.decoder(1)
+        sizes = model.decoder(1)
     except ModelError as error:
         raise ConfigError(str(error)) from None
-
-
-def _check_tensor_parallel(model: ModelConfig, sizes: Decoder, tp: int) -> None:
-    """Raise ConfigError if `tp` ranks cannot share the model's attention heads and MLP features equally."""
     undivided = sizes.undivided_by(tp)
     if undivided == "heads":
         raise ConfigError(
@@ -312,3 +291,22 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             f"parallel.pp = {parallel.pp} times parallel.chunks = {chunks}: "
             "give one count for each stage, or leave it out."
         )
+
+
+def configured_decoder(config: Config) -> Decoder | None:
+    """Return the sizes of the model that a configuration trains; no module is made.
+
+    None where sizes do not say all that a prediction needs: for a model in a folder, adapters or other frozen
+    parameters, an optimizer without two moments a parameter, and offloading.
+    """
+    model, train = config.model, config.train
+    adapts, freezes = model.lora.adapts, bool(train.freeze)
+    others = model.folder is not None or adapts or freezes or train.optimizer.moments != 2
+    if others or config.parallel.offload != "none":
+        return None
+    return model.decoder(vocabulary(config))
+
+
+def vocabulary(config: Config) -> int:
+    """Return the number of tokens that a configuration's own model knows."""
+    return config.model.vocab or open_tokenizer(config.tokenizer).vocab

@@ -96,7 +96,7 @@ def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
         if "properties" in field:
             yield from _fields(field, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", field
+            yield f"{prefix}{name}", {**field, "description": " ".join(field["description"].split())}
 
 
 def takes(field: Schema) -> str:
@@ -137,11 +137,6 @@ def config_from_arguments(
     `ConfigError` for a file that cannot be read, an unknown field and a bad value.
     """
     return _build(_given_by(arguments, defaults, origin))
-
-
-def is_given(arguments: Sequence[str], field: str) -> bool:
-    """Return whether `arguments` set a field, by an option or in the file that they name."""
-    return field in _given_by(arguments)
 
 
 def given_values(arguments: Sequence[str]) -> dict[str, object]:
@@ -292,10 +287,7 @@ def _field(name: str, origin: str) -> Schema:
 
 
 def nearest_field(name: str) -> str | None:
-    """Return the field with the most similar name, or None; the section may be wrong or missing.
-
-    A field of the section that `name` has comes first.
-    """
+    """Return the field with the most similar name, in the section of `name` if there is one; else None."""
     section, _, last = name.rpartition(".")
     if last in _ELSEWHERE:
         return _ELSEWHERE[last]

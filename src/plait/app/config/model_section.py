@@ -1,12 +1,16 @@
-"""Completes a `model` section that names a folder with the sizes in its config.json; checks paths."""
+"""The section `model` of the configuration: sizes given, or those of the folder that it names."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
+from pydantic import Field, field_validator, model_validator
+
+from plait.app.config.config_sections import Count, Decay, Section
 from plait.errors import ConfigError, ModelError, hub_remedy
+from plait.plan.model_sizes import Decoder, Family
 
 OWN_MODELS = ("gpt2", "llama")
 """Names of plait's own models; any other `model.name` is a folder."""
@@ -15,11 +19,77 @@ USUAL_CONTEXT = 1024
 _MOST_BYTES, _MOST_BYTES_A_NAME = 4095, 255
 
 
-def with_folder_sizes(given: Any) -> dict[str, Any]:
-    """Return the fields of a `model` section that names a folder, completed with the sizes in the folder.
+class LoraConfig(Section):
+    """Low-rank adapters of frozen linears (Hu et al. 2021)."""
 
-    Raises `ConfigError` where there is no such model, or a field contradicts the folder.
-    """
+    rank: int = Field(default=0, ge=0, le=2**16)
+    """rank of LoRA's adapters; 0: none, and all parameters train"""
+    alpha: float = Field(default=16.0, gt=0)
+    """adapters are scaled by alpha / rank"""
+    dropout: Decay = 0.0
+    """dropout before the adapters"""
+    targets: tuple[str, ...] | None = None
+    """patterns of the paths of linears that are adapted, or their ends; none: all but the head"""
+    adapter: str | None = Field(default=None, min_length=1)
+    """a folder of peft whose adapter is trained on, with its own rank, alpha, dropout and targets"""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _tuple(cls, given: object) -> object:
+        """Return lists, which sections that complete themselves are given of JSON, as tuples."""
+        return tuple(given) if isinstance(given, list) else given
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the linears of the model get LoRA adapters."""
+        return self.rank > 0 or self.adapter is not None
+
+
+class ModelConfig(Section):
+    """The model, built as a sequence of layers."""
+
+    name: str = Field(default="gpt2", min_length=1)
+    """gpt2, llama, or a folder with the config.json of a Hugging Face model, whose weights are read if it
+    holds any"""
+    layers: Count = 4
+    """transformer blocks"""
+    hidden: Count = 128
+    """width of the residual stream, a multiple of heads"""
+    heads: Count = 4
+    """attention heads of each block"""
+    kv_heads: Count | None = None
+    """llama's key and value heads, shared by equally many query heads each; none: as many as heads"""
+    inner: Count | None = None
+    """width inside llama's MLP; none: 2/3 · 4 · hidden, rounded up to a multiple of 256"""
+    vocab: Annotated[int, Field(ge=2)] | None = None
+    """tokens in the vocabulary; none: as many as the tokenizer has"""
+    context: Count = 128
+    """tokens in a sequence; of a model in a folder, if not given, as many as the longest conversation of the
+    data has, or 1024"""
+    tied: bool | None = None
+    """whether the head shares the embedding's weight; none: as the family does, gpt2 yes, llama no"""
+    lora: LoraConfig = LoraConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sized(cls, given: object) -> object:
+        name = given.get("name", OWN_MODELS[0]) if isinstance(given, dict) else OWN_MODELS[0]
+        return given if name in OWN_MODELS or not isinstance(name, str) else _with_folder_sizes(given)
+
+    def decoder(self, vocab: int) -> Decoder:
+        """Return the sizes of plait's own model with `vocab` tokens. Raises ModelError where none fits."""
+        tied = {} if self.tied is None else {"tied": self.tied}
+        given = self.model_dump(exclude={"name", "lora", "tied", "vocab"})
+        return Decoder.of_family(cast(Family, self.name), vocab=vocab, **given, **tied)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of a Hugging Face model, else None."""
+        return None if self.name in OWN_MODELS else Path(self.name).expanduser()
+
+
+def _with_folder_sizes(given: Any) -> dict[str, Any]:
+    """Return the fields that are given, completed with the sizes in the folder that their `name` names."""
     name = given["name"]
     reason = invalid_path(name)
     if reason is not None:

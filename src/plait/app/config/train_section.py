@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from plait.app.config.config_sections import Count, Decay, Section
 from plait.errors import ConfigError, listed
@@ -29,52 +29,45 @@ _OF_TRAIN = ("betas", "eps")
 """Options that are fields of `train`."""
 
 
+def _spelled(names: Sequence[str]) -> BeforeValidator:
+    """Return a validator that replaces a text by the one among `names` that equals it but for case."""
+    spelling = {name.casefold(): name for name in names}
+    return BeforeValidator(
+        lambda text: spelling.get(text.casefold(), text) if isinstance(text, str) else text
+    )
+
+
 class OptimizerConfig(Section):
     """The optimizer of torch.optim, and its options; none: that optimizer's own default."""
 
-    name: OptimizerName = Field(default="AdamW", description="class of torch.optim that updates parameters")
-    momentum: Decay | None = Field(
-        default=None, description="share of the last update that is kept (SGD, RMSprop); none: 0"
-    )
-    dampening: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="share by which momentum takes less of a gradient (SGD); none: 0"
-    )
-    nesterov: bool | None = Field(
-        default=None, description="whether momentum looks ahead, as Nesterov's does (SGD); none: false"
-    )
-    amsgrad: bool | None = Field(
-        default=None, description="whether the largest second moment so far counts (Adam, AdamW); none: false"
-    )
-    momentum_decay: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="decay of the momentum (NAdam); none: 0.004"
-    )
-    decoupled_weight_decay: bool | None = Field(
-        default=None, description="whether weights decay as with AdamW (Adam, NAdam, RAdam); none: false"
-    )
-    alpha: Decay | None = Field(
-        default=None, description="decay of the mean square of gradients (RMSprop); none: 0.99"
-    )
-    centered: bool | None = Field(
-        default=None, description="whether the variance of gradients is the divisor (RMSprop); none: false"
-    )
-    lr_decay: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="decay of the learning rate with the steps (Adagrad); none: 0"
-    )
-    beta2_decay: Annotated[float, Field(le=0)] | None = Field(
-        default=None, description="exponent of the decay of the second moment (Adafactor); none: -0.8"
-    )
-    d: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="root mean square above which an update is clipped (Adafactor); none: 1"
-    )
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _spelled(cls, given: object) -> object:
-        return spelled(given, list(OPTIONS))
+    name: Annotated[OptimizerName, _spelled(get_args(OptimizerName))] = "AdamW"
+    """class of torch.optim that updates parameters"""
+    momentum: Decay | None = None
+    """share of the last update that is kept (SGD, RMSprop); none: 0"""
+    dampening: Annotated[float, Field(ge=0, le=1)] | None = None
+    """share by which momentum takes less of a gradient (SGD); none: 0"""
+    nesterov: bool | None = None
+    """whether momentum looks ahead, as Nesterov's does (SGD); none: false"""
+    amsgrad: bool | None = None
+    """whether the largest second moment so far counts (Adam, AdamW); none: false"""
+    momentum_decay: Annotated[float, Field(ge=0)] | None = None
+    """decay of the momentum (NAdam); none: 0.004"""
+    decoupled_weight_decay: bool | None = None
+    """whether weights decay as with AdamW (Adam, NAdam, RAdam); none: false"""
+    alpha: Decay | None = None
+    """decay of the mean square of gradients (RMSprop); none: 0.99"""
+    centered: bool | None = None
+    """whether the variance of gradients is the divisor (RMSprop); none: false"""
+    lr_decay: Annotated[float, Field(ge=0)] | None = None
+    """decay of the learning rate with the steps (Adagrad); none: 0"""
+    beta2_decay: Annotated[float, Field(le=0)] | None = None
+    """exponent of the decay of the second moment (Adafactor); none: -0.8"""
+    d: Annotated[float, Field(gt=0)] | None = None
+    """root mean square above which an update is clipped (Adafactor); none: 1"""
 
     @model_validator(mode="after")
     def _taken(self) -> OptimizerConfig:
-        require_taken(self, {f"train.optimizer.{name}": (name, value) for name, value in self.given()})
+        self.require_taken("train.optimizer", dict(self.given()))
         if self.nesterov and (not self.momentum or self.dampening):
             raise ConfigError(
                 "train.optimizer.nesterov is true, which needs a momentum and no dampening: set "
@@ -85,6 +78,18 @@ class OptimizerConfig(Section):
     def given(self) -> Iterator[tuple[str, Any]]:
         """Yield the options that are set, with their values."""
         return ((name, value) for name, value in self if name != "name" and value is not None)
+
+    def require_taken(self, section: str, given: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for an option given in a section that the optimizer does not take."""
+        taken = OPTIONS[self.name]
+        for name, value in given.items():
+            if name not in taken:
+                places = [f"train.{one}" if one in _OF_TRAIN else f"train.optimizer.{one}" for one in taken]
+                others = [one for one, options in OPTIONS.items() if name in options]
+                raise ConfigError(
+                    f"{section}.{name} = {value} is an option of {listed(others)}, and train.optimizer.name "
+                    f"is {self.name}, which takes {listed(places)}: leave it out."
+                )
 
     @property
     def moments(self) -> int:
@@ -99,19 +104,11 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps, after the warm-up."""
 
-    name: ScheduleName = Field(
-        default="cosine",
-        description="half a cosine, a line or nothing (constant) down to min_lr · lr; or wsd, "
-        "warm-up–stable–decay: lr until a line at the end",
-    )
-    decay: Count | None = Field(
-        default=None, description="steps in which wsd falls, at the end; none: a tenth of all steps"
-    )
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _spelled(cls, given: object) -> object:
-        return spelled(given, ["cosine", "linear", "constant", "wsd"])
+    name: Annotated[ScheduleName, _spelled(get_args(ScheduleName))] = "cosine"
+    """half a cosine, a line or nothing (constant) down to min_lr · lr; or wsd, warm-up–stable–decay: lr until
+    a line at the end"""
+    decay: Count | None = None
+    """steps in which wsd falls, at the end; none: a tenth of all steps"""
 
     @model_validator(mode="after")
     def _taken(self) -> ScheduleConfig:
@@ -161,108 +158,67 @@ class RateConfig(Section):
         return self.lr / lr if self.lr is not None else 1.0 if self.scale is None else self.scale
 
 
-def spelled(given: object, names: Sequence[str]) -> object:
-    """Return the name among `names` that equals `given` but for case; else `given`."""
-    text = given.casefold() if isinstance(given, str) else given
-    return next((name for name in names if name.casefold() == text), given)
-
-
-def require_taken(optimizer: OptimizerConfig, given: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise `ConfigError` for an option that the optimizer does not take; `given`: by its field."""
-    taken = OPTIONS[optimizer.name]
-    for field, (name, value) in given.items():
-        if name not in taken:
-            places = [f"train.{one}" if one in _OF_TRAIN else f"train.optimizer.{one}" for one in taken]
-            others = [one for one, options in OPTIONS.items() if name in options]
-            raise ConfigError(
-                f"{field} = {value} is an option of {listed(others)}, and train.optimizer.name is "
-                f"{optimizer.name}, which takes {listed(places)}: leave it out."
-            )
-
-
 class TrainConfig(Section):
     """The optimisation: by default AdamW, linear warm-up, then a cosine to the lowest learning rate."""
 
-    steps: Count = Field(default=300, description="optimizer steps")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="in place of steps: how often each sequence of the data is taken; none: steps count",
-    )
-    batch: Count = Field(default=16, description="sequences a step, over all ranks together")
-    microbatches: Count = Field(default=4, description="micro-batches a step, on each data-parallel rank")
-    lr: float = Field(default=1e-3, gt=0, description="highest learning rate, reached after the warm-up")
-    min_lr: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="learning rate of the last step, as a fraction of lr, where it falls; none: 0.1",
-    )
-    warmup: int = Field(default=20, ge=0, description="steps of linear warm-up")
+    steps: Count = 300
+    """optimizer steps"""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """in place of steps: how often each sequence of the data is taken; none: steps count"""
+    batch: Count = 16
+    """sequences a step, over all ranks together"""
+    microbatches: Count = 4
+    """micro-batches a step, on each data-parallel rank"""
+    lr: float = Field(default=1e-3, gt=0)
+    """highest learning rate, reached after the warm-up"""
+    min_lr: Annotated[float, Field(ge=0, le=1)] | None = None
+    """learning rate of the last step, as a fraction of lr, where it falls; none: 0.1"""
+    warmup: int = Field(default=20, ge=0)
+    """steps of linear warm-up"""
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    weight_decay: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description="decay of matrices; vectors do not decay; none: 0.1 for AdamW, else 0",
-    )
-    betas: tuple[Decay, Decay] | None = Field(
-        default=None, description="decay of both moments of Adam and its like; none: 0.9 and 0.95"
-    )
-    eps: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="epsilon in the optimizer's divisor; none: its own, of AdamW 1e-8"
-    )
-    rates: tuple[RateConfig, ...] = Field(
-        default=(),
-        description="learning rate (lr, or scale, a factor of train.lr) and weight_decay of parameters whose "
-        "name has the pattern; the first that fits counts",
-    )
-    freeze: tuple[str, ...] = Field(
-        default=(),
-        description="patterns of the names of parameters that do not train: whole parts of a name, with *",
-    )
-    clip: float = Field(
-        default=1.0, ge=0, description="largest gradient norm over the whole mesh; 0: no clipping"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of initial values, data order and samples")
-    precision: Precision = Field(default="fp32", description="number format of the computation")
-    master_precision: Precision | None = Field(
-        default=None,
-        description="number format of the parameters that the optimizer updates; none: fp32 for bf16 and "
-        "fp16, else like precision",
-    )
-    gradient_precision: Precision | None = Field(
-        default=None,
-        description="number format in which gradients are accumulated; none: like master_precision",
-    )
-    reduce_precision: Precision | None = Field(
-        default=None,
-        description="number format in which gradients are reduced; none: like gradient_precision",
-    )
-    loss_scale: float | None = Field(
-        default=None, gt=0, description="factor of the loss; none: dynamic for fp16, else 1"
-    )
-    validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
-    validate_batches: Count | None = Field(
-        default=None,
-        description="the most batches in a validation, of evenly spaced sequences; none: each held-out "
-        "sequence once (of random tokens 8 batches)",
-    )
-    patience: int = Field(
-        default=0,
-        ge=0,
-        description="validations in a row without a lower loss after which the run ends; 0: never",
-    )
-    watch: str | None = Field(
-        default=None,
-        min_length=1,
-        description="name of the validation that patience and run.keep_best compare; none: the first",
-    )
-    sample: str = Field(
-        default="",
-        description="prompt that is continued after training, a question where the data are conversations; "
-        "empty: no sample",
-    )
-    sample_tokens: Count = Field(default=200, description="tokens the sample continues for")
-    sample_every: int = Field(
-        default=0, ge=0, description="steps between samples, which the report shows; 0: only after training"
-    )
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """decay of matrices; vectors do not decay; none: 0.1 for AdamW, else 0"""
+    betas: tuple[Decay, Decay] | None = None
+    """decay of both moments of Adam and its like; none: 0.9 and 0.95"""
+    eps: Annotated[float, Field(gt=0)] | None = None
+    """epsilon in the optimizer's divisor; none: its own, of AdamW 1e-8"""
+    rates: tuple[RateConfig, ...] = ()
+    """learning rate (lr, or scale, a factor of train.lr) and weight_decay of parameters whose name has the
+    pattern; the first that fits counts"""
+    freeze: tuple[str, ...] = ()
+    """patterns of the names of parameters that do not train: whole parts of a name, with *"""
+    clip: float = Field(default=1.0, ge=0)
+    """largest gradient norm over the whole mesh; 0: no clipping"""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """seed of initial values, data order and samples"""
+    precision: Precision = "fp32"
+    """number format of the computation"""
+    master_precision: Precision | None = None
+    """number format of the parameters that the optimizer updates; none: fp32 for bf16 and fp16, else like
+    precision"""
+    gradient_precision: Precision | None = None
+    """number format in which gradients are accumulated; none: like master_precision"""
+    reduce_precision: Precision | None = None
+    """number format in which gradients are reduced; none: like gradient_precision"""
+    loss_scale: float | None = Field(default=None, gt=0)
+    """factor of the loss; none: dynamic for fp16, else 1"""
+    validate_every: int = Field(default=0, ge=0)
+    """steps between validations; 0: only at the end"""
+    validate_batches: Count | None = None
+    """the most batches in a validation, of evenly spaced sequences; none: each held-out sequence once (of
+    random tokens 8 batches)"""
+    patience: int = Field(default=0, ge=0)
+    """validations in a row without a lower loss after which the run ends; 0: never"""
+    watch: str | None = Field(default=None, min_length=1)
+    """name of the validation that patience and run.keep_best compare; none: the first"""
+    sample: str = ""
+    """prompt that is continued after training, a question where the data are conversations; empty: no
+    sample"""
+    sample_tokens: Count = 200
+    """tokens the sample continues for"""
+    sample_every: int = Field(default=0, ge=0)
+    """steps between samples, which the report shows; 0: only after training"""
 
     @field_validator("optimizer", "schedule", mode="before")
     @classmethod
@@ -273,8 +229,8 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         options = {"betas": self.betas, "eps": self.eps}
-        given = {f"train.{name}": (name, value) for name, value in options.items() if value is not None}
-        require_taken(self.optimizer, given)
+        given = {name: value for name, value in options.items() if value is not None}
+        self.optimizer.require_taken("train", given)
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ConfigError(
                 f"train.epochs = {self.epochs:g} and train.steps = {self.steps} are both given: leave one of "

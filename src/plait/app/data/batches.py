@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -25,15 +26,14 @@ InputsAndTargets: TypeAlias = "tuple[Tensor | dict[str, Tensor], Tensor]"
 UInt64s = NDArray[np.uint64]
 NO_TARGET = -100
 """The target of a token whose next one is not to be predicted."""
+BLOCK = 1024
+"""Rows among which each corpus has its share: a weight below half a row of a block counts as none."""
 _ROUNDS = 6
 """Of the Feistel network in `permute`."""
 
 
 def rank_rows(rank: int, ranks: int, batch: int) -> slice:
-    """Return the rows of a global batch for data-parallel rank `rank`.
-
-    Raises `DataError` where the ranks cannot share a batch equally.
-    """
+    """Return the rows of a global batch for data-parallel rank `rank`, an equal share, or raise DataError."""
     if batch % ranks:
         raise DataError(
             f"batches have {batch} rows, which {ranks} data-parallel ranks cannot share equally: "
@@ -145,7 +145,7 @@ def row_total(batches: Batches) -> int | None:
 
 def description(batches: Batches) -> dict[str, Any]:
     """Return the settings that determine the samples of each step, as JSON values."""
-    described: dict[str, Any] = {"size": batches.size, **getattr(batches, "describe", dict)()}
+    described = {"size": batches.size, **getattr(batches, "describe", dict)()}
     read: dict[str, Any] = json.loads(json.dumps(described))
     return read
 
@@ -201,6 +201,70 @@ class ShuffledBatches:
         return self.windows.take(permute(position, self.windows.count, self.seed, epoch))
 
 
+@dataclass(frozen=True, eq=False)
+class MixedBatches:
+    """Training batches of rows of several corpora; each corpus goes through its own epochs.
+
+    The rows of a run are taken in blocks, in which each corpus has its share of rows, in an order that the
+    seed and the block give. So any batch can be made directly.
+    """
+
+    corpora: Sequence[Rows]
+    weights: Sequence[float]
+    """One for each, above 0; only their proportions count."""
+    size: int
+    seed: int
+
+    @cached_property
+    def shares(self) -> NDArray[np.int64]:
+        """The rows of each corpus in a block: the weights, rounded so that they add up."""
+        exact = np.array(self.weights) / sum(self.weights) * BLOCK
+        shares = np.floor(exact).astype(np.int64)
+        missing = BLOCK - int(shares.sum())
+        shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
+        return shares
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the mixture after which the rows of some corpus repeat."""
+        pairs = zip(self.corpora, map(int, self.shares), strict=True)
+        return min(BLOCK * each.count // share for each, share in pairs if share)
+
+    def epochs(self, steps: int) -> list[float]:
+        """Return how many times a run of `steps` steps takes the rows of each corpus."""
+        pairs = zip(self.corpora, map(int, self.shares), strict=True)
+        return [steps * self.size * share / BLOCK / each.count for each, share in pairs]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that determine the order of rows, as JSON values."""
+        return {
+            "seed": self.seed,
+            "rows": [each.count for each in self.corpora],
+            "weights": list(self.weights),
+        }
+
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of the global batch of `step`, counted from 0; see `ShuffledBatches.batch`."""
+        numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
+        corpus, position = self._places(numbers)
+        parts, order = [], []
+        for index, each in enumerate(self.corpora):
+            mine = np.nonzero(corpus == index)[0]
+            if len(mine):
+                epoch, within = np.divmod(position[mine], each.count)
+                parts.append(each.take(permute(within, each.count, self.seed + index, epoch)))
+                order.append(mine)
+        return joined(parts, np.concatenate(order))
+
+    def _places(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the corpus of each row of the run, and its position among the rows of that corpus."""
+        block, within = np.divmod(numbers, BLOCK)
+        place = permute(within, BLOCK, self.seed, block)
+        starts = np.concatenate([[0], np.cumsum(self.shares)])
+        corpus = np.searchsorted(starts, place, side="right") - 1
+        return corpus, block * self.shares[corpus] + place - starts[corpus]
+
+
 @dataclass(frozen=True)
 class ValidationBatches:
     """Validation batches: each window once, or `limit` batches of windows that are evenly spaced."""
@@ -243,10 +307,7 @@ class RandomBatches:
 
 
 def joined(parts: Sequence[InputsAndTargets], order: NDArray[np.int64]) -> InputsAndTargets:
-    """Return the rows of several batches as one; row `n` of all of them becomes row `order[n]`.
-
-    Where one of them keeps documents apart, a row of the others is one document.
-    """
+    """Return the rows of several batches as one batch: row `n` of all of them becomes row `order[n]`."""
     import torch  # late, as below
 
     places = torch.from_numpy(np.argsort(order))
@@ -254,6 +315,7 @@ def joined(parts: Sequence[InputsAndTargets], order: NDArray[np.int64]) -> Input
     tokens = [one["tokens"] if isinstance(one, dict) else one for one, _ in parts]
     if not any(isinstance(one, dict) for one, _ in parts):
         return torch.cat(tokens)[places], targets
+    # A row of a batch that does not keep documents apart is one document.
     ids = [one["document_ids"] if isinstance(one, dict) else torch.zeros_like(one) for one, _ in parts]
     return {"tokens": torch.cat(tokens)[places], "document_ids": torch.cat(ids)[places]}, targets
 

@@ -26,10 +26,7 @@ class CallFailedError(Exception):
 
 
 class BoundedProcess:
-    """Calls of `function`, each within `seconds` and `memory` bytes beyond those of this process.
-
-    Arguments are pickled, results are values of JSON.
-    """
+    """Calls of `function` in a process, within `seconds` and `memory` more bytes; results are JSON values."""
 
     def __init__(self, function: Callable[..., Any], seconds: float, memory: int) -> None:
         self._function, self._seconds, self._memory = function, seconds, memory
@@ -40,9 +37,7 @@ class BoundedProcess:
     def call(self, *arguments: Any) -> Any:
         """Return the result of a call. Raises CallFailedError where it fails or goes beyond a limit."""
         with self._lock:
-            if (
-                self._owner != os.getpid()
-            ):  # none was started, or in the process that this one was forked from
+            if self._owner != os.getpid():  # none was started, or before this process was forked
                 self._start()
             try:
                 self._connection.send(arguments)

@@ -27,11 +27,6 @@ _ROLES = {
 _NAMES = {"from": "role", "value": "content"}
 
 
-def is_turn(found: Any) -> bool:
-    """Return whether a value is a message with `role`, or a ShareGPT turn with `from`."""
-    return isinstance(found, Mapping) and bool({"role", "from"} & found.keys())
-
-
 def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]:
     """Return a turn as a message; a message without `from` is returned as it is.
 
@@ -47,8 +42,8 @@ def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]
     speaker = message["role"]
     if not isinstance(speaker, str) or speaker not in _ROLES:
         raise DataError(
-            f"has a message from {json.dumps(speaker, default=str)[:40]}: give human, gpt, system, "
-            "function_call or observation, or messages with role and content"
+            f"has a message from {short_json(speaker)}: give human, gpt, system, function_call or "
+            "observation, or messages with role and content"
         )
     message["role"] = _ROLES[speaker]
     if speaker in _CALLS and "content" in message:
@@ -59,7 +54,8 @@ def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]
 def _calls(value: Any, speaker: str) -> list[dict[str, Any]]:
     """Return the calls of functions in a turn, as messages have them in `tool_calls`."""
     found = _read(value)
-    calls = [one.get("function", one) if isinstance(one, Mapping) else one for one in _listed(found)]
+    listed = found if isinstance(found, list) else [found]
+    calls = [one.get("function", one) if isinstance(one, Mapping) else one for one in listed]
     if not calls or not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in calls):
         raise DataError(
             f'has a message from {speaker} that is no JSON of calls: give {{"name": …, "arguments": …}}, or '
@@ -69,10 +65,6 @@ def _calls(value: Any, speaker: str) -> list[dict[str, Any]]:
         {"type": "function", "function": {**one, "arguments": _read(one.get("arguments", {}))}}
         for one in calls
     ]
-
-
-def _listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
 
 
 def _read(value: Any) -> Any:
@@ -211,14 +203,13 @@ def _others(record: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]
 
 
 def _messages(found: Any, name: str) -> list[Message]:
-    """Return a field of a record as messages; DataError where it is none.
-
-    In some tables a conversation is a list for each field. Fields that are null, as tables have them where
-    only other messages have one, are left out, as transformers does.
-    """
+    """Return a field of a record as messages; DataError where it is none."""
     if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
+        # In some tables a conversation is a list for each field.
         found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-    is_list = isinstance(found, list) and all(map(is_turn, found))
+    is_list = isinstance(found, list) and all(
+        isinstance(one, Mapping) and {"role", "from"} & one.keys() for one in found
+    )
     if not is_list and name in _TURNS:
         fields = "role and content" if name == "messages" else "from and value, or role and content"
         raise DataError(f"has {name} that are no list of messages with {fields}")
@@ -242,7 +233,7 @@ def _with_system(messages: list[Message], others: dict[str, Any]) -> tuple[list[
 
 
 def _message(found: Message, *, is_shared: bool) -> Message:
-    """Return a message without fields that are null. Raises DataError for content that is no text."""
+    """Return a message without null fields, as transformers does. DataError for content that is no text."""
     filled = {name: value for name, value in found.items() if value is not None}
     message = as_message(filled, is_shared=is_shared)
     role, content = message.get("role"), message.get("content")
@@ -274,10 +265,7 @@ def _part(part: Any) -> Any:
 
 
 def _is_learnt(message: Message, in_completion: bool) -> bool:
-    """Return whether a message is learnt: of the assistant, and not excepted by a weight.
-
-    Raises DataError for other weights, and for one that asks for a message of others to be learnt.
-    """
+    """Return whether a message is learnt: of the assistant, and not excepted by a weight of 0 or false."""
     answers = in_completion and message["role"] == ANSWERS
     for name in _LEARNT:
         value = message.get(name, answers)
@@ -299,10 +287,7 @@ def _is_learnt(message: Message, in_completion: bool) -> bool:
 
 
 def _variables(others: Mapping[str, Any], read: Collection[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return what the chat template is given of a row, and the names of the fields that nothing reads.
-
-    Raises DataError for a field that is part of a conversation and that the template does not read.
-    """
+    """Return what the chat template is given of a row, and the names of the fields that nothing reads."""
     given = others.get(_VARIABLES) or {}
     if not isinstance(given, Mapping):
         raise DataError(f"has {_VARIABLES} that are no object of names and values")

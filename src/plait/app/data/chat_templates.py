@@ -85,10 +85,7 @@ class ChatTemplate:
         return bool(self._words & (_REASONING if name in _REASONING else {name}))
 
     def text(self, messages: Sequence[Message], variables: Mapping[str, Any], *, asks: bool = False) -> str:
-        """Return the text of messages; `asks`: and the beginning of an answer to them.
-
-        Raises DataError for messages that the template refuses.
-        """
+        """Return the text of messages; `asks`: and the beginning of an answer. DataError for refused ones."""
         return whole_characters(self._rendering("_rendered", messages, variables, asks))
 
     def marked_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 from plait.app.data.chat_records import (
     ANSWERS,
     ChatRecord,
-    Message,
     chat_record,
     holds_chats,
     message_fields,
@@ -32,18 +32,22 @@ _CALLS = ("tool_calls", "function_call")
 """Fields of messages that are the answer, where there is no content."""
 
 
-class EncodedChat(NamedTuple):
-    """A conversation in tokens."""
+class EncodedPart(NamedTuple):
+    """Tokens of one document, or of a part of it."""
 
     tokens: Tokens
-    answers: NDArray[np.bool_]
-    """Whether each token belongs to an answer, and so is to be predicted."""
+    answers: NDArray[np.bool_] | None = None
+    """Whether each is part of an answer, and so is to be predicted; None but for conversations."""
+    ends: bool = True
+    """Whether the document ends with them."""
     unread: tuple[str, ...] = ()
     """The fields of its row and messages that nothing reads."""
     unknown_roles: tuple[str, ...] = ()
-    """Roles that are neither the assistant's nor others that are usual."""
+    """Roles of a conversation that are neither the assistant's nor others that are usual."""
     left_out_roles: tuple[str, ...] = ()
-    """The roles of messages that the chat template leaves out."""
+    """Of messages that the chat template leaves out."""
+    left_out: int = 0
+    """Documents of less than two tokens, of which none can be predicted; 0 or 1."""
 
 
 class ChatEncoder:
@@ -68,12 +72,12 @@ class ChatEncoder:
             raise ConfigError(f"{path} holds no tokenizer that transformers can read: {reason}") from None
         self._path = path
 
-    def encode(self, record: Mapping[str, Any]) -> EncodedChat:
+    def encode(self, record: Mapping[str, Any]) -> EncodedPart:
         """Return a conversation in tokens. Raises DataError for a record that is none, by what is missing."""
         if (texts := text_record(record)) is not None:
             prompt, completion, unread = texts
-            found = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))])
-            return self._completed(found)._replace(unread=unread)
+            marked = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))])
+            return EncodedPart(*self._completed(*marked), unread=unread)
         template = self._template if record.get("tools") is None else self._tool_template
         chat = chat_record(record, template.variables)
         unread = tuple(name for name in message_fields(chat) if not template.reads(name))
@@ -82,12 +86,13 @@ class ChatEncoder:
                 f"has messages with {calls[0]}, which the chat template of {self._path} does not read: give "
                 "a template that does, or leave such conversations out"
             )
-        messages = template.readable(chat.messages, chat.variables)
-        text, spans = self._answers(template, chat, messages)
-        return self._marked(text, spans)._replace(
+        chat = replace(chat, messages=template.readable(chat.messages, chat.variables))
+        text, spans = self._answers(template, chat)
+        return EncodedPart(
+            *self._marked(text, spans),
             unread=(*chat.unread, *(f"messages.{name}" for name in unread)),
             unknown_roles=unknown_roles(chat),
-            left_out_roles=template.left_out(messages, text),
+            left_out_roles=template.left_out(chat.messages, text),
         )
 
     def question(self, text: str) -> Tokens:
@@ -116,61 +121,53 @@ class ChatEncoder:
         own = post_processed(self._tokenizer.backend_tokenizer, self._path)
         return own.ending_with(self._tokenizer.eos_token_id)
 
-    def _answers(
-        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message]
-    ) -> tuple[str, list[Span]]:
+    def _answers(self, template: ChatTemplate, chat: ChatRecord) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and where in it the answers are that are learnt."""
-        places = range(chat.first, len(messages))
+        places = range(chat.first, len(chat.messages))
         if not template.marks_answers:
-            text = template.text(messages, chat.variables)
-            learnt = [place for place in places if chat.learnt[place]]
-            return text, [self._span(template, chat, messages, text, place) for place in learnt]
-        text, marked = template.marked_text(messages, chat.variables)
-        others = [place for place in places if messages[place]["role"] == ANSWERS and not chat.learnt[place]]
-        excepted = [self._span(template, chat, messages, text, place) for place in others]
+            text = template.text(chat.messages, chat.variables)
+            return text, [self._span(template, chat, text, place) for place in places if chat.learnt[place]]
+        text, marked = template.marked_text(chat.messages, chat.variables)
+        answers = [place for place in places if chat.messages[place]["role"] == ANSWERS]
+        excepted = [self._span(template, chat, text, place) for place in answers if not chat.learnt[place]]
         if chat.first:
-            before = template.text(messages[: chat.first], chat.variables)
-            self._require_beginning(text, before, messages[: chat.first])
+            before = template.text(chat.messages[: chat.first], chat.variables)
+            self._require_beginning(text, before, chat.first)
             excepted.append((0, len(before)))
         return text, [span for span in marked if not any(a <= span[0] < b for a, b in excepted)]
 
-    def _span(
-        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message], text: str, place: int
-    ) -> Span:
+    def _span(self, template: ChatTemplate, chat: ChatRecord, text: str, place: int) -> Span:
         """Return where an answer stands in the text of a conversation."""
-        until = template.text(messages[: place + 1], chat.variables)
-        self._require_beginning(text, until, messages[: place + 1])
+        until = template.text(chat.messages[: place + 1], chat.variables)
+        self._require_beginning(text, until, place + 1)
         if not place:  # nothing is asked: the answer begins behind what a template writes to ask for one
-            asked = template.text(messages[:1], chat.variables, asks=True).removeprefix(until)
+            asked = template.text(chat.messages[:1], chat.variables, asks=True).removeprefix(until)
             return until.find(asked) + len(asked) if asked in until else 0, len(until)
-        before = template.text(messages[:place], chat.variables, asks=True)
-        self._require_beginning(until, before, messages[:place])
+        before = template.text(chat.messages[:place], chat.variables, asks=True)
+        self._require_beginning(until, before, place)
         return len(before), len(until)
 
-    def _require_beginning(self, text: str, beginning: str, messages: Sequence[Message]) -> None:
-        """Raise DataError unless the text of a conversation begins with the text of its first messages."""
+    def _require_beginning(self, text: str, beginning: str, messages: int) -> None:
+        """Raise DataError unless the text of a conversation begins with that of its first `messages`."""
         if text.startswith(beginning):
             return
         same = next((at for at, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), len(text))
         raise DataError(
             f"has an answer whose place in the text cannot be found: the chat template of {self._path} "
-            "changes "
-            f"what it wrote of the first {len(messages)} messages ({beginning[same:][:30]!r}) when a later "
-            "one "
-            "comes, as those of models that think do: give a template with generation marks, or write a row "
-            "for "
-            "each answer, with the messages before it as the prompt and the answer as the completion"
+            f"changes what it wrote of the first {messages} messages ({beginning[same:][:30]!r}) when a "
+            "later one comes, as those of models that think do: give a template with generation marks, or "
+            "write a row for each answer, with the messages before it as the prompt and the answer as the "
+            "completion"
         )
 
-    def _completed(self, found: EncodedChat) -> EncodedChat:
+    def _completed(self, tokens: Tokens, answers: NDArray[np.bool_]) -> tuple[Tokens, NDArray[np.bool_]]:
         """Return a prompt and its completion with the tokens around a text, of which the last are learnt."""
-        before, after = self._around.opening(found.tokens), self._around.closing(found.tokens)
-        tokens = np.concatenate([np.array(part, np.uint32) for part in (before, found.tokens, after)])
-        answers = np.concatenate([np.zeros(len(before), bool), found.answers, np.ones(len(after), bool)])
-        return found._replace(tokens=tokens, answers=answers)
+        before, after = self._around.opening(tokens), self._around.closing(tokens)
+        whole = np.concatenate([np.array(part, np.uint32) for part in (before, tokens, after)])
+        return whole, np.concatenate([np.zeros(len(before), bool), answers, np.ones(len(after), bool)])
 
-    def _marked(self, text: str, spans: Sequence[Span]) -> EncodedChat:
-        """Encode a text; answers are the tokens that overlap `spans` of characters."""
+    def _marked(self, text: str, spans: Sequence[Span]) -> tuple[Tokens, NDArray[np.bool_]]:
+        """Return the tokens of a text, and which of them overlap `spans` of characters: the answers."""
         try:
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # the library raises bare Exception
@@ -181,7 +178,7 @@ class ChatEncoder:
         answers = np.zeros(len(offsets), dtype=bool)
         for begin, end in spans:
             answers |= (offsets[:, 0] < end) & (offsets[:, 1] > begin) & (begin < end)
-        return EncodedChat(np.array(found["input_ids"], dtype=np.uint32), answers)
+        return np.array(found["input_ids"], dtype=np.uint32), answers
 
 
 _COLUMN = "text"
@@ -200,9 +197,8 @@ def require_known_fields(files: Sequence[SourceFile]) -> None:
             remedy = "preferences are learnt in a loop of your own, with plait.dpo_loss"
         raise DataError(
             f"{file.path} has rows of {', '.join(sorted(fields)[:8])}, and of none of the fields that are "
-            "read: "
-            "messages (each with role and content), conversations (each with from and value), prompt and "
-            f"completion, or text; {remedy}."
+            "read: messages (each with role and content), conversations (each with from and value), prompt "
+            f"and completion, or text; {remedy}."
         )
 
 

@@ -1,4 +1,4 @@
-"""`index.json` of a prepared corpus: how its tokens were made, and the counts and checksums of its shards.
+"""`index.json` of a prepared corpus: how its tokens were made, the counts and checksums of its shards' files.
 
     {"format": 3, "checksum": "9f3ac2d1", "tokenizer": …, "shards": […]}
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from plait.app.data.json_files import read_json_object
-from plait.app.data.whole_files import write_text
+from plait.app.data.corpus_files import ArrayFile, file_checksum, read_json_object, write_text
+from plait.app.data.tokenizer_file import files_hash
 from plait.errors import DataError
 from plait.files import validated
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 INDEX = "index.json"
 SETTINGS = "preparation.json"
 """Sources and settings of the preparation, finished or not."""
+TOKENIZER_FOLDER = "tokenizer"
+"""The folder of the tokenizer's files; it is not there for bytes."""
 FORMAT = 3
 SHOWN_NAMES = 8
 """The most roles and fields that are named."""
@@ -109,9 +111,8 @@ class CorpusIndex:
         """Return notes on documents and fields of the sources that are not used for training."""
         notes = []
         if left_out := self.count("left_out"):
-            of = "document" if left_out == 1 else "documents"
-            is_ = "is" if left_out == 1 else "are"
-            notes.append(f"{left_out:,} {of} of less than two tokens {is_} left out")
+            documents, are = ("document", "is") if left_out == 1 else ("documents", "are")
+            notes.append(f"{left_out:,} {documents} of less than two tokens {are} left out")
         if roles := self.names("left_out_roles"):
             notes.append(f"the chat template leaves out messages of the roles {roles}")
         if unread := self.names("unread"):
@@ -119,27 +120,19 @@ class CorpusIndex:
         return notes
 
 
-class ShardFiles(NamedTuple):
-    """The paths of a shard's files."""
-
-    tokens: Path
-    ends: Path
-    answers: Path
-    first_answers: Path
-
-
-SHARD_FILES = ("tokens.bin", "documents.bin", "answers.bin", "first_answers.bin")
-
-
-def shard_files(folder: Path, number: int) -> ShardFiles:
-    """Return the paths of a shard's files."""
-    names = (f"{number:05}.{name}" for name in SHARD_FILES)
-    return ShardFiles(*(folder / name for name in names))
-
-
 def shard_paths(folder: Path, number: int, chats: bool) -> list[Path]:
-    """Return the paths of the files that a shard has."""
-    return list(shard_files(folder, number))[: 4 if chats else 2]
+    """Return the paths of a shard's tokens and ends of documents; of `chats` of its answers, too."""
+    names = ("tokens", "documents", "answers", "first_answers") if chats else ("tokens", "documents")
+    return [folder / f"{number:05}.{name}.bin" for name in names]
+
+
+def shard_arrays(folder: Path, number: int, entry: ShardEntry, dtype: str, chats: bool) -> list[ArrayFile]:
+    """Return the arrays in the files that a shard has, of the lengths that its counts give."""
+    kinds = (dtype, entry.tokens), ("<i8", entry.documents), ("u1", entry.tokens), ("<u4", entry.documents)
+    return [
+        ArrayFile(path, kind, count, ends_of=entry.tokens if kind == "<i8" else None)
+        for path, (kind, count) in zip(shard_paths(folder, number, chats), kinds, strict=False)
+    ]
 
 
 def write_index(folder: Path, index: CorpusIndex) -> None:
@@ -202,3 +195,39 @@ def _contradiction(index: CorpusIndex) -> str:
         if shard.checksums and len(shard.checksums) != (4 if index.chats else 2):
             return f"shards.{number}: it has {len(shard.checksums)} checksums"
     return ""
+
+
+def require_intact(folder: Path, index: CorpusIndex, most: int | None = None) -> None:
+    """Raise DataError for the first damaged file of a corpus, by the checksums in its index.
+
+    `most`: the bytes that are read; None: all. Files of earlier versions have no checksums.
+    """
+    if index.tokenizer_hash and files_hash(str(folder / TOKENIZER_FOLDER)) != index.tokenizer_hash:
+        raise DataError(
+            f"{folder / TOKENIZER_FOLDER} has not the files of the tokenizer that were written: {REMEDY}."
+        )
+    read = 0
+    for number, entry in enumerate(index.shards):
+        for path, checksum in zip(shard_paths(folder, number, index.chats), entry.checksums, strict=False):
+            read += path.stat().st_size if path.is_file() else 0
+            if most is not None and read > most:
+                return
+            if reason := _difference(path, checksum):
+                raise DataError(f"{path} {reason}: {REMEDY}.")
+
+
+def damaged_shards(folder: Path, index: CorpusIndex) -> Iterator[int]:
+    """Yield the numbers of the shards of which a file is missing or damaged, by size and checksum."""
+    for number, entry in enumerate(index.shards):
+        arrays = shard_arrays(folder, number, entry, index.dtype, index.chats)
+        known = zip(arrays, entry.checksums, strict=False)
+        if not all(one.is_whole() for one in arrays) or any(_difference(one.path, crc) for one, crc in known):
+            yield number
+
+
+def _difference(path: Path, checksum: str) -> str:
+    """Return in words how a file differs from what was written, "" where it does not."""
+    try:
+        return "" if file_checksum(path) == checksum else "is not what was written, by its checksum"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"

@@ -89,10 +89,7 @@ class DocumentRows:
         return inputs, torch.from_numpy(targets)
 
     def _documents(self, row: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-        """Yield the documents of a row, consecutive ones together.
-
-        Of each run: its first document, where it begins in the corpus, and where each of its documents ends.
-        """
+        """Yield runs of documents in a row: the first one, where it begins, and where each of them ends."""
         known, number = divmod(row, APART)
         first, stop = (int(one) for one in self._division.begins[known : known + 2])
         bounds = _bounds(self.corpus, first, stop)
@@ -150,15 +147,12 @@ def _sizes(corpus: Corpus, first: int, bounds: NDArray[np.int64], context: int) 
 
 def _bounds(corpus: Corpus, first: int, stop: int) -> NDArray[np.int64]:
     """Return where the documents `first` … `stop` begin in the corpus, and where the last one ends."""
-    before = corpus.document_ends(first - 1, stop) if first else corpus.document_ends(0, stop)
-    return before if first else np.concatenate([[0], before])
+    ends = corpus.document_ends(max(0, first - 1), stop)
+    return ends if first else np.concatenate([[0], ends])
 
 
 def _row_begins(sizes: NDArray[np.int64], context: int, at_most: int | None = None) -> list[int]:
-    """Return the first document of each row, or of the first `at_most` rows; none of no documents.
-
-    `sizes`: the tokens that each document takes, of which the first takes some.
-    """
+    """Return the first document of each row, or of `at_most` rows, by the tokens that each document takes."""
     before = [0, *np.cumsum(sizes).tolist()]
     begins = [0] if len(sizes) else []
     while begins and (at_most is None or len(begins) < at_most):

@@ -1,12 +1,16 @@
-"""Documents of a corpus before it is tokenized: text, JSON lines, Parquet, data sets of Hugging Face.
+"""Sources of a corpus: the files that they name, and the documents in them, before they are tokenized.
 
-A corpus is divided into *portions* of some size, which can be read independently, in any order and process:
-ranges of bytes of text files, cut where that changes no token, or ranges of rows. The division depends on the
-files, the size and the tokenizer alone.
+A file is text, JSON lines, a list in JSON, Parquet, or of a data set of Hugging Face. A corpus is divided
+into *portions* of some size, which can be read independently, in any order and process: ranges of bytes of
+text files, cut where that changes no token, or ranges of rows. The division depends on the files, the size
+and the tokenizer alone.
 """
 
 from __future__ import annotations
 
+import glob
+import os
+import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.app.data.chat_records import holds_chats, short_json
-from plait.app.data.corpus import source_files
 from plait.app.data.json_records import (
     LinePlace,
     Place,
@@ -24,10 +27,18 @@ from plait.app.data.json_records import (
     read_list,
     read_record,
 )
-from plait.app.data.long_documents import Encode
 from plait.app.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
-from plait.app.data.text_files import decoded, is_compressed, read_text, text_ahead, text_cuts
+from plait.app.data.text_files import (
+    Encode,
+    decoded,
+    is_compressed,
+    not_text_remedy,
+    read_text,
+    text_ahead,
+    text_cuts,
+)
 from plait.errors import DataError
+from plait.files import read_bytes
 
 Kind = Literal["text", "lines", "jsonl", "json", "table"]
 """text: a file is a document. lines: a line is one. jsonl, json, table: a row is one, of JSON lines, a list
@@ -35,6 +46,8 @@ in JSON, or Parquet and Arrow."""
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _JSON, _TABLES = (".json", ".json.gz"), (".parquet", ".arrow")
 _OF_RECORDS = _JSON_LINES + _JSON + _TABLES
+STDLIB_BYTES = 20_000_000  # about the whole library; a bound in case an installation is unusual
+_SKIPPED = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests", "idlelib"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,89 @@ class TextPart:
     """Of the last part of a portion: the characters behind it, where the document goes on."""
     unread: tuple[str, ...] = ()
     """The fields beside the text."""
+
+
+def read_documents(source: str) -> list[bytes]:
+    """Return the text of `data.source`: one UTF-8 document per file, ordered by path.
+
+    Raises `DataError` when there is no file, no text, or a binary file.
+    """
+    if source == "stdlib":
+        return list(_standard_library(Path(sysconfig.get_path("stdlib"))))
+    documents = [_read_text(path) for path in source_files(source)]
+    if not any(documents):
+        raise DataError(f"data.source = {source!r} is empty: give a file, folder or glob with text in it.")
+    return documents
+
+
+def _standard_library(root: Path) -> Iterator[bytes]:
+    """Yield the standard library's modules ordered by path, without its tests, up to `STDLIB_BYTES`."""
+    total = 0
+    for path in _walk(root):
+        data = path.read_bytes() if path.suffix == ".py" else b""
+        if data and _is_text(data):
+            total += len(data)
+            if total > STDLIB_BYTES:
+                return
+            yield data
+    if not total:
+        raise DataError(
+            f'data.source = "stdlib" found no Python source in {root}: '
+            "this Python comes without it, so give a file or folder of text."
+        )
+
+
+def source_files(source: str) -> list[Path]:
+    """Return the files that a path or glob names."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = list(_walk(path))
+        if not found:
+            raise DataError(f"data.source = {source!r} is a folder without files: give one with text in it.")
+        return found
+    if path.exists():
+        raise DataError(f"data.source = {source!r} is no regular file or folder: give one with text in it.")
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    found = [path for path in found if path.is_file()]
+    if not found and source == "random":
+        raise DataError(
+            "random tokens are data.source of a run only, neither mixed nor given for validation or to "
+            "`plait evaluate`: name a file or folder."
+        )
+    if not found:
+        raise DataError(
+            f"data.source = {source!r} does not exist: "
+            'give "stdlib", "random", or the path of a file, folder, glob or token array; a data set of '
+            "Hugging Face is hf://OWNER/NAME."
+        )
+    return found
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield every file below `root` in a fixed order, without hidden files and `_SKIPPED` folders."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        data = read_bytes(path)
+    except OSError as error:
+        raise DataError(f"data.source: {path} cannot be read: {error.strerror}.") from None
+    if not _is_text(data):
+        raise DataError(f"data.source: {path} is binary, not UTF-8 text: {not_text_remedy(str(path))}.")
+    return data
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
 
 
 def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
@@ -119,10 +215,7 @@ def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterat
 
 
 def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
-    """Yield the documents of a portion; `column` is the field of JSON or the column that holds the text.
-
-    Raises DataError for what is no UTF-8 text, no JSON, or has no such field.
-    """
+    """Yield the documents of a portion; `column`: what holds their text. DataError where there is none."""
     if portion.kind == "text":
         yield from _parts_of_text(portion)
     elif portion.kind == "lines":
@@ -136,10 +229,7 @@ def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
 def read_records(
     portion: SourceRange, columns: Collection[str] | None
 ) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the records in JSON, or those `columns` of the rows of a table, each with its place.
-
-    `columns`: None for all.
-    """
+    """Yield the records in JSON, or `columns` (None: all) of the rows of a table, each with its place."""
     if portion.kind == "table":
         for number, row in read_rows(portion.path, portion.begin, portion.end, columns):
             yield RowPlace(portion.path, "row", number), row

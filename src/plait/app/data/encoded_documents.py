@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from plait.app.data.chats import ChatEncoder
+from plait.app.data.chats import ChatEncoder, EncodedPart
 from plait.app.data.document_sources import SourceRange, TextPart, read_records, read_texts
-from plait.app.data.long_documents import PART, DocumentEncoder
+from plait.app.data.text_files import PART, DocumentEncoder
 from plait.app.data.tokenizer import Tokenizer, Tokens, open_tokenizer
 from plait.app.data.tokenizer_file import SurroundingTokens
 from plait.errors import DataError
@@ -35,24 +33,6 @@ class TextEncoding:
     """Whether the sources hold conversations."""
     tokenizer_hash: str = ""
     """Of the content of the tokenizer's files."""
-
-
-class EncodedPart(NamedTuple):
-    """Tokens of one document, or of a part of it."""
-
-    tokens: Tokens
-    answers: NDArray[np.bool_] | None = None
-    """Whether each is part of an answer; None but for chats."""
-    ends: bool = True
-    """Whether the document ends with them."""
-    unread: tuple[str, ...] = ()
-    """The fields of its row and messages that nothing reads."""
-    unknown_roles: tuple[str, ...] = ()
-    """Of a conversation without an answer."""
-    left_out_roles: tuple[str, ...] = ()
-    """Of messages that the chat template leaves out."""
-    left_out: int = 0
-    """Documents of less than two tokens, of which none can be predicted; 0 or 1."""
 
 
 def encoded_documents(ranges: Sequence[SourceRange], settings: TextEncoding) -> Iterator[EncodedPart]:
@@ -133,13 +113,8 @@ def _encoded_chats(one: SourceRange, tokenizer: str) -> Iterator[EncodedPart]:
             found = encoder.encode(record)
         except DataError as error:
             raise DataError(f"{place} {error}.") from None
-        yield EncodedPart(
-            found.tokens,
-            found.answers,
-            unread=found.unread,
-            unknown_roles=() if found.answers.any() else found.unknown_roles,
-            left_out_roles=found.left_out_roles,
-        )
+        is_answered = found.answers is not None and found.answers.any()
+        yield found._replace(unknown_roles=()) if is_answered else found
 
 
 @lru_cache(maxsize=1)

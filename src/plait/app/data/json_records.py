@@ -82,10 +82,7 @@ def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def json_kind(path: str) -> Literal["jsonl", "json"] | None:
-    """Return how a .json file holds records: a list of them, or one a line, of texts or conversations.
-
-    None of a file that holds another value, and is read as text.
-    """
+    """Return how a .json file holds texts or conversations: in a list, or one a line; None: it is a text."""
     with open_file(path) as file:
         start = file.read(_START).decode(errors="ignore").lstrip("\ufeff \t\r\n")
     if start.startswith("["):
@@ -108,10 +105,7 @@ def _first_value(text: str, at: int) -> Any:
 
 
 def read_list(path: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the records of a list in JSON, each with its place, holding a few at once.
-
-    Raises DataError where it is none.
-    """
+    """Yield the records of a list in JSON with their places, a few at a time. DataError where it is none."""
     number = -1
     with open_file(path) as file:
         try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from plait.app.data.batches import permute, rank_rows
-from plait.app.data.random_states import kept_random_state, seed_all
 from plait.errors import DataError
 from plait.plan.arguments import require_choice, require_flag, require_whole
 
@@ -53,18 +54,14 @@ class Loader:
             raise DataError(
                 f"the dataset is {_article(type(dataset).__name__)} without a length or without samples by "
                 "number: give a map-style dataset, with __len__ and __getitem__, or plait.Stream an iterable "
-                "with "
-                "state_dict."
+                "with state_dict."
             )
         if not len(dataset):
             raise DataError("a loader has a dataset of 0 samples: give at least one.")
-        for name, value, least in (
-            ("batch", batch, 1),
-            ("seed", seed, 0),
-            ("workers", workers, 0),
-            ("ahead", ahead, 1),
-        ):
-            require_whole(f"a loader's {name}", value, DataError, least=least)
+        require_whole("a loader's batch", batch, DataError, least=1)
+        require_whole("a loader's seed", seed, DataError, least=0)
+        require_whole("a loader's workers", workers, DataError, least=0)
+        require_whole("a loader's ahead", ahead, DataError, least=1)
         require_flag("a loader's shuffle", shuffle, DataError)
         if context is not None:
             require_choice("a loader's context", context, get_args(Context), DataError)
@@ -130,7 +127,7 @@ class Loader:
         loader: DataLoader[Any] = DataLoader(
             _Rows(self._samples, start, stop),
             batch_size=None,
-            sampler=_StepsFrom(step),
+            sampler=itertools.count(step),
             num_workers=self._workers,
             prefetch_factor=self._ahead,
             collate_fn=_unchanged,
@@ -182,19 +179,29 @@ class _Rows(Dataset[Any]):
         return self._samples.take(step, self._start, self._stop)
 
 
-class _StepsFrom:
-    """Yields the numbers of all steps from one on."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self._first)
-
-
 def _unchanged(value: Any) -> Any:
     return value
 
 
 def _article(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def seed_all(seed: int, number: int) -> None:
+    """Seed torch, numpy and random for one row or batch of the run."""
+    word = int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0])
+    torch.manual_seed(word)
+    random.seed(word)
+    np.random.seed(word % 2**32)
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Context manager that restores the states of torch's, numpy's and Python's random numbers on the CPU."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])

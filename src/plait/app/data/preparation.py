@@ -24,25 +24,33 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.chats import are_chats
-from plait.app.data.corpus_check import damaged_shards, is_whole
+from plait.app.data.chats import EncodedPart, are_chats
+from plait.app.data.corpus_files import whole_file, write_text
 from plait.app.data.corpus_index import (
     SHOWN_NAMES,
     CorpusIndex,
     ShardEntry,
+    damaged_shards,
     read_entry,
     read_index,
+    shard_arrays,
     shard_paths,
     write_index,
 )
 from plait.app.data.document_sources import SourceFile, SourceRange, divided, files_of
-from plait.app.data.encoded_documents import EncodedPart, TextEncoding, encoded_documents
+from plait.app.data.encoded_documents import TextEncoding, encoded_documents
 from plait.app.data.preparation_folder import begin_preparation, locked_folder
-from plait.app.data.recorded_tokenizer import files_hash, record_tokenizer, require_tokens_of_transformers
+from plait.app.data.recorded_tokenizer import record_tokenizer, require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, open_tokenizer
-from plait.app.data.tokenizer_file import SurroundingTokens
-from plait.app.data.whole_files import whole_file, write_text
+from plait.app.data.tokenizer_file import SurroundingTokens, files_hash
 from plait.errors import ConfigError, DataError
+
+SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
+"""Bytes of text in a shard."""
+_SHARDS = 64
+"""The shards of a corpus of middle size: enough that all processes have work until the end."""
+_AHEAD = 2
+"""Portions that wait for each process, so that none is idle."""
 
 
 def write_shard(
@@ -50,10 +58,9 @@ def write_shard(
 ) -> ShardEntry:
     """Tokenize ranges of sources and write them as one shard; return its counts, which are written last."""
     ends, first_answers, counts = array("q"), array("I"), _Counts()
+    paths = shard_paths(folder, number, settings.chats)
     with ExitStack() as files:
-        writers = [
-            files.enter_context(whole_file(path)) for path in shard_paths(folder, number, settings.chats)
-        ]
+        writers = [files.enter_context(whole_file(path)) for path in paths]
         for part in encoded_documents(ranges, settings):
             writers[0].write(part.tokens.astype(settings.dtype).data)
             counts.add(part)
@@ -72,10 +79,7 @@ def write_shard(
 
 
 def first_answer(answers: NDArray[np.bool_]) -> int:
-    """Return the index of a conversation's first target token; 0 if it has none.
-
-    The token 0 cannot be predicted, since nothing stands before it.
-    """
+    """Return the index of a conversation's first target token; 0, which never is one, if it has none."""
     return int(np.argmax(answers[1:])) + 1 if answers[1:].any() else 0
 
 
@@ -111,23 +115,14 @@ class _Counts:
 
     def entry(self, documents: int, checksums: tuple[str, ...]) -> ShardEntry:
         """Return the counts of a shard in which some documents end, with the checksums of its files."""
-        names = [tuple(known)[:SHOWN_NAMES] for known in self._names.values()]
+        unread, unknown, left_out = (tuple(known)[:SHOWN_NAMES] for known in self._names.values())
         counts = self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest
-        unread, unknown_roles, left_out_roles = names
-        return ShardEntry(*counts, unread, unknown_roles, left_out_roles, checksums)
+        return ShardEntry(*counts, unread, unknown, left_out, checksums)
 
 
 def counts_file(folder: Path, number: int) -> Path:
     """Return the path of the counts of a finished shard, which is there until all are finished."""
     return folder / f"{number:05}.counts.json"
-
-
-SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
-"""Bytes of text in a shard."""
-_SHARDS = 64
-"""The shards of a corpus of middle size: enough that all processes have work until the end."""
-_AHEAD = 2
-"""Portions that wait for each process, so that none is idle."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +182,7 @@ def prepare_corpus(
         entries = _all_written(folder, shards, settings, processes, report, known)
         record_tokenizer(folder, tokenizer)
         index = replace(empty, shards=entries)
-        if len(known) < len(entries) or not _is_written(folder, index):
+        if len(known) < len(entries) or _index_in(folder) != index:
             write_index(folder, index)
         for number in range(len(entries)):  # they stand in the index now
             counts_file(folder, number).unlink(missing_ok=True)
@@ -203,27 +198,23 @@ def _require_used(files: Sequence[SourceFile], column: str | None, *, lines: boo
         raise ConfigError("--lines: the sources hold rows, each a document already; leave it out.")
 
 
-def _intact_shards(folder: Path, empty: CorpusIndex, count: int) -> dict[int, ShardEntry]:
-    """Return the counts of the shards in a folder's index whose files are those that were written.
-
-    None where the folder has no index, or another one. `empty`: the index without shards.
-    """
+def _index_in(folder: Path) -> CorpusIndex | None:
+    """Return the index of a folder; None where it has none, or a damaged one."""
     try:
-        index = read_index(folder)
+        return read_index(folder)
     except DataError:
+        return None
+
+
+def _intact_shards(folder: Path, empty: CorpusIndex, count: int) -> dict[int, ShardEntry]:
+    """Return the undamaged of the `count` shards in a folder whose index is `empty` but for its shards."""
+    index = _index_in(folder)
+    if index is None or len(index.shards) != count:
         return {}
-    is_this = replace(index, shards=(), tokenizer_hash=empty.tokenizer_hash) == empty
-    if not is_this or len(index.shards) != count:
+    if replace(index, shards=(), tokenizer_hash=empty.tokenizer_hash) != empty:
         return {}
     damaged = set(damaged_shards(folder, index))
     return {number: entry for number, entry in enumerate(index.shards) if number not in damaged}
-
-
-def _is_written(folder: Path, index: CorpusIndex) -> bool:
-    try:
-        return read_index(folder) == index
-    except DataError:
-        return False
 
 
 @contextmanager
@@ -264,22 +255,21 @@ def _all_written(
 ) -> tuple[ShardEntry, ...]:
     """Write the shards that are neither in `known` nor finished; return the counts of all."""
     sizes = [sum(one.size for one in shard) for shard in shards]
-    done: dict[int, ShardEntry] = {}
-    size = documents = tokens = 0
+    found = {
+        number: known.get(number) or _finished(folder, number, settings) for number in range(len(shards))
+    }
+    done = {number: entry for number, entry in found.items() if entry is not None}
 
-    def count(number: int, entry: ShardEntry) -> None:
-        nonlocal size, documents, tokens
-        done[number] = entry
-        size, documents, tokens = size + sizes[number], documents + entry.documents, tokens + entry.tokens
+    def tell() -> None:
+        size, entries = sum(sizes[number] for number in done), done.values()
+        documents, tokens = sum(one.documents for one in entries), sum(one.tokens for one in entries)
+        report(PreparationProgress(size, documents, tokens), sum(sizes))
 
-    for number in range(len(shards)):
-        if entry := known.get(number) or _finished(folder, number, settings):
-            count(number, entry)
-    report(PreparationProgress(size, documents, tokens), sum(sizes))
+    tell()
     waiting = {number: one for number, one in enumerate(shards) if number not in done}
     for number, entry in _written(folder, waiting, settings, processes) if waiting else ():
-        count(number, entry)
-        report(PreparationProgress(size, documents, tokens), sum(sizes))
+        done[number] = entry
+        tell()
     return tuple(done[number] for number in range(len(shards)))
 
 
@@ -302,7 +292,8 @@ def _finished(folder: Path, number: int, settings: TextEncoding) -> ShardEntry |
         entry = read_entry(counts_file(folder, number))
     except DataError:
         return None
-    return entry if is_whole(folder, number, entry, settings.dtype, settings.chats) else None
+    arrays = shard_arrays(folder, number, entry, settings.dtype, settings.chats)
+    return entry if all(one.is_whole() for one in arrays) else None
 
 
 def _written(

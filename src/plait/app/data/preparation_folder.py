@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from plait.app.data.corpus_files import partial_path, write_text
 from plait.app.data.corpus_index import SETTINGS
 from plait.app.data.document_sources import SourceRange
 from plait.app.data.encoded_documents import TextEncoding
-from plait.app.data.whole_files import partial_path, write_text
 from plait.errors import DataError
 from plait.files import json_value, owner_of, read_text, try_lock, unlock
 

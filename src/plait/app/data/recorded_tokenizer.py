@@ -1,63 +1,29 @@
-"""The tokenizer of a prepared corpus, copied into its folder, and whether another tokenizer is the same.
-
-Imports no NumPy, so that a configuration can name its tokenizer at once.
-"""
+"""The tokenizer of a prepared corpus, copied into its folder, and whether another tokenizer is the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from plait.app.data.corpus_index import CorpusIndex
-from plait.app.data.json_files import read_json_object
-from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from plait.app.data.tokenizer_file import CONFIG, tokenizer_config
-from plait.app.data.whole_files import whole_file
+from plait.app.data.corpus_files import read_json_object, whole_file
+from plait.app.data.corpus_index import INDEX, TOKENIZER_FOLDER, CorpusIndex
+from plait.app.data.tokenizer import FileTokenizer, Tokenizer
+from plait.app.data.tokenizer_file import CONFIG, TOKENIZER, tokenizer_config, tokenizer_files
 from plait.errors import ConfigError, DataError
 from plait.files import read_bytes
 
-FOLDER = "tokenizer"
-"""The folder within that of the corpus; it is not there for bytes."""
-TOKENIZER = "tokenizer.json"
-_INDEX = "index.json"
-_BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-_NAMED_TEMPLATES = "additional_chat_templates"
-"""The folder of a tokenizer's chat templates but the default one."""
-
-
-def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
-    """Return the files of a tokenizer that are there, by their names; none of bytes.
-
-    `tokenizer`: bytes, or the path of a `tokenizer.json`, under whatever name, or of its folder.
-    """
-    path = Path(tokenizer).expanduser()
-    path = path / TOKENIZER if path.is_dir() else path
-    if tokenizer == "bytes" or not path.is_file():
-        return {}
-    beside = {name: path.parent / name for name in _BESIDE}
-    templates = sorted((path.parent / _NAMED_TEMPLATES).glob("*.jinja"))
-    beside |= {f"{_NAMED_TEMPLATES}/{one.name}": one for one in templates}
-    return {TOKENIZER: path} | {name: one for name, one in beside.items() if one.is_file()}
-
-
-def files_hash(tokenizer: str) -> str:
-    """Return a text that changes with the content of a tokenizer's files; empty for bytes. Raises OSError."""
-    files = tokenizer_files(tokenizer)
-    try:
-        contents = {name: read_bytes(path) for name, path in files.items()}
-    except OSError as error:
-        raise DataError(f"{error.filename} cannot be read ({error.strerror}): mend or remove it.") from None
-    hashes = [f"{name} {sha256(data).hexdigest()}" for name, data in contents.items()]
-    return sha256(" ".join(hashes).encode()).hexdigest()[:16] if files else ""
+_GENERAL = ("", "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that take a `tokenizer.json` as it is; none is named."""
+_PROBE = " Hello  world,\n\n  it's 12345 o'clock.\tNaïve ﬁ e\u0301 漢字🙂 don't\r\n"
+_PROBED_TOKENS = 8
+"""The most special tokens that are tried within a text."""
 
 
 def record_tokenizer(folder: Path, tokenizer: str) -> None:
     """Copy the files of a tokenizer into the folder of a corpus; nothing for bytes."""
     for name, path in tokenizer_files(tokenizer).items():
-        copy = folder / FOLDER / name
+        copy = folder / TOKENIZER_FOLDER / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         data = read_bytes(path)
         with whole_file(copy) as file:
@@ -67,20 +33,13 @@ def record_tokenizer(folder: Path, tokenizer: str) -> None:
 def recorded_tokenizer(source: str) -> str | None:
     """Return the tokenizer of a prepared corpus: bytes, or its folder; None where it is not recorded."""
     folder = Path(source).expanduser()
-    if (folder / FOLDER / TOKENIZER).is_file() and (folder / _INDEX).is_file():
-        return str(folder / FOLDER)
+    if (folder / TOKENIZER_FOLDER / TOKENIZER).is_file() and (folder / INDEX).is_file():
+        return str(folder / TOKENIZER_FOLDER)
     try:
-        name = read_json_object(folder / _INDEX, "prepare it again").get("tokenizer")
+        name = read_json_object(folder / INDEX, "prepare it again").get("tokenizer")
     except DataError:  # which whoever reads all of it reports
         return None
     return "bytes" if name == "bytes" else None
-
-
-_GENERAL = ("", "PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of transformers that take a `tokenizer.json` as it is; none is named."""
-_PROBE = " Hello  world,\n\n  it's 12345 o'clock.\tNaïve ﬁ e\u0301 漢字🙂 don't\r\n"
-_PROBED_TOKENS = 8
-"""The most special tokens that are tried within a text."""
 
 
 def tokenizer_mismatch(folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -> str:
@@ -94,19 +53,16 @@ def tokenizer_mismatch(folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -
             f"{folder} was prepared with {index.tokenizer} (vocabulary {index.vocab:,}), and the tokenizer "
             f"given is {tokenizer.name} (vocabulary {tokenizer.vocab:,})"
         )
-    recorded = recorded_tokenizer(str(folder))
-    if (
-        recorded is None
-        or not isinstance(tokenizer, FileTokenizer)
-        or tokenizer.path.parent == Path(recorded)
-    ):
+    known = recorded_tokenizer(str(folder))
+    if known is None or not isinstance(tokenizer, FileTokenizer) or tokenizer.path.parent == Path(known):
         return ""
-    own, was = open_tokenizer(recorded), f"{folder} was prepared with another tokenizer than {tokenizer.path}"
-    if isinstance(own, FileTokenizer) and own.numbers() != tokenizer.numbers():
+    own = FileTokenizer(Path(known))
+    was = f"{folder} was prepared with another tokenizer than {tokenizer.path}"
+    if own.reader.get_vocab() != tokenizer.reader.get_vocab():
         return f"{was}, which gives its tokens other numbers"
-    if isinstance(own, FileTokenizer) and own.rules() != tokenizer.rules():
+    if own.reader.to_str() != tokenizer.reader.to_str():
         return f"{was}, which divides texts into tokens by other rules"
-    if index.chats and _templates(recorded) != _templates(str(tokenizer.path)):
+    if index.chats and _templates(known) != _templates(str(tokenizer.path)):
         return f"{was}, which has another chat template"
     return ""
 
@@ -129,9 +85,9 @@ def require_tokens_of_transformers(tokenizer: FileTokenizer) -> None:
         theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # many types; a tokenizer.json is enough for texts
         return
-    special = list(tokenizer.special_tokens())[:_PROBED_TOKENS]
-    for text in (_PROBE, *(f"a{token}b {token} c" for token in special)):
-        if theirs(text)["input_ids"] != tokenizer.post_processed(text):
+    special = [token.content for token in tokenizer.reader.get_added_tokens_decoder().values()]
+    for text in (_PROBE, *(f"a{token}b {token} c" for token in special[:_PROBED_TOKENS])):
+        if theirs(text)["input_ids"] != tokenizer.reader.encode(text).ids:
             raise ConfigError(
                 f"{tokenizer.path} gives other tokens than transformers' {type(theirs).__name__} does for "
                 f"this folder, such as for {text!r}: write a tokenizer.json of the latter by "

@@ -58,10 +58,7 @@ def dataset_files(source: str) -> list[Path]:
 
 
 def row_ranges(path: str, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of an Arrow file's rows, or of a Parquet file's row groups, of about `size` bytes each.
-
-    Of each: its first, the one after its last, and its bytes.
-    """
+    """Yield ranges of about `size` bytes: the first Arrow row or Parquet row group, the one behind, bytes."""
     if path.lower().endswith(".parquet"):
         with _parquet(path) as file:
             metadata = file.metadata
@@ -154,11 +151,7 @@ def _is_valid(batch: Any, *, full: bool) -> bool:
 
 
 def _filled(value: Any) -> Any:
-    """Return the value of a table's cell without the null fields of its nested structures.
-
-    All rows of a table have the same fields: those that a row was written without, such as the arguments of
-    other tools, are null in it.
-    """
+    """Return a cell's value without null fields within it, which the rows have that were written without."""
     if isinstance(value, dict):
         return {name: _filled(one) for name, one in value.items() if one is not None}
     return [_filled(one) for one in value] if isinstance(value, list) else value

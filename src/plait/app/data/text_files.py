@@ -1,25 +1,45 @@
-"""Text files in ranges of bytes that are read independently: together their tokens are those of the file."""
+"""Text in parts that are tokenized independently: together their tokens are those of the whole text.
+
+A text is cut where its tokens up to some characters behind the cut are those of both parts, one after
+another. Tokenizers that begin each text in their own way (by a space, say) are cut beside a space; those of
+which no cut keeps the tokens see the whole document. Files are cut into ranges of bytes in this way,
+documents that are too long to be tokenized at once into parts.
+"""
 
 from __future__ import annotations
 
 import codecs
 import gzip
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
-from plait.app.data.long_documents import AHEAD, PART, Encode, find_cut
+import numpy as np
+
+from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 from plait.files import open_file as open_regular_file
 
+Encode = Callable[[Sequence[str]], list[Tokens]]
+"""The tokens of each of several texts."""
+PART = 1 << 18
+"""Characters that are tokenized at once."""
+AHEAD = 1 << 12
+"""Characters behind a cut whose tokens must not depend on what stands before it."""
+LARGEST = 1 << 23
+"""Characters of a document that is tokenized at once where it cannot be cut: about 1 GB of memory."""
+_TRIED = 4
+"""Places of each kind that are tried."""
 _LONGEST_LINE = 1 << 20
 """Bytes in which a line end is looked for, to cut a text."""
 _WINDOW = 12 * AHEAD
 """Bytes that are tokenized to find where to cut."""
 _WINDOWS = 8
 """Windows in which a cut is looked for, before the range is made longer."""
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4")
 _SHIFTS = (0, 1, 2, 3, 5, 7)
 """Where a window is tokenized from: it may begin within a number, whose digits are taken in threes."""
 
@@ -32,11 +52,10 @@ def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterat
     begin = 0
     with open_file(path) as file:
         while begin + size < total:
-            at = begin + size
-            cut = _line_cut(file, at, total) if encode is None else _token_cut(file, path, at, total, encode)
-            while cut is None and at + size < total and encode is not None:
-                at += size
-                cut = _token_cut(file, path, at, total, encode)
+            for at in range(begin + size, total, size):
+                cut = _token_cut(file, path, at, total, encode) if encode else _line_cut(file, at, total)
+                if cut is not None:
+                    break
             if cut is None or cut >= total:
                 break
             yield (begin := cut)
@@ -45,14 +64,13 @@ def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterat
 
 def read_text(path: str, begin: int, end: int) -> Iterator[str]:
     """Yield a range of a text file in parts of about `PART` bytes; of a compressed file all of it."""
-    left = end - begin if not is_compressed(path) else None
+    left = sys.maxsize if is_compressed(path) else end - begin
     at, data, ended = begin, b"", False
     with open_file(path) as file:
         file.seek(begin)
         while not ended:
-            read = file.read(PART if left is None else min(PART, left))
-            left = None if left is None else left - len(read)
-            ended, data = not read, data + read
+            read = file.read(min(PART, left))
+            left, ended, data = left - len(read), not read, data + read
             whole = len(data) if ended else _whole_characters(data)
             if text := decoded(data[:whole], path, at):
                 yield text
@@ -102,9 +120,6 @@ def not_text_remedy(path: str) -> str:
     return "name the text files alone, for instance with a glob such as 'folder/**/*.txt'"
 
 
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4")
-
-
 def _whole_characters(data: bytes) -> int:
     """Return the number of bytes before a character of which bytes are missing at the end."""
     try:
@@ -141,3 +156,86 @@ def _token_cut(file: BinaryIO, path: str, at: int, total: int, encode: Encode) -
         if cut is not None:
             return start + skipped + len(text[: cut.at].encode())
     return None
+
+
+class Cut(NamedTuple):
+    """A place where a text can be cut without changing its tokens."""
+
+    at: int
+    tokens: int
+    """The tokens of the text before it."""
+
+
+def find_cut(encode: Encode, text: str, found: Sequence[Tokens], first: int, last: int) -> Cut | None:
+    """Return a place between `first` and `last`, close to `last`, where `text` can be cut, if one is found.
+
+    `found`: the tokens of the whole `text`, and of it from other characters on, all of which must agree.
+    """
+    for at in _places(text, first, last):
+        (behind,) = encode([text[at:]])
+        if len(behind) and all(_ends_with(tokens, behind) for tokens in found):
+            return Cut(at, len(found[0]) - len(behind))
+    return None
+
+
+def _ends_with(tokens: Tokens, last: Tokens) -> bool:
+    return len(tokens) >= len(last) and np.array_equal(tokens[len(tokens) - len(last) :], last)
+
+
+def _places(text: str, first: int, last: int) -> Iterator[int]:
+    """Yield the places to try for a cut: after line ends, before and after spaces; not within words."""
+    found: list[list[int]] = [[], [], []]
+    for at in range(last, max(first, 2), -1):
+        before, left, right, behind = [*text[at - 2 : at + 2].ljust(4)]
+        if left == "\n" and not before.isspace() and not right.isspace():
+            found[0].append(at)
+        elif right == " " and not left.isspace() and not behind.isspace():
+            found[1].append(at)
+        elif left == " " and not before.isspace() and not right.isspace():
+            found[2].append(at)
+        if all(len(one) >= _TRIED for one in found):
+            break
+    yield from (at for one in found for at in one[:_TRIED])
+
+
+class DocumentEncoder:
+    """Encodes one document that comes in parts: together the tokens are those of its whole text."""
+
+    def __init__(self, encode: Encode, path: str) -> None:
+        self._encode, self._path = encode, path
+        self._held, self._wanted = "", PART + AHEAD
+
+    def add(self, text: str) -> Iterator[Tokens]:
+        """Take a part of the text; yield the tokens that what follows cannot change."""
+        self._held += text
+        while len(self._held) >= self._wanted:
+            yield from self._first_tokens()
+
+    def end(self, ahead: str = "") -> Tokens:
+        """Return the other tokens, without those of `ahead`, which follows behind a cut."""
+        if not ahead:
+            return self._encode([self._held])[0] if self._held else np.empty(0, dtype=np.uint32)
+        tokens, behind = self._encode([self._held + ahead, ahead])
+        if not _ends_with(tokens, behind):
+            raise DataError(
+                f"{self._path} cannot be divided where a shard ends without other tokens: give a "
+                "larger --shard."
+            )
+        return tokens[: len(tokens) - len(behind)]
+
+    def _first_tokens(self) -> Iterator[Tokens]:
+        text = self._held[: self._wanted]
+        (tokens,) = self._encode([text])
+        last = len(text) - AHEAD
+        cut = find_cut(self._encode, text, [tokens], last // 2, last)
+        if cut is not None:
+            self._held, self._wanted = self._held[cut.at :], PART + AHEAD
+            yield tokens[: cut.tokens]
+        elif len(text) < LARGEST:
+            self._wanted = min(2 * len(text), LARGEST)
+        else:
+            raise DataError(
+                f"{self._path} has a document of more than {LARGEST >> 20} million characters, and its "
+                "tokenizer gives other tokens wherever it is cut: divide it into documents, such as its "
+                "lines (of `plait data prepare`: --lines)."
+            )

@@ -11,14 +11,13 @@ Several files, of a folder or a glob, are one corpus, in the order of their path
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.array_file import ArrayFile
-from plait.app.data.corpus import source_files
+from plait.app.data.corpus_files import ArrayFile
+from plait.app.data.document_sources import source_files
 from plait.app.data.token_shards import Corpus, TokenShard
 from plait.errors import DataError
 from plait.files import open_file
@@ -52,12 +51,24 @@ def open_tokens(source: str, dtype: str) -> Corpus:
     Raises `DataError` when one is missing, empty, damaged, or no one-dimensional array of integers.
     """
     paths = [path for path in source_files(source) if path.suffix.lower() in _ARRAYS]
-    shards = [(_npy if path.suffix.lower() == ".npy" else _bin(path))(path, dtype) for path in paths]
-    sizes = tuple(len(shard.tokens) for shard in shards)
-    return Corpus(sizes, any(shard.ends is not None for shard in shards), shards)
+    return Corpus([_shard(path, dtype) for path in paths])
 
 
-def _npy(path: Path, dtype: str) -> TokenShard:
+def _shard(path: Path, dtype: str) -> TokenShard:
+    """Return the tokens of one file, which says by its name or first bytes how it is written."""
+    if path.suffix.lower() == ".npy":
+        return _npy(path)
+    if path.with_suffix(".idx").is_file():
+        return _megatron(path)
+    first = _first_bytes(path, 4)
+    if len(first) == 4 and struct.unpack("<i", first)[0] in _OF_MAGIC:
+        return _with_header(path)
+    tokens = _checked(path, dtype, 0, None)
+    _require_dtype(path, dtype, tokens[:_LOOKED_AT])
+    return TokenShard(tokens, None)
+
+
+def _npy(path: Path) -> TokenShard:
     first = _first_bytes(path, len(_NUMPY))
     if first.startswith(b"PK"):
         raise DataError(f"data.source: {path} is an archive of arrays: save the tokens as one .npy array.")
@@ -76,20 +87,6 @@ def _npy(path: Path, dtype: str) -> TokenShard:
     return TokenShard(_checked(path, tokens.dtype.str, tokens.offset, len(tokens)), None)
 
 
-def _bin(path: Path) -> Callable[[Path, str], TokenShard]:
-    """Return the function that opens a `.bin` file."""
-    if path.with_suffix(".idx").is_file():
-        return _megatron
-    first = _first_bytes(path, 4)
-    return _with_header if len(first) == 4 and struct.unpack("<i", first)[0] in _OF_MAGIC else _plain
-
-
-def _plain(path: Path, dtype: str) -> TokenShard:
-    tokens = _checked(path, dtype, 0, None)
-    _require_dtype(path, dtype, tokens[:_LOOKED_AT])
-    return TokenShard(tokens, None)
-
-
 def _require_dtype(path: Path, dtype: str, first: NDArray[np.unsignedinteger]) -> None:
     """Raise DataError where every second token is the upper half of a number of twice the bytes."""
     lower, upper = first[::2], first[1::2]
@@ -102,7 +99,7 @@ def _require_dtype(path: Path, dtype: str, first: NDArray[np.unsignedinteger]) -
         )
 
 
-def _with_header(path: Path, dtype: str) -> TokenShard:
+def _with_header(path: Path) -> TokenShard:
     header = _first_bytes(path, _HEADER)
     if len(header) < _HEADER:
         raise DataError(f"data.source: {path} ends within its header: it is damaged.")
@@ -112,7 +109,7 @@ def _with_header(path: Path, dtype: str) -> TokenShard:
     return TokenShard(_checked(path, _OF_MAGIC[magic], _HEADER, count), None)
 
 
-def _megatron(path: Path, dtype: str) -> TokenShard:
+def _megatron(path: Path) -> TokenShard:
     """Open tokens with Megatron's index: lengths of sequences, and the sequences that each document has."""
     index = path.with_suffix(".idx")
     _first_bytes(index, 1)
@@ -130,7 +127,8 @@ def _megatron(path: Path, dtype: str) -> TokenShard:
         kind = _OF_CODE[code]
     except (struct.error, ValueError, KeyError, IndexError, OSError):
         raise DataError(f"data.source: {index} is no index of Megatron's, or damaged.") from None
-    return TokenShard(_checked(path, kind, 0, int(bounds[-1])), _ascending(ends))
+    not_empty = np.diff(ends, prepend=0) > 0
+    return TokenShard(_checked(path, kind, 0, int(bounds[-1])), ends[not_empty])
 
 
 def _first_bytes(path: Path, count: int) -> bytes:
@@ -140,11 +138,6 @@ def _first_bytes(path: Path, count: int) -> bytes:
             return file.read(count)
     except OSError as error:
         raise DataError(f"data.source: {path} cannot be read: {error.strerror}.") from None
-
-
-def _ascending(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ends of documents without those of empty ones."""
-    return ends[np.diff(ends, prepend=0) > 0]
 
 
 def _checked(path: Path, dtype: str, offset: int, count: int | None) -> ArrayFile:

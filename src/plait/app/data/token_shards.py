@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.array_file import ArrayFile
-from plait.app.data.corpus_index import INDEX, REMEDY, CorpusIndex, read_index, shard_files
+from plait.app.data.corpus_files import ArrayFile
+from plait.app.data.corpus_index import INDEX, REMEDY, CorpusIndex, read_index, shard_arrays
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 
@@ -47,10 +47,6 @@ class TokenShard:
 class Corpus:
     """Tokens of one or more shards in their order, as one long sequence."""
 
-    sizes: tuple[int, ...]
-    """The tokens of each shard."""
-    has_documents: bool
-    """Whether the ends of documents are known."""
     _shards: Sequence[TokenShard] = field(repr=False)
 
     def __len__(self) -> int:
@@ -58,8 +54,14 @@ class Corpus:
         return int(self._starts[-1])
 
     @cached_property
+    def has_documents(self) -> bool:
+        """Whether the ends of documents are known."""
+        return any(shard.ends is not None for shard in self._shards)
+
+    @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+        """The number of tokens before each shard, and of all."""
+        return np.concatenate([[0], np.cumsum([len(shard.tokens) for shard in self._shards], dtype=np.int64)])
 
     def read(self, first: int, count: int) -> Tokens:
         """Return `count` consecutive tokens as a new array, or a view within one shard."""
@@ -81,8 +83,8 @@ class Corpus:
         """Return the number of tokens up to the end of each of the documents `first` … `stop`."""
         found = []
         for number, begin, end in _ranges(self._document_starts, first, stop):
-            ends = self._shards[number].ends
-            ends = np.array([self.sizes[number]]) if ends is None else ends
+            shard = self._shards[number]
+            ends = np.array([len(shard.tokens)]) if shard.ends is None else shard.ends
             found.append(int(self._starts[number]) + ends[begin:end])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
@@ -139,51 +141,31 @@ class Corpus:
 
 
 def _ranges(starts: NDArray[np.int64], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the shards that hold the elements `first` … `stop`, and the range of these in each.
-
-    `starts`: the number of elements before each shard, and of all. A shard without elements that lies within
-    is one of them: a document may end there.
-    """
+    """Yield the shards that hold the elements `first` … `stop`, and the range of these in each."""
     number = int(np.searchsorted(starts, first, side="right")) - 1
     while number < len(starts) - 1 and int(starts[number]) < stop:
         start, after = int(starts[number]), int(starts[number + 1])
         begin, end = max(first, start), min(stop, after)
-        if begin < end or start == after:
+        if begin < end or start == after:  # a document may end in a shard without tokens
             yield number, begin - start, end - start
         number += 1
 
 
 def corpus_of(tokens: Tokens) -> Corpus:
     """Return one array as a corpus whose documents are not kept apart."""
-    return Corpus((len(tokens),), False, [TokenShard(tokens, None)])
+    return Corpus([TokenShard(tokens, None)])
 
 
 def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
-    """Return the corpus that `plait data prepare` has written into `folder`, and its index.
-
-    Raises DataError where files are missing, or have another size than the index says.
-    """
-    index = read_index(folder)
-    return corpus_in(folder, index), index
-
-
-def corpus_in(folder: Path, index: CorpusIndex) -> Corpus:
-    """Return the corpus in `folder`, which `index` describes; raises DataError as `open_corpus`."""
-    shards = []
+    """Return a corpus that `plait data prepare` has written, and its index. DataError for damaged files."""
+    index, shards = read_index(folder), []
     for number, entry in enumerate(index.shards):
-        paths = shard_files(folder, number)
-        shards.append(
-            TokenShard(
-                _array(paths.tokens, index.dtype, entry.tokens),
-                _array(paths.ends, "<i8", entry.documents, entry.tokens),
-                _array(paths.answers, "u1", entry.tokens) if index.chats else None,
-                _array(paths.first_answers, "<u4", entry.documents) if index.chats else None,
-            )
-        )
-    return Corpus(tuple(shard.tokens for shard in index.shards), True, shards)
-
-
-def _array(path: Path, dtype: str, count: int, ends_of: int | None = None) -> ArrayFile:
-    if not path.is_file() or path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise DataError(f"{path} is missing or has not the {count:,} elements that {INDEX} counts: {REMEDY}.")
-    return ArrayFile(path, dtype, count, ends_of=ends_of)
+        arrays = shard_arrays(folder, number, entry, index.dtype, index.chats)
+        for one in arrays:
+            if not one.is_whole():
+                raise DataError(
+                    f"{one.path} is missing or has not the {one.count:,} elements that {INDEX} counts: "
+                    f"{REMEDY}."
+                )
+        shards.append(TokenShard(*arrays))
+    return Corpus(shards), index

@@ -51,19 +51,12 @@ class ByteTokenizer:
             )
         return SurroundingTokens()
 
-    def unwritten_start(self) -> str:
-        """Return "": bytes have no beginning-of-text token."""
-        return ""
-
     def token(self, number: int) -> str:
         """Return the text of one token."""
         return self.decode([number])
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the bytes as UTF-8 text, with `�` for tokens above 255 and invalid sequences.
-
-        `special`: unused, since there are no special tokens.
-        """
+        """Return the bytes as UTF-8 text, `�` for tokens above 255 and invalid sequences; none is special."""
         replacement = "�".encode()
         parts = [bytes([token]) if token < self.vocab else replacement for token in tokens]
         return b"".join(parts).decode(errors="replace")
@@ -81,9 +74,10 @@ class FileTokenizer:
                 'give "bytes" or the path of a Hugging Face tokenizer.json, or of its folder'
                 f"{hub_remedy(given)}."
             )
-        self._reader: Any = open_reader(path)
+        self.reader: Any = open_reader(path)
+        """The `tokenizers.Tokenizer`."""
         self.path, self.name = path, path.name
-        self.vocab: int = max(self.numbers().values(), default=-1) + 1
+        self.vocab: int = max(self.reader.get_vocab().values(), default=-1) + 1
         """One above the largest number of a token, also where numbers below it are left out."""
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
@@ -95,7 +89,7 @@ class FileTokenizer:
     def encode_each(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text (uint32), without those that stand before or after each document."""
         with library_errors(f"{self.path} cannot divide a text into tokens"):
-            encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self.reader.encode_batch_fast(texts, add_special_tokens=False)
         # array reads a list three times as fast as NumPy does.
         return [np.array(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
@@ -111,11 +105,11 @@ class FileTokenizer:
         `tokenizer_config.json` beside the tokenizer, if there is one. Raises ConfigError for a token that the
         vocabulary does not have.
         """
-        own = post_processed(self._reader, self.path)
+        own = post_processed(self.reader, self.path)
         token = token_name(tokenizer_config(self.path), "eos_token") if asked is None else asked
         if not token:
             return own if asked is None else own._replace(after=())
-        number: int | None = self._reader.token_to_id(token)
+        number: int | None = self.reader.token_to_id(token)
         if number is None:
             raise ConfigError(
                 f"{token!r}, which is to end each document, is no token of {self.name}: give another one by "
@@ -129,36 +123,17 @@ class FileTokenizer:
         token = token_name(config, "bos_token") or ""
         is_asked = config.get("add_bos_token") is True and token
         return (
-            token if is_asked and self._reader.token_to_id(token) not in self.surrounding(None).before else ""
+            token if is_asked and self.reader.token_to_id(token) not in self.surrounding(None).before else ""
         )
 
     def token(self, number: int) -> str:
         """Return the name of one token, such as <|endoftext|>."""
-        return str(self._reader.id_to_token(number))
+        return str(self.reader.id_to_token(number))
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens, without tokens outside of the vocabulary.
-
-        `special`: whether special tokens are shown.
-        """
+        """Return the text of tokens, special ones if `special`, without tokens outside of the vocabulary."""
         known = [token for token in tokens if token < self.vocab]
-        return str(self._reader.decode(known, skip_special_tokens=not special))
-
-    def numbers(self) -> dict[str, int]:
-        """Return the mapping from each token's text to its number."""
-        return dict(self._reader.get_vocab())
-
-    def rules(self) -> str:
-        """Return the tokenizer's settings that determine the tokens of a text, as JSON."""
-        return str(self._reader.to_str())
-
-    def special_tokens(self) -> list[str]:
-        """Return the texts of special tokens, which the tokenizer never splits."""
-        return [token.content for token in self._reader.get_added_tokens_decoder().values()]
-
-    def post_processed(self, text: str) -> list[int]:
-        """Return the tokens of a text with those that the tokenizer's `post_processor` adds."""
-        return list(self._reader.encode(text).ids)
+        return str(self.reader.decode(known, skip_special_tokens=not special))
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -170,8 +145,5 @@ def printable(text: str) -> str:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open the tokenizer that `data.tokenizer` names.
-
-    Raises `ConfigError` when there is no such file or its package is missing, `DataError` when it is broken.
-    """
+    """Open the tokenizer that `data.tokenizer` names. Raises ConfigError, and DataError for a broken file."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.app.data.chat_records import short_json
-from plait.app.data.json_files import read_json_object
+from plait.app.data.corpus_files import read_json_object
 from plait.errors import ConfigError, DataError, missing_package
+from plait.files import read_bytes
 
-CONFIG = "tokenizer_config.json"
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of a tokenizer's chat templates but the default one."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("split_special_tokens", "add_bos_token")
 _PROBES = ("a", "A", "0", ".", "\n")
@@ -49,6 +53,29 @@ class SurroundingTokens(NamedTuple):
         return np.concatenate([np.array(before, tokens.dtype), tokens, np.array(after, tokens.dtype)])
 
 
+def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
+    """Return the files that are there of a `tokenizer.json` or its folder, by their names; none of bytes."""
+    path = Path(tokenizer).expanduser()
+    path = path / TOKENIZER if path.is_dir() else path
+    if tokenizer == "bytes" or not path.is_file():
+        return {}
+    beside = {name: path.parent / name for name in (CONFIG, "chat_template.jinja", _SPECIAL_TOKENS)}
+    templates = sorted((path.parent / _NAMED_TEMPLATES).glob("*.jinja"))
+    beside |= {f"{_NAMED_TEMPLATES}/{one.name}": one for one in templates}
+    return {TOKENIZER: path} | {name: one for name, one in beside.items() if one.is_file()}
+
+
+def files_hash(tokenizer: str) -> str:
+    """Return a text that changes with the content of a tokenizer's files; empty for bytes. Raises OSError."""
+    files = tokenizer_files(tokenizer)
+    try:
+        contents = {name: read_bytes(path) for name, path in files.items()}
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}): mend or remove it.") from None
+    hashes = [f"{name} {sha256(data).hexdigest()}" for name, data in contents.items()]
+    return sha256(" ".join(hashes).encode()).hexdigest()[:16] if files else ""
+
+
 def open_reader(path: Path) -> Any:
     """Return the `tokenizers.Tokenizer` of a `tokenizer.json`, with the tokens that files beside it add.
 
@@ -73,10 +100,7 @@ def open_reader(path: Path) -> Any:
 
 @contextmanager
 def library_errors(told: str) -> Iterator[None]:
-    """Context manager that raises DataError for what the libraries of tokenizers raise, also in Rust.
-
-    They raise bare Exception, and where their own code fails a BaseException.
-    """
+    """Context manager that raises DataError for what tokenizers raise: Exception, in Rust a BaseException."""
     try:
         yield
     except DataError:
@@ -119,10 +143,7 @@ def token_name(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def post_processed(reader: Any, path: Path) -> SurroundingTokens:
-    """Return the tokens that a tokenizer's own post-processor writes around each text.
-
-    Raises DataError for one that changes the tokens of the text themselves.
-    """
+    """Return the tokens that a post-processor writes around each text; DataError if it changes the text's."""
     for text in _PROBES if reader.post_processor is not None else ():
         inner = reader.encode(text, add_special_tokens=False).ids
         whole = reader.encode(text).ids

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch.utils.data import default_collate
 
-from plait.app.data.random_states import kept_random_state, seed_all
+from plait.app.data.loader import kept_random_state, seed_all
 from plait.errors import DataError
 from plait.ranks.plain_values import NotPlainError, decode, encode
 from plait.tensor.layer_values import Value, row_count

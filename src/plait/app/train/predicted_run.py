@@ -9,8 +9,7 @@ from statistics import fmean, median
 import torch
 from torch import nn
 
-from plait.app.config.config import Config
-from plait.app.config.planned_config import configured_decoder, vocabulary
+from plait.app.config.config import Config, configured_decoder, vocabulary
 from plait.app.train.trainer import trained_part
 from plait.errors import ConfigError, PlaitError
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan

@@ -13,6 +13,7 @@ from plait.app.data.batches import (
     Batches,
     ConcatenatedRows,
     InputsAndTargets,
+    MixedBatches,
     RandomBatches,
     Rows,
     ShuffledBatches,
@@ -22,8 +23,7 @@ from plait.app.data.batches import (
     row_total,
 )
 from plait.app.data.chats import ChatEncoder
-from plait.app.data.corpus import read_documents
-from plait.app.data.mixture import MixedBatches
+from plait.app.data.document_sources import read_documents
 from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.app.train.run_sources import OpenSource, is_tokenized, open_source, prepared_folder

@@ -13,21 +13,20 @@ from pathlib import Path
 import numpy as np
 
 from plait.app.config.config import Config
-from plait.app.config.config_parser import is_given
+from plait.app.config.config_parser import given_values
 from plait.app.config.model_section import USUAL_CONTEXT
 from plait.app.data.batches import Rows, TokenWindows
 from plait.app.data.chats import require_known_fields
-from plait.app.data.corpus import read_documents, source_files
-from plait.app.data.corpus_check import require_intact
-from plait.app.data.corpus_index import FORMAT, CorpusIndex, is_prepared
+from plait.app.data.corpus_index import FORMAT, CorpusIndex, is_prepared, require_intact
 from plait.app.data.document_rows import DocumentRows
-from plait.app.data.document_sources import files_of
+from plait.app.data.document_sources import files_of, read_documents, source_files
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
-from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_files, tokenizer_mismatch
+from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tables import HUB, dataset_files, is_dataset
 from plait.app.data.token_files import holds_tokens, open_tokens
 from plait.app.data.token_shards import Corpus, corpus_of, open_corpus
 from plait.app.data.tokenizer import ByteTokenizer, Tokenizer
+from plait.app.data.tokenizer_file import tokenizer_files
 from plait.errors import ConfigError, DataError
 
 _RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".json.gz", ".parquet", ".arrow")
@@ -253,7 +252,7 @@ def with_context_of_data(config: Config, arguments: Sequence[str]) -> tuple[Conf
     own, or it takes no more. Tokenizes records, unless they are.
     """
     folder = config.model.folder
-    if folder is None or is_given(arguments, "model.context"):
+    if folder is None or "model.context" in given_values(arguments):
         return config, ""
     from plait.models.huggingface.pretrained import sizes_in  # late: with torch
 

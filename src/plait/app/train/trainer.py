@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from plait.app.config.config import Config
-from plait.app.config.config_sections import ModelConfig
+from plait.app.config.model_section import ModelConfig
 from plait.app.config.train_section import TrainConfig
 from plait.app.data.batches import rank_rows
 from plait.app.data.tokenizer import Tokenizer, printable

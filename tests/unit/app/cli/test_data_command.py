@@ -46,7 +46,7 @@ def test_data_inspect_marks_answers_and_roles_of_conversations(
     pytest.importorskip("tokenizers")
     (tokenizer := tmp_path / "tokenizer").mkdir()
     chats.save_tokenizer(tokenizer)
-    talks = [[("user", "ab"), ("assistant", "cd")], [("user", "a"), ("bot", "b")]]
+    talks = [[("guest", "ab"), ("assistant", "cd")], [("user", "a"), ("bot", "b")]]
     rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = prepared(tmp_path / "a.jsonl", str(tokenizer))

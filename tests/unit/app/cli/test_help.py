@@ -25,14 +25,14 @@ def _shown(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ["", *(command.name for command in COMMANDS), *_ACTIONS]:
+    for command in ["", *COMMANDS, *_ACTIONS]:
         lines = _shown(command, capsys).splitlines()
         assert len(lines) <= _LINES
         assert [line for line in lines if len(line) > _COLUMNS] == []
 
 
 def test_help_has_examples_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in [*(c.name for c in COMMANDS if c.name not in ("data", "checkpoint")), *_ACTIONS]:
+    for command in [*(name for name in COMMANDS if name not in ("data", "checkpoint")), *_ACTIONS]:
         _, _, examples = _shown(command, capsys).partition("examples:\n")
         assert f"plait {command} " in f"{examples} "
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from plait.app.cli import main as module
-from plait.app.cli.main import Command, main
+from plait.app.cli.main import main
 from plait.app.cli.ranks_and_signals import degrees
 from plait.errors import NonFiniteError, RankError
 from plait.plan.plan import Plan
@@ -25,10 +25,10 @@ def break_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
         def run(argv: list[str]) -> NoReturn:
             raise error
 
-        broken = ModuleType("broken_command")
+        broken = ModuleType("plait.app.cli.broken")
         vars(broken)["run"] = run
         monkeypatch.setitem(sys.modules, broken.__name__, broken)
-        monkeypatch.setattr(module, "COMMANDS", (Command("broken", broken.__name__, "fails"),))
+        monkeypatch.setattr(module, "COMMANDS", {"broken": "fails"})
 
     return install
 

@@ -13,9 +13,9 @@ import torch
 
 import plait
 from plait.app.cli.main import main
-from plait.app.cli.plan_output import calibration_text, change_lines
+from plait.app.cli.plan_output import SEARCHED, calibration_text, change_lines
+from plait.app.config.config import configured_decoder
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.config.planned_config import SEARCHED, configured_decoder
 from plait.app.train.trainer import build_model, trained_part
 from plait.estimate.time.hardware import Link, load_hardware
 from plait.pictures.quantities import count_text

@@ -61,7 +61,7 @@ def batches(kind: str, size: int) -> Batches:
     corpus = counting(windows=23, context=5)
     if kind == "packed":
         shard = TokenShard(np.arange(116), np.arange(3, 120, 4))
-        corpus = TokenWindows(Corpus((116,), True, [shard]), 5, vocab=116, source="packed")
+        corpus = TokenWindows(Corpus([shard]), 5, vocab=116, source="packed")
     if kind in ("shuffled", "packed"):
         return ShuffledBatches(corpus, size, seed=3)
     if kind == "spread":

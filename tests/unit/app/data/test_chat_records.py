@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.app.data.chats import ChatEncoder, EncodedChat
+from plait.app.data.chats import ChatEncoder, EncodedPart
 from plait.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.transformers
@@ -79,7 +79,7 @@ def save(folder: Path, template: object, post: str = "<bos> $A") -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
 
 
-def shown(encoder: ChatEncoder, found: EncodedChat) -> tuple[str, str]:
+def shown(encoder: ChatEncoder, found: EncodedPart) -> tuple[str, str]:
     """The text of a conversation, and that of its answers."""
     decode = encoder._tokenizer.decode
     return decode(found.tokens.tolist()), decode(found.tokens[found.answers].tolist())

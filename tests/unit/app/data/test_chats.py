@@ -209,7 +209,7 @@ def rows_of(lengths: list[int], context: int, answers: list[int] | None = None) 
     tokens = np.arange(1, sum(lengths) + 1)
     marks = None if answers is None else np.array(answers, dtype=np.uint8)
     shard = TokenShard(tokens, np.cumsum(lengths, dtype=np.int64), marks)
-    return DocumentRows(Corpus((len(tokens),), True, [shard]), context, 1000, "some")
+    return DocumentRows(Corpus([shard]), context, 1000, "some")
 
 
 def test_rows_of_conversations_hold_whole_documents() -> None:

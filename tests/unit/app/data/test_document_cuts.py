@@ -10,9 +10,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from plait.app.data import long_documents, text_files
-from plait.app.data.long_documents import Cut, DocumentEncoder, find_cut
-from plait.app.data.text_files import text_ahead, text_cuts
+from plait.app.data import text_files
+from plait.app.data.text_files import Cut, DocumentEncoder, find_cut, text_ahead, text_cuts
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 
@@ -60,8 +59,8 @@ def test_a_cut_is_after_a_line_end_else_before_a_space_else_behind_one() -> None
 
 @pytest.mark.parametrize("part", [1, 7, 1000])
 def test_the_parts_of_a_document_have_its_tokens(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
-    monkeypatch.setattr(long_documents, "PART", 60)
-    monkeypatch.setattr(long_documents, "AHEAD", 20)
+    monkeypatch.setattr(text_files, "PART", 60)
+    monkeypatch.setattr(text_files, "AHEAD", 20)
     text = "a few words\nof a line " * 20
     for encode in (letters, words):
         encoder, parts = DocumentEncoder(encode, "a.txt"), []
@@ -94,7 +93,7 @@ def test_a_document_that_cannot_be_cut_is_encoded_at_once_up_to_a_limit(
         return behind_a_mark(texts)
 
     for name, value in {"PART": 60, "AHEAD": 20, "LARGEST": 200}.items():
-        monkeypatch.setattr(long_documents, name, value)
+        monkeypatch.setattr(text_files, name, value)
     encoder = DocumentEncoder(counted, "a.txt")
     assert [*encoder.add("a" * 199)] == []
     assert sizes == [80, 160]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait.app.data import document_rows
 from plait.app.data.batches import ShuffledBatches, TokenWindows
-from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
+from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_paths, write_index
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.token_shards import Corpus, TokenShard, open_corpus
 
@@ -66,7 +66,7 @@ def test_document_rows_are_those_of_adding_one_document_after_another(
         answers = np.array([firsts[one] for one in part], dtype=np.uint32)
         tokens = np.arange(begin, begin + int(of[-1] if len(of) else 0))
         made.append(TokenShard(tokens, of, first_answers=answers))
-    corpus = Corpus(tuple(len(shard.tokens) for shard in made), True, made)
+    corpus = Corpus(made)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_rows, "DOCUMENTS_AT_ONCE", at_once)
         patch.setattr(document_rows, "APART", apart)
@@ -93,12 +93,12 @@ def corpus_on_disk(folder: Path, shards: int, *, chats: bool) -> None:
     """Shards of a thousand documents of twenty tokens each."""
     folder.mkdir()
     for number in range(shards):
-        paths = shard_files(folder, number)
-        np.zeros(20_000, np.uint16).tofile(paths.tokens)
-        np.arange(20, 20_001, 20).tofile(paths.ends)
+        paths = shard_paths(folder, number, chats)
+        np.zeros(20_000, np.uint16).tofile(paths[0])
+        np.arange(20, 20_001, 20).tofile(paths[1])
         if chats:
-            np.ones(20_000, np.uint8).tofile(paths.answers)
-            np.ones(1000, np.uint32).tofile(paths.first_answers)
+            np.ones(20_000, np.uint8).tofile(paths[2])
+            np.ones(1000, np.uint32).tofile(paths[3])
     entries = (ShardEntry(20_000, 1000),) * shards
     write_index(folder, CorpusIndex("bytes", 256, "uint16", None, chats, entries))
 

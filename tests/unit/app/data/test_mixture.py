@@ -12,9 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.app.data.batches import ConcatenatedRows, RandomBatches, description, row_total
+from plait.app.data.batches import (
+    BLOCK,
+    ConcatenatedRows,
+    MixedBatches,
+    RandomBatches,
+    description,
+    row_total,
+)
 from plait.app.data.document_rows import DocumentRows
-from plait.app.data.mixture import BLOCK, MixedBatches
 from plait.app.data.token_shards import Corpus, TokenShard
 from plait.app.train.run_data import ReadAhead
 
@@ -72,7 +78,7 @@ def test_parts_of_a_batch_are_the_batch_and_it_stays_that_of_earlier_versions() 
 
 def test_document_ids_of_a_mixture_stay_apart_beside_corpora_without_documents() -> None:
     shard = TokenShard(np.arange(6), np.array([2, 6]))
-    packed = DocumentRows(Corpus((6,), True, [shard]), 6, 10, "some")
+    packed = DocumentRows(Corpus([shard]), 6, 10, "some")
 
     class Plain:
         count = 1

@@ -158,7 +158,7 @@ def test_document_numbers_span_token_shards_with_and_without_documents() -> None
         TokenShard(np.arange(3, 5), None, np.array([1, 0], dtype=np.uint8)),
         TokenShard(np.arange(5, 9), np.array([1, 4]), None, np.array([0, 2], dtype=np.uint32)),
     ]
-    corpus = Corpus((3, 2, 4), True, shards)
+    corpus = Corpus(shards)
     assert (len(corpus), corpus.document_count) == (9, 4)
     assert corpus.document_ends(0, 4).tolist() == [2, 5, 6, 9]
     assert corpus.document_ends(1, 3).tolist() == [5, 6]
@@ -213,7 +213,7 @@ def test_a_corpus_gives_the_document_numbers_of_any_window(shards: Any, window: 
         lengths += [own[0] + carried, *own[1:]] if own else []
         carried = rest if own else carried + rest
     tokens = [number for number, length in enumerate([*lengths, carried]) for _ in range(length)]
-    corpus = Corpus(tuple(len(shard.tokens) for shard in made), True, made)
+    corpus = Corpus(made)
     first = min(window[0], len(tokens))
     count = min(window[1], len(tokens) - first)
     found, expected = corpus.documents(first, count).tolist(), tokens[first : first + count]

@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 
 from plait.app.data.corpus_index import CorpusIndex, write_index
-from plait.app.data.recorded_tokenizer import (
-    files_hash,
-    record_tokenizer,
-    recorded_tokenizer,
-    tokenizer_files,
-    tokenizer_mismatch,
-)
+from plait.app.data.recorded_tokenizer import record_tokenizer, recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
-from plait.app.data.tokenizer_file import SurroundingTokens
+from plait.app.data.tokenizer_file import SurroundingTokens, files_hash, tokenizer_files
 from plait.errors import ConfigError, DataError
 
 
@@ -82,11 +76,12 @@ def test_a_tokenizer_that_changes_texts_and_adds_tokens_around_them(word_tokeniz
         '{"additional_special_tokens": ["<new>", {"content": "<x>"}]}'
     )
     tokenizer = FileTokenizer(folder)
-    assert tokenizer.special_tokens() == ["<s>", "</s>", "<new>", "<x>"]
+    special = [token.content for token in tokenizer.reader.get_added_tokens_decoder().values()]
+    assert special == ["<s>", "</s>", "<new>", "<x>"]
     assert (tokenizer.vocab, tokenizer.name, tokenizer.token(5)) == (8, "tokenizer.json", "</s>")
     assert [one.tolist() for one in tokenizer.encode_each(["A b", "<s>a", ""])] == [[1, 2], [4, 1], []]
     assert tokenizer.encode([b"A b", b"<s>C", b"a</s>", b""]).tolist() == [4, 1, 2, 5, 4, 3, 5, 4, 1, 5]
-    assert tokenizer.post_processed("a<x>") == [4, 1, 7]
+    assert tokenizer.reader.encode("a<x>").ids == [4, 1, 7]
     assert (tokenizer.prompt("a"), tokenizer.prompt("<s>a"), tokenizer.prompt("")) == ([4, 1], [4, 1], [4])
     assert tokenizer.surrounding(None) == SurroundingTokens((4,), (5,))
     assert tokenizer.surrounding("") == SurroundingTokens((4,), ())

@@ -32,10 +32,9 @@ def transformers_tokenizer(folder: Path) -> Any:
 def cut_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut documents after some hundred characters, and write shards in this process."""
     in_one_process(monkeypatch)
-    for module in ("long_documents", "encoded_documents", "text_files"):
+    for module in ("encoded_documents", "text_files"):
         monkeypatch.setattr(f"plait.app.data.{module}.PART", 1000)
-    for module in ("long_documents", "text_files"):
-        monkeypatch.setattr(f"plait.app.data.{module}.AHEAD", 200)
+    monkeypatch.setattr("plait.app.data.text_files.AHEAD", 200)
     monkeypatch.setattr("plait.app.data.text_files._WINDOW", 2400)
 
 
@@ -86,7 +85,7 @@ def test_a_document_has_the_tokens_of_its_whole_text(
     for number, post in enumerate(POSTS):
         folder = kinds.save(tmp_path / str(number), kind, post=post)
         theirs, ours = transformers_tokenizer(folder), open_tokenizer(str(folder))
-        assert [ours.post_processed(one) for one in TEXTS] == [theirs(one)["input_ids"] for one in TEXTS]  # type: ignore[union-attr]
+        assert [ours.reader.encode(one).ids for one in TEXTS] == [theirs(one)["input_ids"] for one in TEXTS]  # type: ignore[union-attr]
         text = shuffled(600, number)
         expected = theirs(text)["input_ids"]
         expected += [] if expected[-1] == theirs.eos_token_id else [theirs.eos_token_id]
@@ -115,7 +114,7 @@ def test_a_text_that_can_be_cut_nowhere_and_is_too_long_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_often(monkeypatch)
-    monkeypatch.setattr("plait.app.data.long_documents.LARGEST", 4000)
+    monkeypatch.setattr("plait.app.data.text_files.LARGEST", 4000)
     (tmp_path / "a.txt").write_text("a" * 5000)
     folder = kinds.save(tmp_path / "tokenizer", "byte level")
     with pytest.raises(DataError, match=r"a\.txt has a document of more than .*divide it into documents"):
@@ -160,7 +159,7 @@ def test_added_tokens_in_tokenizer_config_are_read_and_padding_is_ignored(tmp_pa
     (folder / "tokenizer.json").write_text(json.dumps(written))
     theirs, ours = transformers_tokenizer(folder), open_tokenizer(str(folder))
     for text in (*TEXTS, "a<pad>b <later> c<new>"):
-        assert ours.post_processed(text) == theirs(text)["input_ids"]  # type: ignore[union-attr]
+        assert ours.reader.encode(text).ids == theirs(text)["input_ids"]  # type: ignore[union-attr]
     assert ours.vocab == len(theirs)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON"):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from plait.app.config.config_sections import ModelConfig
+from plait.app.config.model_section import ModelConfig
 from plait.app.loop.meter import Meter, StepMetrics, StepTensors, flops_per_token
 from plait.app.train.trainer import build_model
 from plait.estimate.prediction.prediction import predict

@@ -11,7 +11,7 @@ import torch
 import plait
 from parity.one_rank import CONTEXT, SIZES, VOCAB, lively, saved, tensors_in
 from plait.app.cli.main import main
-from plait.app.config.config_sections import ModelConfig
+from plait.app.config.model_section import ModelConfig
 from plait.app.train.trainer import build_model
 from plait.checkpoint.manifest import read_manifest
 

@@ -8,7 +8,8 @@ import pytest
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments, fields, takes
-from plait.app.config.config_sections import ModelConfig, ParallelConfig
+from plait.app.config.config_sections import ParallelConfig
+from plait.app.config.model_section import ModelConfig
 from plait.app.config.train_section import TrainConfig
 from plait.errors import ConfigError
 from plait.plan.plan import Plan

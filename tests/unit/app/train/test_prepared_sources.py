@@ -18,8 +18,8 @@ from plait.app.config.config import Config
 from plait.app.data import preparation
 from plait.app.data.corpus_index import read_index, write_index
 from plait.app.data.preparation import prepare_corpus
-from plait.app.data.recorded_tokenizer import files_hash
 from plait.app.data.token_shards import open_corpus
+from plait.app.data.tokenizer_file import files_hash
 from plait.app.train import run_sources as prepared_sources
 from plait.app.train.run_checkpoints import TOKENIZER, trained_tokenizer
 from plait.app.train.run_data import check_data, load_data

@@ -12,9 +12,9 @@ import pytest
 import torch
 from train_runs import make, rows, run
 
-from plait.app.config.config import Config
+from plait.app.cli.plan_output import config_text
+from plait.app.config.config import Config, configured_decoder
 from plait.app.config.config_parser import config_from_arguments, fields, nearest_field
-from plait.app.config.planned_config import config_text, configured_decoder
 from plait.app.config.train_section import OPTIONS, TrainConfig
 from plait.app.train.trainer import build_learning_rate, build_optimizer, trained_part
 from plait.checkpoint.inspecting import summary

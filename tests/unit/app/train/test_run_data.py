@@ -10,7 +10,7 @@ import torch
 
 from plait.app.config.config import Config
 from plait.app.data.batches import ValidationBatches, row_total
-from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
+from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_paths, write_index
 from plait.app.data.recorded_tokenizer import record_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import open_tokenizer
 from plait.app.train.run_data import check_data, encode_prompt, load_data
@@ -160,12 +160,12 @@ def test_unusable_data_are_refused_before_the_ranks_start(tmp_path: Path) -> Non
 def conversations_on_disk(folder: Path, firsts: list[int]) -> Path:
     """Conversations of ten tokens each, of which those from `firsts` on are an answer, of 0 none."""
     folder.mkdir(parents=True)
-    paths, count = shard_files(folder, 0), len(firsts)
+    paths, count = shard_paths(folder, 0, True), len(firsts)
     answers = [first > 0 and place >= first for first in firsts for place in range(10)]
-    np.arange(10 * count, dtype=np.uint16).tofile(paths.tokens)
-    np.arange(10, 10 * count + 1, 10).tofile(paths.ends)
-    np.array(answers, np.uint8).tofile(paths.answers)
-    np.array(firsts, np.uint32).tofile(paths.first_answers)
+    np.arange(10 * count, dtype=np.uint16).tofile(paths[0])
+    np.arange(10, 10 * count + 1, 10).tofile(paths[1])
+    np.array(answers, np.uint8).tofile(paths[2])
+    np.array(firsts, np.uint32).tofile(paths[3])
     entry = ShardEntry(10 * count, count, sum(answers), firsts.count(0), largest=10 * count - 1)
     write_index(folder, CorpusIndex("bytes", 256, "uint16", None, True, (entry,)))
     return folder

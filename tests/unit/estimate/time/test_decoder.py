@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import plait
-from plait.app.config.config_sections import ModelConfig
+from plait.app.config.model_section import ModelConfig
 from plait.app.loop.meter import flops_per_token
 from plait.errors import ModelError
 from plait.models.layers.layer_sequence import layer_costs, sequence_of

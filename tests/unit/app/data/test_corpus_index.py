@@ -16,9 +16,15 @@ import pytest
 from in_process import in_one_process
 
 from plait.app.cli.main import main
-from plait.app.data import whole_files
-from plait.app.data.corpus_check import _difference, require_intact
-from plait.app.data.corpus_index import CorpusIndex, ShardEntry, read_index, write_index
+from plait.app.data import corpus_files
+from plait.app.data.corpus_index import (
+    CorpusIndex,
+    ShardEntry,
+    _difference,
+    read_index,
+    require_intact,
+    write_index,
+)
 from plait.app.data.preparation import prepare_corpus
 from plait.app.data.token_shards import open_corpus
 from plait.errors import DataError
@@ -157,13 +163,13 @@ def test_a_corpus_file_is_synced_before_it_is_renamed(
 
     monkeypatch.setattr(os, "fsync", synchronised)
     monkeypatch.setattr(Path, "replace", renamed)
-    with whole_files.whole_file(path) as file:
+    with corpus_files.whole_file(path) as file:
         for data in (b"ab", b"c"):
             file.write(data)
     assert done == [(3, False), ("a.partial", "a"), ("folder", True)]
-    assert file.checksum == whole_files.file_checksum(path) == f"{zlib.crc32(b'abc'):08x}"
-    monkeypatch.setattr(whole_files, "_READ_AT_ONCE", 1)
-    assert whole_files.file_checksum(path) == file.checksum
+    assert file.checksum == corpus_files.file_checksum(path) == f"{zlib.crc32(b'abc'):08x}"
+    monkeypatch.setattr(corpus_files, "_READ_AT_ONCE", 1)
+    assert corpus_files.file_checksum(path) == file.checksum
 
 
 def test_a_corpus_of_an_earlier_version_opens_without_checksums(corpus: Path) -> None:
@@ -199,7 +205,7 @@ def test_a_write_error_of_data_prepare_is_one_sentence_and_a_second_run_finishes
     (corpus / "00001.tokens.bin").unlink()
     with monkeypatch.context() as patched:
         if call == "write":
-            patched.setattr(whole_files.ChecksumWriter, "write", fails)
+            patched.setattr(corpus_files.ChecksumWriter, "write", fails)
         elif call == "fsync":
             patched.setattr(os, "fsync", fails)
         else:

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.app.data import corpus
-from plait.app.data.corpus import read_documents
+from plait.app.data import document_sources
+from plait.app.data.document_sources import read_documents
 from plait.app.data.preparation import prepare_corpus
 from plait.errors import DataError
 
@@ -17,14 +17,14 @@ def test_standard_library_is_python_and_always_the_same() -> None:
 
 
 def test_the_standard_library_source_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "STDLIB_BYTES", 500_000)
+    monkeypatch.setattr(document_sources, "STDLIB_BYTES", 500_000)
     assert 250_000 < sum(map(len, read_documents("stdlib"))) <= 500_000
 
 
 def test_the_source_stdlib_without_python_files_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(document_sources.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match='"stdlib" found no Python source'):
         read_documents("stdlib")
 
