@@ -177,7 +177,7 @@ DEFECTS = {
     loss_divided_by_own_weight: "the gradient of",
     no_gradient_over_boundary: "the gradient of",
     buffers_given_back_too_soon: "the gradient of",
-    gradients_of_the_step_before_stay: "the gradient norm of step 1",
+    gradients_of_the_step_before_stay: "another gradient of embedding.token.weight",
     norm_of_own_stage_only: "another norm",
     targets_of_another_microbatch: "the gradient of",
     rounded_to_single_precision: "the gradient of",
