@@ -13,7 +13,7 @@ from parity.defects import no_gradient_over_boundary, rounded_to_single_precisio
 from parity.tensor_defects import backward_of_the_reduction_scaled, entrance_without_sum
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.stage import Gradients, Stage
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import during, rank
 from zoo.row import Named, Row

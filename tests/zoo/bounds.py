@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.engine import Engine
 from plait.engine import engine as gradient_clipping
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo.patching import rank
 from zoo.row import TWO_STEPS
 from zoo.stepping import BOTH, COPIES, EXACT, STAGES, row_of

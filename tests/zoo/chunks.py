@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.plan.plan import Plan
 from plait.tensor import chunked_cross_entropy
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.row import Named, Row
 

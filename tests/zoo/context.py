@@ -29,7 +29,7 @@ from plait.tensor.attention.kernels import block_backward, block_forward
 from plait.tensor.attention.ring import KeyExchange, Pair
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import during, rank, replaced_all_reduce
 from zoo.row import Named, Row

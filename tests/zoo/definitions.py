@@ -30,7 +30,7 @@ from plait.models.huggingface import families as decoder
 from plait.plan.plan import Plan
 from plait.tensor.attention import exchange_plan, kernels, visibility
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.context import IN_A_WINDOW, PACKED, RING
 from zoo.patching import rank

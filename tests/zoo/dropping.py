@@ -15,7 +15,7 @@ from plait.tensor import dropout
 from plait.tensor.attention.ring import KeyBlocks
 from plait.tensor.dropout import set_region_part
 from plait.tensor.parallel import apply_rules
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo.row import TWO_STEPS, Named, Row
 
 

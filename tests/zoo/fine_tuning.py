@@ -25,7 +25,7 @@ from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.parallel import apply_rules
 from plait.tensor.parallel import embedding_and_norm as norm
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.context import PACKED, RING
 from zoo.patching import during, rank

@@ -31,7 +31,7 @@ from plait.tensor.layer_values import map_tensors
 from plait.tensor.parallel import embedding_and_norm as embedding
 from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.linear import RowParallelLinear
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases, models
 from zoo.patching import during, in_single, rank
 from zoo.row import Named, Row

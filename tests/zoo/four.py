@@ -11,7 +11,7 @@ from parity.defects import norm_of_own_stage_only, tie_not_reduced, weight_work_
 from parity.tensor_defects import bias_added_by_every_rank, copies_not_summed, entrance_without_sum
 from plait.engine import parallelize as composer
 from plait.plan.plan import Plan
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.backward import gradient_of_another_microbatch
 from zoo.forward import mask_missing_on_one_rank, message_of_another_microbatch

@@ -19,7 +19,7 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.handle import Handle
 from plait.tensor import losses as softmax_terms
 from plait.tensor.losses import CrossEntropy
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases, models
 from zoo.patching import replaced_all_reduce
 from zoo.row import Named, Row

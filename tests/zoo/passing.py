@@ -15,7 +15,7 @@ from parity.layers import CLASSES, HIDDEN
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.runner import Runner
 from plait.plan.plan import Plan
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.row import TWO_STEPS, Named, Row
 

@@ -21,8 +21,8 @@ from plait.plan.parameter_units import PRECISIONS, UnitSpec, resolve_units
 from plait.plan.plan import Plan, Precision
 from plait.ranks.handle import Handle
 from plait.tensor.parallel import embedding_and_norm as norm
-from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.bounds import right_factor, scaling
 from zoo.fine_tuning import NORMS

@@ -17,7 +17,7 @@ from plait.engine.sharding import reducer
 from plait.engine.sharding.reducer import Reducer
 from plait.ranks.collectives import all_reduce
 from plait.tensor.parallel.partition import is_sharded
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import in_single, replaced_all_reduce
 from zoo.row import Named, Row

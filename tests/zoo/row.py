@@ -14,10 +14,10 @@ from parity.woven import global_rows
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
-from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import VerificationReport
+from plait.verification.step_location import StepPhase
 from plait.verification.verify import build_report
 
 Defect = Callable[[], AbstractContextManager[object]]

@@ -15,7 +15,7 @@ from plait.checkpoint import loading
 from plait.checkpoint.box_reader import BoxReader
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.row import ONE_STEP, Named, Row
 

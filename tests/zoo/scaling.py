@@ -16,7 +16,7 @@ from plait.engine.sharding import gradient_norm as loss_scale
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.gradient_norm import LossScale
 from plait.engine.sharding.reducer import Reducer
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import rank
 from zoo.precision import BOTH, MIXED, NORM, TWO_NATIVE_STEPS, native_row

@@ -22,7 +22,7 @@ from plait.ranks.group import Group
 from plait.ranks.handle import Handle
 from plait.schedules.lowering import lower as lowering
 from plait.schedules.lowering.program import LoweringSpec
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.row import TWO_STEPS, Named, Row
 

@@ -31,7 +31,7 @@ from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, o
 from plait.tensor.dropout_mask import DimPart
 from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.linear import RegionBoundary, RowParallelLinear
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import during, replaced_all_reduce
 from zoo.row import Named, Row

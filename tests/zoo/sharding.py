@@ -20,7 +20,7 @@ from plait.engine.sharding.unit import UnitFactory
 from plait.ranks.collectives import all_gather
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import in_single
 from zoo.row import ONE_STEP, TWO_STEPS, Named, Row

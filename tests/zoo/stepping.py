@@ -12,8 +12,8 @@ from torch import Tensor
 
 from plait.engine import Engine
 from plait.engine.sharding.gatherer import Gatherer
-from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import rank
 from zoo.row import ONE_STEP, TWO_STEPS, Named, Row

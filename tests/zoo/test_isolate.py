@@ -2,8 +2,8 @@
 
 from contextlib import ExitStack, contextmanager
 
-from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
+from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.context import RING, labels_shifted_after_the_cut, weight_gradient_of_the_second_part_twice
 from zoo.forward import message_of_another_microbatch, other_epsilon

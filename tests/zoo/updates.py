@@ -18,7 +18,7 @@ from plait.engine import engine as gradient_clipping
 from plait.engine import parallelize as composer
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.ranks.handle import Handle
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases, models
 from zoo.patching import rank
 from zoo.row import ONE_STEP, TWO_STEPS, Named, Row

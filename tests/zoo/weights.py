@@ -23,7 +23,7 @@ from plait.ranks.collectives import all_reduce
 from plait.tensor.autograd import deferred_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.parallel import embedding_and_norm as embedding
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 from zoo import cases, models
 from zoo.patching import each_alone, in_single
 from zoo.row import TWO_STEPS, Named, Row

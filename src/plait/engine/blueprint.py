@@ -30,7 +30,7 @@ from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, Unit
 from plait.plan.plan import Plan, Recompute
 from plait.plan.rules import Rule, Rules
 from plait.plan.shard_plan import ShardPlan
-from plait.proof.meta_layers import MetaLayers
+from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.group import Group
 from plait.schedules.check import check
 from plait.schedules.lowering.check_programs import check_programs

@@ -34,7 +34,7 @@ from plait.plan.arguments import require_flag, require_instance, require_whole
 from plait.plan.layout.shards import shard
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
-from plait.proof.meta_layers import MetaLayers
+from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change

@@ -35,7 +35,7 @@ from plait.errors import DataError, PlanError
 from plait.models.layers.layer_sequence import saved_buffers
 from plait.models.layers.model_validation import LateHooks
 from plait.models.layers.shape_inference import LayerInfo
-from plait.proof.meta_layers import MetaLayers
+from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
 from plait.ranks.device import sent

@@ -37,8 +37,8 @@ from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import Handle
 from plait.ranks.point_to_point import receive, send
 from plait.ranks.rank_device import device_of_rank
+from plait.ranks.transport.joined_world import Processes, current_ranks, joined_processes
 from plait.ranks.transport.torch_distributed import TorchTransport
-from plait.ranks.transport.world_ranks import Processes, current_ranks, joined_processes
 from plait.ranks.world import require_joined
 from plait.schedules.lowering.messages import Channel
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from plait.plan.layout.layout import Layout
 from plait.plan.layout.shards import shard
-from plait.verification.location import Location, StepPhase
 from plait.verification.reference.inside_layers import InnerDifference
 from plait.verification.reference.recording import Tolerance, elementwise_difference, largest_difference
+from plait.verification.step_location import Location, StepPhase
 
 MAX_LISTED = 64
 """Differences of one rank that are kept; further ones are only counted."""

@@ -24,11 +24,11 @@ from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.case import Case, batches_of_steps, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
-from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
 from plait.verification.reference.reference_run import Batch, ReferenceRun
 from plait.verification.reference.start_values import Perturbation
 from plait.verification.resumed_run import resumed
+from plait.verification.step_location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 
 RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
 """Recordings by the number of micro-batches of the global batch, and by the linear whose input is recorded as

@@ -10,8 +10,8 @@ from typing import Any
 
 from plait.plan.plan import Plan
 from plait.verification.findings import Difference, Tally
-from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
+from plait.verification.step_location import Location, StepPhase
 
 WIDTH = 80
 ROWS = 6

@@ -26,8 +26,8 @@ from plait.ranks.mesh import Mesh
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.findings import ComparedBox
-from plait.verification.location import Location, StepPhase
 from plait.verification.reference.recording import Tolerance, broadcast_object, largest_magnitude
+from plait.verification.step_location import Location, StepPhase
 
 MakeEngine = Callable[[Plan, Mesh], Engine]
 """Returns a new engine of the model, with its initial values."""

@@ -26,10 +26,10 @@ from plait.verification.findings import Tally
 from plait.verification.independent_comparison import compare_with_reference
 from plait.verification.independent_reference import IndependentReference
 from plait.verification.independent_report import IndependentReport, report_of_all
-from plait.verification.location import Location, StepPhase
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import FirstDifference, VerificationReport
+from plait.verification.step_location import Location, StepPhase
 from plait.verification.sweep import RefusedPlan, ReportProgress, Sweep, plans_on, verify_plans
 
 

@@ -15,7 +15,7 @@ from plait.errors import MeshError, RankError
 from plait.ranks.launch import launch as launch_module
 from plait.ranks.launch.launch import launch
 from plait.ranks.launch.world_membership import leave_world
-from plait.ranks.transport.world_ranks import current_ranks
+from plait.ranks.transport.joined_world import current_ranks
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist

@@ -24,7 +24,7 @@ from plait.ranks.group import Traffic
 from plait.ranks.handle import GroupOperation
 from plait.ranks.plain_values import NotPlainError, decode, encode
 from plait.schedules.action import Kind
-from plait.verification.location import RecordKey
+from plait.verification.step_location import RecordKey
 
 ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 KEYS = st.integers() | st.text() | st.tuples(st.integers(), st.text())
@@ -128,7 +128,7 @@ STRANGE: list[tuple[Any, str]] = [
     (["object", [["plait.ranks.plain_values", "encode"], []]], "encode is no class of"),
     (["object", [["plait.plan.plan", "Plan"], [["pp", 2]]]], "Plan has the fields ['pp', "),
     (["object", [["plait.plan.layout", "Box"], [["low", 1], ["low", 2]]]], "Box"),
-    (["named", [["plait.verification.location", "RecordKey"], [1, 2, 3, 4]]], "takes"),
+    (["named", [["plait.verification.step_location", "RecordKey"], [1, 2, 3, 4]]], "takes"),
     (["named", [["plait.plan.plan", "Plan"], []]], "Plan is no class of plait.plan.plan"),
     (["error", [["builtins", "SystemExit"], ["tuple", []], ["dict", []]]], "builtins is not plait's own"),
     (

@@ -7,7 +7,6 @@ from torch import Tensor
 
 import plait
 from plait.verification.definitions.functions import Definitions, positions_in
-from plait.verification.location import RecordKey, RecordScope
 from plait.verification.reference.inside_layers import unequal_weights
 from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
@@ -15,6 +14,7 @@ from plait.verification.reference.values_after_mistakes import (
     other_documents,
     sums_after_mistakes,
 )
+from plait.verification.step_location import RecordKey, RecordScope
 
 LENGTH, LAYER = 6, 3
 X = torch.randn(2, 1, LENGTH, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -20,8 +20,8 @@ from plait.verification.findings import (
     box_of,
     has_only_small_digits_of_float16,
 )
-from plait.verification.location import Location, StepPhase
 from plait.verification.reference.recording import Tolerance
+from plait.verification.step_location import Location, StepPhase
 
 FORWARD = Location(0, StepPhase.FORWARD, 1, 0)
 BOUND = Tolerance(size=8.0, allowed=1e-3)

@@ -22,12 +22,12 @@ from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.findings import Findings
-from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
 from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.step_location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
 
 PLAN = Plan(microbatches=2, precision="fp64")
 STEPS = 2

@@ -13,8 +13,8 @@ from plait.plan.axes import coordinate_of, sizes_of_plan
 from plait.plan.plan import ContextLayout, Plan
 from plait.tensor.losses import SequenceLoss, cross_entropy
 from plait.verification.candidate.local_activations import ActivationParts
-from plait.verification.location import RecordKey
 from plait.verification.reference.recording import NO_TOLERANCE, Tolerance
+from plait.verification.step_location import RecordKey
 
 OUTPUT = RecordKey("output", 1, "0")
 WHOLE = torch.arange(2 * 8 * 3).view(2, 8, 3).double()

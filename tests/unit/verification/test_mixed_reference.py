@@ -20,13 +20,13 @@ from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.expected_dtypes import formats_of
-from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import settled_scale
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
 from plait.verification.reference.reference_update import exact_bound
 from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.step_location import WHOLE_STEP, RecordKey, Records, RecordScope
 
 MIXED = Plan(microbatches=2, precision="bf16", master_precision="fp32")
 STEPS = 2

@@ -18,10 +18,10 @@ from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
-from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
+from plait.verification.step_location import WHOLE_STEP, RecordKey, RecordScope
 
 TENSORS: dict[str, Tensor] = {
     "double": torch.linspace(0, 1, 7, dtype=torch.float64),

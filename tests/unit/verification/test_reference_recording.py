@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.reference.integer_mode import GRAIN
 from plait.verification.reference.recording import (
     LEAST_EPSILONS,
@@ -25,6 +24,7 @@ from plait.verification.reference.recording import (
     largest_difference,
     largest_magnitude,
 )
+from plait.verification.step_location import WHOLE_STEP, RecordKey, RecordScope
 
 MOMENT = RecordScope(0, 0)
 OUTPUT = RecordKey("output", 0, "0")

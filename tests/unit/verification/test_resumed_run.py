@@ -18,10 +18,10 @@ import plait
 from plait.checkpoint.loading import load
 from plait.plan.plan import Plan
 from plait.verification import resumed_run
-from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.resumed_run import _after_mistakes, another_plan
+from plait.verification.step_location import StepPhase
 from plait.verification.verify import build_report
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.step_comparison import DIVIDED_IN_FLOAT16, StepComparison
 from plait.verification.expected_dtypes import NumberFormats
-from plait.verification.location import StepPhase
 from plait.verification.reference.recording import RecordKey, RecordScope, Tolerance
+from plait.verification.step_location import StepPhase
 
 
 def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:

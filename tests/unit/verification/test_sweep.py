@@ -12,10 +12,10 @@ from verification_cases import mlp_case, verify_here
 
 from plait.plan.plan import Plan
 from plait.verification.findings import Findings, Tally
-from plait.verification.location import Location, StepPhase
 from plait.verification.rank_verification import RankOutcome
 from plait.verification.reference.recording import Tolerance
 from plait.verification.report import VerificationReport
+from plait.verification.step_location import Location, StepPhase
 from plait.verification.sweep import RefusedPlan, Sweep
 from plait.verification.verify import build_report
 

@@ -23,10 +23,10 @@ from plait.ranks.mesh import Mesh
 from plait.tensor.losses import cross_entropy
 from plait.verification import verify as verify_module
 from plait.verification.case import Case
-from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
+from plait.verification.step_location import StepPhase
 from plait.verification.sweep import RefusedPlan
 from plait.verification.verify import build_report, verify_all
 

@@ -24,13 +24,13 @@ from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.findings import Findings
-from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
 from plait.verification.reference.start_values import Perturbation, unchanged
 from plait.verification.report import VerificationReport
+from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.verify import build_report
 
 RING = Plan(cp=2, microbatches=2, context_parallel="ring")

@@ -17,11 +17,11 @@ from plait.errors import ModelError
 from plait.models.layers.layer_sequence import bits_of, sequence_of
 from plait.tensor.layer_values import Value, map_tensors, split, tensors_of
 from plait.verification.expected_dtypes import NumberFormats
-from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.reference_run import ReferenceRun
 from plait.verification.reference.reference_update import CLIP_FRACTION
 from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.step_location import WHOLE_STEP, RecordKey, Records, RecordScope
 
 DOUBLE = NumberFormats(compute=torch.float64)
 TOLERANCE, ROWS, MICROBATCHES, CLIP = 1e-12, 4, 2, 0.05

@@ -16,12 +16,12 @@ from verification_cases import coordinates_of, mlp_case, verify_here
 
 from plait.plan.plan import Plan
 from plait.verification.findings import ComparedBox, Findings
-from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
 from plait.verification.reference.inside_layers import InnerDifference
 from plait.verification.reference.recording import Tolerance
 from plait.verification.report import LISTED, VerificationReport, formats_in, layout_of
+from plait.verification.step_location import Location, StepPhase
 from plait.verification.verify import build_report
 
 PATHS = ("embedding", "blocks.0.attention", "blocks.0.mlp", "head")

@@ -17,7 +17,7 @@ from verification_cases import mlp, mlp_case, verify_here
 from plait.engine import Engine
 from plait.plan.plan import Plan
 from plait.verification.candidate.step_comparison import LOSS_SCALE
-from plait.verification.location import Location, StepPhase
+from plait.verification.step_location import Location, StepPhase
 
 PARAMETERS = len(list(mlp().parameters()))
 PLAN = Plan(microbatches=2)

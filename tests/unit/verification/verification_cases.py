@@ -14,10 +14,10 @@ from plait.plan.plan import Plan
 from plait.tensor.losses import Loss, cross_entropy
 from plait.verification.case import Case
 from plait.verification.findings import Difference, Evidence
-from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import VerificationReport
+from plait.verification.step_location import Location, StepPhase
 from plait.verification.sweep import RefusedPlan, verify_plans
 from plait.verification.verify import build_report
 

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.engine.compilation.torch_compiler import is_random, is_view
-from plait.engine.compilation.weight_terms import Operand, WeightTerm, terms_of
+from plait.engine.compilation.weight_gradients import Operand, WeightTerm, terms_of
 from plait.plan.plan import Recompute
 from plait.tensor.autograd.between_graphs import ATTENTION, BETWEEN_GRAPHS, POSITIONS, REGATHERED
 from plait.tensor.autograd.kept_results import KEPT_OPERATIONS

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
-from plait.engine.compilation.weight_terms import Operand, WeightTerm, WeightTerms
+from plait.engine.compilation.weight_gradients import Operand, WeightTerm, WeightTerms
 from plait.tensor.autograd.between_graphs import (
     ATTENTION,
     ATTENTION_BACKWARD,

@@ -25,7 +25,7 @@ from plait.estimate.time.operation_times import Product, product_efficiency
 from plait.ranks.device import is_accelerator, multiprocessors, name_of, total_memory, visible_accelerators
 from plait.ranks.launch.launch import launch
 from plait.ranks.mesh import GridMesh
-from plait.ranks.transport.world_ranks import current_ranks
+from plait.ranks.transport.joined_world import current_ranks
 from plait.ranks.world import find_world
 
 SECONDS = 0.4

@@ -14,7 +14,7 @@ from plait.estimate.time.operation_times import (
     FusedAttention,
     Product,
 )
-from plait.plan.attention_heads import sending_less, vectors_sent
+from plait.plan.context_parallel_heads import sending_less, vectors_sent
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 

@@ -5,5 +5,5 @@ buffers              contiguous buffers, their bytes, and their reduction in ran
 torch_distributed    process groups of torch: Gloo, NCCL
 shared_memory        shared memory and sockets between processes of one host; the rest goes over torch
 local                ranks that are threads of one process
-world_ranks          the ranks of the world: processes or threads
+joined_world         the ranks of the world: processes or threads
 """

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
-from plait.plan.attention_heads import heads_of_ranks
+from plait.plan.context_parallel_heads import heads_of_ranks
 from plait.tensor.attention.exchange_plan import Mask
 from plait.tensor.attention.kernels import (
     AnyDropout,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import PlanError
-from plait.plan.attention_heads import Heads, sending_less, vectors_sent
+from plait.plan.context_parallel_heads import Heads, sending_less, vectors_sent
 from plait.tensor.attention.fused_kernels import Attended
 from plait.tensor.attention.ring import KeyBlocks, RankParts, start_exchange
 from plait.tensor.autograd.kept_results import kept

@@ -15,10 +15,10 @@ from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
-from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference.recording import NO_TOLERANCE
 from plait.verification.reference.reference_update import CLIP_EPSILON
 from plait.verification.reference.start_values import ValueChange
+from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 
 
 class CandidateRun:

@@ -28,7 +28,6 @@ from plait.tensor.layer_values import Value, tensors_of, with_tensors
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
-from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference.inside_layers import (
     InnerDifference,
     ModuleSketches,
@@ -45,6 +44,7 @@ from plait.verification.reference.values_after_mistakes import (
     with_local_positions,
     with_other_parameters,
 )
+from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 
 
 class InstructionChecker:

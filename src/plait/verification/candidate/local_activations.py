@@ -18,8 +18,8 @@ from plait.plan.layout.sequence_layout import sequence_layout
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import Loss, SequenceLoss
 from plait.verification.findings import ComparedBox
-from plait.verification.location import RecordKey
 from plait.verification.reference.recording import Tolerance
+from plait.verification.step_location import RecordKey
 
 
 class ActivationParts:

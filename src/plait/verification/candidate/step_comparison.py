@@ -11,9 +11,9 @@ from plait.engine.engine import Engine
 from plait.models.layers.layer_sequence import LayerSequence
 from plait.verification.expected_dtypes import NumberFormats, epsilon_of
 from plait.verification.findings import ComparedBox, Findings, box_of, has_only_small_digits_of_float16
-from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.recording import NO_TOLERANCE, ReferenceRecording
+from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 
 DIVIDED_IN_FLOAT16 = (
     "small elements have only the digits that float16 has for them: it was divided by the loss scale in "

@@ -22,13 +22,13 @@ from plait.tensor.parallel.partition import is_sharded
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import epsilon_of
 from plait.verification.findings import ComparedBox, box_of
-from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference.recording import (
     NO_TOLERANCE,
     Tolerance,
     largest_difference,
     largest_magnitude,
 )
+from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 
 GradientKey = tuple[str, int]
 """Name of a parameter, and the first of the rank's stages that add to this gradient of it."""

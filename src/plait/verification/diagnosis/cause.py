@@ -30,7 +30,7 @@ from plait.verification.diagnosis.symptoms import (
     of_the_optimizer,
     ranks_in_words,
 )
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 
 SAME_NORM = 1e-6
 """Relative difference of two norms of the same elements, at most."""

@@ -19,7 +19,7 @@ from plait.verification.diagnosis.symptoms import (
     close,
     of_the_optimizer,
 )
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 
 NEAR_ONE = 1e-2
 """Factors of a parameter nearer to 1 than this show nothing: an optimizer step changes little of it."""

@@ -13,7 +13,7 @@ from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import Partitioning
 from plait.verification.findings import Difference, Evidence
-from plait.verification.location import StepPhase
+from plait.verification.step_location import StepPhase
 
 FITS, ROUGHLY = 1e-6, 1e-3
 """Fraction of a difference that a hypothesis may leave unexplained, and at most where rounding is large."""

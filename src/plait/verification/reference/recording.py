@@ -15,8 +15,8 @@ from plait.ranks import plain_values
 from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
-from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.reference.integer_mode import GRAIN, require_integers
+from plait.verification.step_location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 
 MARGIN = 16.0
 """Tolerance in units of a perturbed run's deviation, since a few runs do not show the largest error."""

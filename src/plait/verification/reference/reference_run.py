@@ -38,7 +38,6 @@ from plait.verification.expected_dtypes import (
     ReferenceLossScale,
     epsilon_of,
 )
-from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.inside_layers import ModuleSketches
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
@@ -54,6 +53,7 @@ from plait.verification.reference.reference_layers import (
 from plait.verification.reference.reference_update import ReferenceUpdate
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
+from plait.verification.step_location import RecordKey, Records, RecordScope
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.verification.expected_dtypes import ReferenceLossScale
-from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.start_values import Perturbation
+from plait.verification.step_location import RecordKey, Records, RecordScope
 
 CLIP_FRACTION = 1 / 3
 """Default clip bound over the first norm: not a binary fraction, so that a factor in few digits differs."""

@@ -9,7 +9,7 @@ import plait
 from parity import woven
 from parity.contexts import WIDTH, mixing
 from plait.errors import PlanError
-from plait.plan.attention_heads import vectors_sent
+from plait.plan.context_parallel_heads import vectors_sent
 from plait.plan.plan import Plan
 from plait.ranks import Count
 from plait.ranks.group import Group, Traffic

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.verification.location import Location, StepPhase
+from plait.verification.step_location import Location, StepPhase
 
 P = StepPhase
 
