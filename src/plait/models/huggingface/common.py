@@ -97,6 +97,31 @@ def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
     return (ENTRANCE, *found)
 
 
+def attention_parts(attn: Any, *, plain_norms: bool = False) -> Any:
+    """Return an attention's modules and attributes, with `layer_type` (or None) in place of its number.
+
+    Layers that differ in their number alone are alike then: those of each type are traced, proved and
+    compiled once. With `plain_norms`, `q_norm` and `k_norm` are norms of torch with the same weights, which
+    the rule `norm` takes: in float64 they compute in float64, where transformers takes float32.
+    """
+    result: Any = nn.Module()
+    for name, module in attn.named_children():
+        plain = plain_norms and name in ("q_norm", "k_norm")
+        result.add_module(name, _plain_norm(module) if plain else module)
+    for name, value in vars(attn).items():
+        if not name.startswith("_") and name != "layer_idx":
+            setattr(result, name, value)
+    types = getattr(attn.config, "layer_types", None)
+    result.layer_type = None if types is None else types[attn.layer_idx]
+    return result
+
+
+def _plain_norm(norm: Any) -> nn.RMSNorm:
+    plain = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
+    plain.weight = norm.weight
+    return plain
+
+
 def residual(
     layer: nn.Module, x: Tensor, names: tuple[str, ...], branch: Callable[[Tensor], Tensor]
 ) -> Tensor:

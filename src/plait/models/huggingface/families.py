@@ -26,6 +26,7 @@ from plait.models.huggingface.common import (
     Head,
     Rotary,
     add_branch,
+    attention_parts,
     is_scaled,
     require_causal,
     require_unmodified,
@@ -207,7 +208,7 @@ class Attention(InitializedLayer):
         super().__init__(std, norm_start=family.norm_start)
         self.branch = add_branch(self, block, family.attention)
         attn = block.self_attn
-        self.self_attn: Any = with_plain_norms(attn) if family.head_norms == "joint" else attn
+        self.self_attn: Any = attention_parts(attn, plain_norms=family.head_norms == "joint")
         self.joined, self.head_norms = family.query_key_value, family.head_norms
         self.rotary, self.window = rotary, window
         self.context: int = attn.config.max_position_embeddings
@@ -261,24 +262,6 @@ class Attention(InitializedLayer):
         seen = min(self.context, self.window or self.context)
         width = self.self_attn.config.num_attention_heads * self.self_attn.head_dim
         return attention_cost(self, seen, width)
-
-
-def with_plain_norms(attn: Any) -> nn.Module:
-    """Return the modules of an attention, `q_norm` and `k_norm` as norms of torch with the same weights.
-
-    The rule `norm` takes these. In float64 they compute in float64, where transformers takes float32.
-    """
-    result: Any = nn.Module()
-    for name, module in attn.named_children():
-        result.add_module(name, _plain_norm(module) if name in ("q_norm", "k_norm") else module)
-    result.config, result.head_dim, result.scaling = attn.config, attn.head_dim, attn.scaling
-    return result.train(attn.training)  # type: ignore[no-any-return]
-
-
-def _plain_norm(norm: Any) -> nn.RMSNorm:
-    plain = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
-    plain.weight = norm.weight
-    return plain
 
 
 def require_declared(config: Any, family: Family) -> None:

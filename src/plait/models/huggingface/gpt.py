@@ -17,6 +17,7 @@ from plait.models.huggingface.common import (
     Embedding,
     Head,
     Rotary,
+    attention_parts,
     require_causal,
     require_unmodified,
     rotate_first,
@@ -98,7 +99,7 @@ class GPT2Attention(InitializedLayer):
 
     def __init__(self, block: Any, context: int, std: float, smaller: dict[str, float]) -> None:
         super().__init__(std, smaller)
-        self.ln_1, self.attn, self.context = block.ln_1, block.attn, context
+        self.ln_1, self.attn, self.context = block.ln_1, attention_parts(block.attn), context
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
@@ -137,7 +138,7 @@ class GPTNeoXBlock(InitializedLayer):
 
     def __init__(self, block: Any, rotary: Rotary, std: float) -> None:
         super().__init__(std)
-        self.input_layernorm, self.attention = block.input_layernorm, block.attention
+        self.input_layernorm, self.attention = block.input_layernorm, attention_parts(block.attention)
         self.post_attention_layernorm, self.mlp = block.post_attention_layernorm, block.mlp
         self.post_attention_dropout = block.post_attention_dropout
         self.post_mlp_dropout = block.post_mlp_dropout

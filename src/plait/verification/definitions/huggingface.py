@@ -118,7 +118,7 @@ def _branch(layer: Any, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tenso
 def _mixed(book: Definitions, layer: decoder.Attention, normed: Tensor) -> Tensor:
     """Return the output of a decoder's attention, from its normalized input."""
     attn, size = layer.self_attn, layer.self_attn.head_dim
-    kind = _kind_of(attn)
+    kind = attn.layer_type  # that the configuration gives to the layer
     key, value, query = _projected(layer, normed)
     if layer.rotates:
         angles = _angles(book, layer.rotary, attn.config, kind, normed)
@@ -154,12 +154,6 @@ def _window(layer: decoder.Attention, kind: str | None) -> int | None:
         return None
     named = getattr(layer.self_attn, "sliding_window", None)
     return layer.window if named is None else int(named)
-
-
-def _kind_of(attn: Any) -> str | None:
-    """Return the type of attention that the configuration gives to a layer; None: it gives none."""
-    types, index = getattr(attn.config, "layer_types", None), getattr(attn, "layer_idx", None)
-    return None if types is None or index is None else types[index]
 
 
 FORWARDS: dict[type[nn.Module], Forward] = {
