@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -44,6 +44,7 @@ class TracedLayers:
     """How many tensors of a parameter's size the optimizer keeps for it."""
     _traces: dict[Any, ModelTraces] = field(default_factory=dict)
     _blueprints: dict[Plan, Blueprint] = field(default_factory=dict)
+    _counts: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -55,6 +56,8 @@ class TracedLayers:
 
     def blueprint(self, plan: Plan) -> Blueprint:
         """Return the blueprint of all on which the layers of `plan` depend: without pipeline and replicas."""
+        if plan in self._blueprints:
+            return self._blueprints[plan]
         alone = replace(
             plan,
             pp=1,
@@ -71,7 +74,8 @@ class TracedLayers:
         )
         if alone not in self._blueprints:
             self._blueprints[alone] = build_blueprint(self.module, alone, self.rules)
-        return self._blueprints[alone]
+        self._blueprints[plan] = self._blueprints[alone]
+        return self._blueprints[plan]
 
     def traces(self, plan: Plan, rows: int, *, on_cpu: bool) -> ModelTraces:
         """Return what each layer computes, allocates and saves for a micro-batch of `rows` rows."""
@@ -94,13 +98,25 @@ class TracedLayers:
             records=True,
         )
 
-    def parameters(self, plan: Plan, kind: LayerKind) -> Mapping[str, int]:
-        """Return by name the elements of the parameters of a layer of `kind` on the first rank of `tp`."""
-        blueprint = self.blueprint(plan)
-        names = {id(one): name for name, one in blueprint.sequence.parameters.items()}
-        layer = blueprint.sequence.layers[self.kinds.index(kind)]
-        own = (names[id(one)] for one in layer.module.parameters())
-        return {name: torch.Size(blueprint.whole_layouts[name].local_shape(FIRST)).numel() for name in own}
+    def parameters(self, plan: Plan, kinds: Sequence[LayerKind], trains: Collection[bool]) -> int:
+        """Return the elements of the parameters of several layers on the first rank of `tp`.
+
+        `trains`: count those that train, or do not, or both. Those that layers share count once.
+        """
+        key = (plan.tp, tuple(kinds), *trains)
+        if key not in self._counts:
+            blueprint = self.blueprint(plan)
+            names = {id(one): name for name, one in blueprint.sequence.parameters.items()}
+            shared = {name for name, users in blueprint.sequence.users.items() if len(users) > 1}
+            total, seen = 0, set[str]()
+            for kind in kinds:
+                layer = blueprint.sequence.layers[self.kinds.index(kind)]
+                for name in (names[id(one)] for one in layer.module.parameters()):
+                    if blueprint.kinds[name].trains in trains and name not in seen & shared:
+                        total += torch.Size(blueprint.whole_layouts[name].local_shape(FIRST)).numel()
+                    seen.add(name)
+            self._counts[key] = total
+        return self._counts[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,26 +152,15 @@ class TracedSizes(MicrobatchSizes):
 
     def parameters(self, kind: LayerKind) -> float:
         """Return the parameters of a layer of `kind` on the first rank of `tp`."""
-        return sum(self.layers.parameters(self.plan, kind).values())
+        return self.layers.parameters(self.plan, (kind,), (True, False))
 
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
         """Return the parameters of several layers on a rank of `tp` that train; shared ones count once."""
-        return self._parameters(kinds, trained=True)
+        return self.layers.parameters(self.plan, kinds, (True,))
 
     def frozen_parameters(self, kinds: Sequence[LayerKind]) -> float:
         """Return the parameters of several layers that do not train, likewise."""
-        return self._parameters(kinds, trained=False)
-
-    def _parameters(self, kinds: Sequence[LayerKind], *, trained: bool) -> float:
-        blueprint = self.layers.blueprint(self.plan)
-        total, shared = 0, set[str]()
-        for kind in kinds:
-            for name, count in self.layers.parameters(self.plan, kind).items():
-                if blueprint.kinds[name].trains == trained and name not in shared:
-                    total += count
-                if len(blueprint.units[blueprint.sequence.unit_of(name)].users) > 1:
-                    shared.add(name)
-        return total
+        return self.layers.parameters(self.plan, kinds, (False,))
 
     @cached_property
     def message_bytes(self) -> float:
