@@ -114,16 +114,14 @@ def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
     cores are while others wait.
     """
     for _ in range(_TURNS):  # each has a little influence on the other model's step
-        kernel = _at_which(steps.small, partial(_small, hardware))
-        hardware = _with(hardware, kernel=max(kernel, 0.0))
+        hardware = _fitted(hardware, "kernel", steps.small, SMALL, PLAN)
         inverse = _at_which(steps.large, partial(_large, hardware))
         hardware = _with(hardware, operands=1 / max(inverse, 1.0))
     slower = steps.middle / predicted_seconds(MIDDLE, hardware)
-    repetition = _at_which(steps.recomputed, partial(_recomputed, hardware), slower)
-    hardware = _with(hardware, repetition=max(repetition, 0.0))
+    hardware = _fitted(hardware, "repetition", steps.recomputed, MIDDLE, _RECOMPUTING, slower)
     if steps.divided is not None:
-        collective = _at_which(steps.divided, partial(_divided, hardware), slower)
-        hardware = _with(hardware, collective=max(collective, 0.0))
+        plan = replace(PLAN, tp=hardware.devices)
+        hardware = _fitted(hardware, "collective", steps.divided, MIDDLE, plan, slower)
     if steps.pipelined is not None:
         hardware = replace(hardware, waiting_speedup=_speedup(hardware, steps.pipelined))
     return hardware
@@ -139,21 +137,19 @@ def _speedup(hardware: Hardware, wanted: float) -> float:
     return least
 
 
-def _small(hardware: Hardware, kernel: float) -> float:
-    return predicted_seconds(SMALL, _with(hardware, kernel=kernel))
+def _fitted(
+    hardware: Hardware, figure: str, wanted: float, sizes: Decoder, plan: Plan, slower: float = 1.0
+) -> Hardware:
+    """Return `hardware` with the cost `figure`, 0 or more, at which a step takes `wanted` seconds."""
+
+    def seconds(cost: float) -> float:
+        return predicted_seconds(sizes, _with(hardware, **{figure: cost}), plan)
+
+    return _with(hardware, **{figure: max(_at_which(wanted, seconds, slower), 0.0)})
 
 
 def _large(hardware: Hardware, inverse: float) -> float:
     return predicted_seconds(LARGE, _with(hardware, operands=1 / inverse))
-
-
-def _recomputed(hardware: Hardware, repetition: float) -> float:
-    return predicted_seconds(MIDDLE, _with(hardware, repetition=repetition), _RECOMPUTING)
-
-
-def _divided(hardware: Hardware, collective: float) -> float:
-    plan = replace(PLAN, tp=hardware.devices)
-    return predicted_seconds(MIDDLE, _with(hardware, collective=collective), plan)
 
 
 def _at_which(wanted: float, seconds: Callable[[float], float], slower: float = 1.0) -> float:

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from plait.estimate.time.layer_work import MicrobatchSizes
+from plait.plan.plan import Plan
 from plait.schedules.schedule import Schedule
+from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,20 @@ class CutPipeline:
     schedule: Schedule
     cut: tuple[int, ...]
     """The number of layers of each stage."""
+
+
+def cut_pipeline(plan: Plan, costs: LayerCosts) -> CutPipeline:
+    """Return the schedule of a plan, and the cut that it gives or that `costs` of the layers make best."""
+    schedule, cut = schedule_and_cut(
+        plan.schedule,
+        costs,
+        ranks=plan.pp,
+        microbatches=plan.microbatches,
+        chunks=plan.chunks,
+        limit=plan.memory_limit,
+        cut=plan.layers_per_stage,
+    )
+    return CutPipeline(schedule, cut)
 
 
 class PlanMemories(ABC):

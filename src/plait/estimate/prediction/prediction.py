@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from plait.errors import PlanError
-from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
+from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory, cut_pipeline
 from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.layer_times import LayerTimer
@@ -19,7 +19,6 @@ from plait.pictures.timelines.timeline import Timeline
 from plait.plan.arguments import require_instance
 from plait.plan.model_sizes import decoder_of
 from plait.plan.plan import Plan
-from plait.schedules.search.stage_cuts import schedule_and_cut
 
 
 @dataclass(frozen=True)
@@ -142,16 +141,8 @@ def predict(
     rows = plan.microbatches if rows is None else rows
     _check_rows(plan, rows)
     known.check(plan)
-    schedule, cut = schedule_and_cut(
-        plan.schedule,
-        known.costs_for_cut(plan),
-        ranks=plan.pp,
-        microbatches=plan.microbatches,
-        chunks=plan.chunks,
-        limit=plan.memory_limit,
-        cut=plan.layers_per_stage,
-    )
-    return prediction_of(known, plan, machine, rows, CutPipeline(schedule, cut), known.memories())
+    pipeline = cut_pipeline(plan, known.costs_for_cut(plan))
+    return prediction_of(known, plan, machine, rows, pipeline, known.memories())
 
 
 def prediction_of(

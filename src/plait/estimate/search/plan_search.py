@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
+from itertools import count
 from math import floor
 from pathlib import Path
 from typing import Unpack
 
 from plait.errors import PlanError
 from plait.estimate.prediction.prediction import Prediction, RunDetails, predicted_model
-from plait.estimate.search.plan_bounds import ROUNDING, Bounds
+from plait.estimate.search.plan_bounds import ROUNDING, Bounds, PlanSteps
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
-from plait.estimate.search.plan_steps import PlanSteps
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.step_times import NANOSECOND, step_seconds
 from plait.plan.arguments import require_instance, require_whole
@@ -177,6 +177,7 @@ class _PlanQueue:
     plans: int = 0
     fits: int = 0
     too_large: int = 0
+    _numbers: Iterator[int] = field(default_factory=count)
 
     def next(self) -> Plan | None:
         """Take the first entry: split it, or return it if it is a plan whose time is known."""
@@ -258,7 +259,7 @@ class _PlanQueue:
     def _add_known(self, plan: Plan, seconds: float, memory: float) -> None:
         nanoseconds, nbytes, axes = plan_rank(seconds, memory, plan)
         self.fits += 1
-        heappush(self.entries, ((nanoseconds, 2, nbytes, axes, self._number()), plan))
+        heappush(self.entries, ((nanoseconds, 2, nbytes, axes, next(self._numbers)), plan))
 
     def _plan(self, division: RankDivision, recompute: Recompute, sequence: SequenceParallel) -> Plan:
         """Return a plan of a division whose state is not sharded yet."""
@@ -275,13 +276,7 @@ class _PlanQueue:
 
     def _push(self, bound: float, split: Callable[[], None], *, known: int = 0) -> None:
         least = round(bound / NANOSECOND) if known else floor(bound / NANOSECOND)
-        heappush(self.entries, ((least, known, 0, 0, self._number()), split))
-
-    def _number(self) -> int:
-        self._added += 1
-        return self._added
-
-    _added: int = 0
+        heappush(self.entries, ((least, known, 0, 0, next(self._numbers)), split))
 
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

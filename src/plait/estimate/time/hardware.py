@@ -276,7 +276,10 @@ def hardware_text(hardware: Hardware, *, links: bool = True) -> str:
 
     `links`: whether their figures are known; else the file lacks them, and who reads it is told so.
     """
-    part = hardware.efficiency
+    efficiency = "\n".join(
+        f"{name} = {getattr(hardware.efficiency, name.removesuffix('_us')) / unit:.6g}"
+        for name, (unit, *_) in _NUMBERS["efficiency"].items()
+    )
     peaks = "\n".join(f"{name} = {rate / TERA:.6g}" for name, rate in hardware.peak.items())
     return f"""\
 # Written by `plait plan --calibrate`. Rates are those of operations alone, so most efficiencies are 1.
@@ -306,22 +309,7 @@ oversubscription = {hardware.oversubscription:.6g}
 overlaps = {hardware.overlaps:d}
 
 [efficiency]
-product = {part.product:.6g}
-half_depth = {part.half_depth:.6g}
-attention = {part.attention:.6g}
-attention_backward = {part.attention_backward:.6g}
-memory = {part.memory:.6g}
-operands = {part.operands:.6g}
-elementwise = {part.elementwise:.6g}
-activation = {part.activation:.6g}
-optimizer = {part.optimizer:.6g}
-kernel_us = {part.kernel / MICRO:.6g}
-host_us = {part.host / MICRO:.6g}
-repetition_us = {part.repetition / MICRO:.6g}
-collective_us = {part.collective / MICRO:.6g}
-inside = {part.inside:.6g}
-across = {part.across:.6g}
-all_to_all = {part.all_to_all:.6g}
+{efficiency}
 """
 
 

@@ -151,12 +151,11 @@ class Network:
     def groups(self) -> dict[Axis, AxisGroup]:
         """The group of each axis; ranks are numbered with `tp` innermost, then cp, shard, replicate, pp."""
         plan = self.plan
-        strides = {"tp": 1, "cp": plan.tp, "shard": plan.tp * plan.cp}
         replicate = plan.tp * plan.cp * plan.shard
         return {
-            "tp": AxisGroup(plan.tp, strides["tp"]),
-            "cp": AxisGroup(plan.cp, strides["cp"]),
-            "shard": AxisGroup(plan.state_ranks, strides["cp"]),
+            "tp": AxisGroup(plan.tp, 1),
+            "cp": AxisGroup(plan.cp, plan.tp),
+            "shard": AxisGroup(plan.state_ranks, plan.tp),
             "replicate": AxisGroup(plan.replicate, replicate),
             "pp": AxisGroup(plan.pp, replicate * plan.replicate),
         }
@@ -185,10 +184,10 @@ class Network:
         ranks = group.size
         here = group.on_host(self.hardware.devices)
         bandwidth, latency = self._link(here, inside=here == ranks)
-        if transfer.collective == "message":
-            return latency + transfer.nbytes / self._message_bandwidth(group)
-        if transfer.collective == "ring":
-            return (ranks - 1) * (latency + transfer.nbytes / self._message_bandwidth(group))
+        if transfer.collective in ("message", "ring"):  # to the next rank, by its slowest such link
+            single, _ = self._link(1, inside=here == ranks)
+            messages = 1 if transfer.collective == "message" else ranks - 1
+            return messages * (latency + transfer.nbytes / single)
         if transfer.collective == "all-to-all":
             away = (ranks - here) / ranks if here < ranks else (ranks - 1) / ranks
             single = bandwidth / here if here < ranks else bandwidth
@@ -219,16 +218,10 @@ class Network:
         return min(group.size for group in groups) > 1 and within[0] == within[1]
 
     def _link(self, here: int, *, inside: bool) -> tuple[float, float]:
+        """Return bandwidth and latency inside a host, or of `here` ranks of a host to others."""
         hardware, part = self.hardware, self.hardware.efficiency
         within = hardware.inside.bandwidth * part.inside
         if inside:
             return within, hardware.inside.latency
         beyond = here * hardware.across.bandwidth * part.across / hardware.oversubscription
         return (min(within, beyond) if here > 1 else beyond), hardware.across.latency
-
-    def _message_bandwidth(self, group: AxisGroup) -> float:
-        """Return the bandwidth of a message to the next rank of a group: its slowest such link."""
-        hardware, part = self.hardware, self.hardware.efficiency
-        if group.on_host(hardware.devices) == group.size:
-            return hardware.inside.bandwidth * part.inside
-        return hardware.across.bandwidth * part.across / hardware.oversubscription

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, TypeVar
 
 from plait.estimate.time.layer_times import HOST_LINK, LayerTimer, Parts, PassTimes
 from plait.estimate.time.layer_work import MicrobatchSizes
@@ -22,6 +22,7 @@ from plait.schedules.event_simulation import Timing, simulate_shared
 from plait.schedules.schedule import Schedule
 from plait.schedules.timed_schedule import Cell
 
+T = TypeVar("T")
 HOST_BANDWIDTH = 50e9
 """Bytes a second that a rank's optimizer reads and writes on the host; assumed: no hardware file has it."""
 
@@ -257,19 +258,14 @@ def _whole(seconds: float) -> int:
 
 def stage_modes(plan: Plan, cut: Sequence[int]) -> tuple[tuple[Recompute, ...], ...]:
     """Return the recompute mode of each layer of each stage."""
-    modes: Sequence[Recompute]
     modes = plan.recompute if isinstance(plan.recompute, tuple) else (plan.recompute,) * sum(cut)
-    first, found = 0, []
-    for count in cut:
-        found.append(tuple(modes[first : first + count]))
-        first += count
-    return tuple(found)
+    return _by_stage(modes, cut)
 
 
 def stage_kinds(kinds: Sequence[LayerKind], cut: Sequence[int]) -> tuple[tuple[LayerKind, ...], ...]:
     """Return the kinds of each stage's layers; `cut` has the number of layers of each stage."""
-    first, stages = 0, []
-    for count in cut:
-        stages.append(tuple(kinds[first : first + count]))
-        first += count
-    return tuple(stages)
+    return _by_stage(kinds, cut)
+
+
+def _by_stage(layers: Sequence[T], cut: Sequence[int]) -> tuple[tuple[T, ...], ...]:
+    return tuple(tuple(layers[first:stop]) for first, stop in pairwise(accumulate(cut, initial=0)))

@@ -22,33 +22,15 @@ from typing import TYPE_CHECKING, Any
 from plait.package import public_name
 
 if TYPE_CHECKING:
-    from plait.plan.layout.layout import (
-        Box as Box,
-    )
-    from plait.plan.layout.layout import (
-        Coordinate as Coordinate,
-    )
-    from plait.plan.layout.layout import (
-        Flat as Flat,
-    )
-    from plait.plan.layout.layout import (
-        Layout as Layout,
-    )
-    from plait.plan.layout.layout import (
-        Partial as Partial,
-    )
-    from plait.plan.layout.layout import (
-        Placement as Placement,
-    )
-    from plait.plan.layout.layout import (
-        Replicate as Replicate,
-    )
-    from plait.plan.layout.layout import (
-        Shard as Shard,
-    )
-    from plait.plan.layout.layout import (
-        divide as divide,
-    )
+    from plait.plan.layout.layout import Box as Box
+    from plait.plan.layout.layout import Coordinate as Coordinate
+    from plait.plan.layout.layout import Flat as Flat
+    from plait.plan.layout.layout import Layout as Layout
+    from plait.plan.layout.layout import Partial as Partial
+    from plait.plan.layout.layout import Placement as Placement
+    from plait.plan.layout.layout import Replicate as Replicate
+    from plait.plan.layout.layout import Shard as Shard
+    from plait.plan.layout.layout import divide as divide
     from plait.plan.layout.shards import assemble as assemble
     from plait.plan.layout.shards import shard as shard
     from plait.plan.layout.transitions import Move as Move
