@@ -11,7 +11,7 @@ from frameworks import Framework
 from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.memory_by_size import ActivationMemories, RankActivations, StageMemory
 from plait.estimate.time.layer_operations import MicrobatchShape, keys_read
-from plait.plan.model_sizes import LayerKind
+from plait.plan.decoder import LayerKind
 from plait.plan.plan import Recompute
 from plait.schedules.held_microbatches import HeldCounts
 

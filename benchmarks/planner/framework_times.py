@@ -20,7 +20,7 @@ from plait.estimate.time.operation_times import (
     Product,
 )
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
-from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.decoder import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.event_simulation import Timing

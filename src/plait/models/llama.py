@@ -25,7 +25,7 @@ from plait.models.model_helpers import (
     require_length,
 )
 from plait.models.rotary import ResultCache, rotary_angles, rotate
-from plait.plan.model_sizes import ROPE_BASE, Decoder
+from plait.plan.decoder import ROPE_BASE, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, heads_of, share_keys
 

@@ -28,8 +28,8 @@ from plait.errors import CheckpointError, ModelError, listed
 from plait.files import copy_file, make_folder
 from plait.models.huggingface.weight_files import INDEX, NO_WEIGHTS, files_of_tensors
 from plait.package import VERSION
+from plait.plan.decoder import Decoder
 from plait.plan.layout.shards import full_box
-from plait.plan.model_sizes import Decoder
 
 COPIED = (
     "generation_config.json",

@@ -15,7 +15,7 @@ from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, stat
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.estimate.time.step_times import stage_kinds, stage_modes
-from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.decoder import Decoder, LayerKind
 from plait.plan.plan import Recompute
 from plait.schedules.action import Kind
 from plait.schedules.held_microbatches import HeldCounts, HeldMicrobatches

@@ -12,7 +12,7 @@ from plait.estimate.memory.plan_memories import PlanMemories
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.pictures.quantities import count_text
-from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.decoder import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.schedules.search.stage_cuts import LayerCosts
 

@@ -18,7 +18,7 @@ from plait.estimate.time.operation_times import (
     Product,
     operation_seconds,
 )
-from plait.plan.model_sizes import LayerKind
+from plait.plan.decoder import LayerKind
 from plait.plan.plan import Recompute
 
 

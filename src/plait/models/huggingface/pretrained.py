@@ -14,7 +14,7 @@ from plait.errors import ModelError, PlaitError, listed, missing_package
 from plait.models.huggingface import FAMILIES, from_huggingface
 from plait.models.huggingface.weight_files import CONFIG, NO_WEIGHTS, SIZE_KEYS, config_in, files_of_tensors
 from plait.models.lora import adapters_of
-from plait.plan.model_sizes import MOST_BLOCKS, MOST_SIZE
+from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE
 
 _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200

@@ -27,7 +27,7 @@ from plait.estimate.time.operation_times import (
     attention_flops,
     product_flops,
 )
-from plait.plan.model_sizes import LayerKind, decoder_of
+from plait.plan.decoder import LayerKind, decoder_of
 from plait.plan.plan import Plan
 
 SMALL = {"layers": 1, "hidden": 96, "heads": 8, "vocab": 512, "context": 64}

@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
 from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.plan.model_sizes import Decoder
+from plait.plan.decoder import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 

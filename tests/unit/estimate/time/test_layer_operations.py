@@ -9,7 +9,7 @@ from plait.estimate.memory.memory_bounds import KINDS
 from plait.estimate.time.layer_operations import MicrobatchShape, context_method, layer_work
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, Collective, Elementwise, FusedAttention, Product
-from plait.plan.model_sizes import Decoder
+from plait.plan.decoder import Decoder
 from plait.plan.plan import Plan
 
 LLAMA = Decoder(

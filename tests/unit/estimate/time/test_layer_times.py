@@ -11,7 +11,7 @@ from one_second_kernels import DECODER, FAST, HARDWARE
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
-from plait.plan.model_sizes import LayerKind
+from plait.plan.decoder import LayerKind
 from plait.plan.plan import Plan
 
 TP = {"tp": 2, "sequence_parallel": "keep"}

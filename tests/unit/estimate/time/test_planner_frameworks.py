@@ -18,7 +18,7 @@ from plait.estimate.time.layer_operations import MicrobatchShape, layer_work
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
 from plait.estimate.time.layer_work import Recomputation
 from plait.estimate.time.operation_times import Elementwise, Product
-from plait.plan.model_sizes import Decoder
+from plait.plan.decoder import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule

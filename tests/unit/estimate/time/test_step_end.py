@@ -18,7 +18,7 @@ from plait.estimate.time.step_times import (
     optimizer_seconds,
     step_seconds,
 )
-from plait.plan.model_sizes import Decoder
+from plait.plan.decoder import Decoder
 from plait.plan.plan import Plan
 
 H100 = load_hardware("h100-sxm")
