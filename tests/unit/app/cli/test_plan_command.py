@@ -175,6 +175,7 @@ def test_a_plan_is_judged_by_what_the_configuration_trains(
     assert found["step_seconds"] > 0
 
 
+@pytest.mark.full
 def test_a_search_offloads_as_configured(capsys: pytest.CaptureFixture[str]) -> None:
     found = _json(capsys, *SMALL, "--ranks", "2", "--parallel.offload", "full", "--most", "1")
     assert [one["plan"]["strategy"] for one in found["best"]] != ["none"]

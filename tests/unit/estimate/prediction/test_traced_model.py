@@ -59,7 +59,10 @@ ROWS_OF_16 = {"inputs": torch.empty(1, 16), "targets": torch.empty(1, 3), "loss"
     ("make", "plan", "about"),
     [
         (adapted, Plan(pp=2, dp=2, strategy="full", microbatches=4, **MIXED), {}),
-        (adapted, Plan(tp=2, sequence_parallel="keep", microbatches=2, recompute="selective"), {}),
+        pytest.param(
+            *(adapted, Plan(tp=2, sequence_parallel="keep", microbatches=2, recompute="selective"), {}),
+            marks=pytest.mark.full,
+        ),
         (half_frozen, Plan(pp=2, schedule="zb-h1", microbatches=4), {"moments": 1}),
         (llama, Plan(dp=2, strategy="full", offload="full", microbatches=2, **MIXED), {}),
         (perceptron, Plan(pp=2, dp=2, strategy="gradients", microbatches=3), ROWS_OF_16),
@@ -165,6 +168,7 @@ def _rank(one: Prediction) -> tuple[int, int, int]:
     return plan_rank(one.step_seconds, one.peak_memory, one.plan)
 
 
+@pytest.mark.full
 def test_plans_of_an_adapted_model_fit() -> None:
     base = Plan(**MIXED)
     best, *others = plait.plans(adapted(), "h100-sxm", ranks=2, batch=4, base=base, most=2)
