@@ -65,7 +65,7 @@ def shard_updated_while_gathered() -> Any:
 
     def gather(buffer: Any) -> Any:
         handle = original(buffer)
-        buffer.own.add_(1)
+        buffer.shard.add_(1)  # which is read where it lies
         return handle
 
     return patch.object(gatherer, "_gather", gather)
