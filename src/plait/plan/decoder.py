@@ -85,7 +85,7 @@ class Decoder:
 
     @property
     def family(self) -> Family:
-        """The model of plait's own with these sizes."""
+        """The name of plait's own model of this kind: `gpt2` with a table of positions, else `llama`."""
         return "gpt2" if self.positions else "llama"
 
     @property
@@ -106,9 +106,9 @@ class Decoder:
         return default_inner(self.hidden) if self.gated else 4 * self.hidden
 
     def undivided_by(self, tp: int) -> Literal["heads", "kv_heads", "inner"] | None:
-        """Return the size that `tp` ranks cannot share equally, or None; they may share a head of keys.
+        """Return the name of the first size that `tp` ranks cannot share equally, or None.
 
-        A vocabulary may be cut unevenly.
+        Several ranks may share a head of keys; a vocabulary may be cut unevenly.
         """
         if self.heads % tp:
             return "heads"

@@ -180,7 +180,7 @@ class MetaLayers:
         return counting
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """Return the claims of rules and layouts about layer `number`; `layer`: a copy with rules applied."""
+        """Return what the proof of layer `number` has to confirm; `layer`: a copy with rules applied."""
         dims = self._rules.sequence_dims[layer.path]
         return Claims(
             sharded=self._sharded[number],

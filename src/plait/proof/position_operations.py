@@ -34,9 +34,10 @@ def elementwise(call: OperationCall) -> PositionDim | None:
 
 
 def reads(argument: str, along: Dims = lambda call, count: ()) -> Rule:
-    """Return the rule of operations that read `argument` along some dims, by default none (a look-up).
+    """Return a rule: the result has the positions of `argument`, unless they lie along the dims `along`.
 
-    The result has the same dims, perhaps one more behind (softmax, unfold).
+    For operations that read `argument` along these dims (none: a look-up). The result has the same dims,
+    perhaps one more behind (softmax, unfold).
     """
 
     def rule(call: OperationCall) -> PositionDim | None:

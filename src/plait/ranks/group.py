@@ -130,7 +130,7 @@ class Group:
         return torch.device("cpu") if on_cpu else device
 
     def skip(self, kind: str, tensor: Tensor) -> None:
-        """Report a collective that is not started: `tensor`, this rank's input, is on the meta device."""
+        """Call `on_skip` for a collective that does not run, because `tensor`, its input, is on meta."""
         if self.on_skip is not None and self.size > 1:
             self.on_skip(self, kind, tensor)
 

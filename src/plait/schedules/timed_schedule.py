@@ -96,10 +96,10 @@ class TimedSchedule:
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """The largest activation memory of each rank: of a micro-batch from its forward to its backward.
+        """The peak of each rank's activation memory, in micro-batches that are held.
 
-        From the start of F to the end of W or B.
-        In units of one rank's micro-batch: with several chunks per rank, a chunk counts as its part of one.
+        Each from the start of F to the end of W or B. In units of one rank's micro-batch: with several chunks
+        per rank, a chunk counts as its part of one.
         """
         return tuple(map(float, peak_memory(self.schedule, self.memory_costs)))
 

@@ -129,7 +129,10 @@ def softmax_terms(
 def overwrite_with_gradient(
     part: Tensor, factor: Tensor, found: LocalTargets, classes: int, smoothing: float, scale: Tensor
 ) -> None:
-    """Overwrite exp(s), of `softmax_terms`, with each row's gradient times `scale`, 0-d or `[n]`."""
+    """Overwrite `part`, the exponentials of `softmax_terms`, with the loss's gradient by the logits.
+
+    Times `scale`, 0-d or `[n]`: one for all rows, or one each.
+    """
     scales = scale.where(found.counted, 0)
     part.mul_((scales * factor)[:, None])
     found.subtract(part, scales * (1 - smoothing))

@@ -131,7 +131,7 @@ class Replaceable(Generic[P, R]):
         return result
 
     def __reduce__(self) -> str:
-        """Pickle by name, as a function is."""
+        """Return the function's name, by which pickle stores it, as it stores every function."""
         return self.original.__qualname__
 
 

@@ -111,7 +111,7 @@ def batches_of_steps(inputs: Value, targets: Value, steps: int, microbatches: in
 
 
 def _rolls(batch: Batch, microbatches: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield rolls that change a batch, those that change the most micro-batches first."""
+    """Yield functions that shift the rows of a batch, those that change the most micro-batches first."""
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in list_of_tensors(batch)}
     if len(rows) != 1 or any(isinstance(one, Microbatches) for one in batch):
         return  # the batch cannot be cut, which the verification says

@@ -26,7 +26,10 @@ class CallFailedError(Exception):
 
 
 class BoundedProcess:
-    """Calls of `function` in a process, within `seconds` and `memory` more bytes; results are JSON values."""
+    """Calls `function` in another process, with limits of `seconds` a call and of `memory` more bytes.
+
+    Results are JSON values.
+    """
 
     def __init__(self, function: Callable[..., Any], seconds: float, memory: int) -> None:
         self._function, self._seconds, self._memory = function, seconds, memory

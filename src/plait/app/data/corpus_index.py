@@ -103,7 +103,7 @@ class CorpusIndex:
         return max((shard.largest for shard in self.shards), default=-1)
 
     def names(self, name: str) -> str:
-        """Return a few of the roles or fields that the shards name, such as unread, in words."""
+        """Return as text the first few values in the field `name` of the shards, such as `unread`."""
         found = dict.fromkeys(one for shard in self.shards for one in getattr(shard, name))
         return ", ".join(map(repr, [*found][:SHOWN_NAMES])) + (", …" if len(found) > SHOWN_NAMES else "")
 

@@ -58,7 +58,7 @@ def dataset_files(source: str) -> list[Path]:
 
 
 def row_ranges(path: str, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of about `size` bytes: the first Arrow row or Parquet row group, the one behind, bytes."""
+    """Yield start, stop and bytes of ranges of about `size` bytes: of Arrow rows, of Parquet row groups."""
     if path.lower().endswith(".parquet"):
         with _parquet(path) as file:
             metadata = file.metadata
@@ -151,7 +151,7 @@ def _is_valid(batch: Any, *, full: bool) -> bool:
 
 
 def _filled(value: Any) -> Any:
-    """Return a cell's value without null fields within it, which the rows have that were written without."""
+    """Return a cell's value without the null fields in it that stand for fields which were not written."""
     if isinstance(value, dict):
         return {name: _filled(one) for name, one in value.items() if one is not None}
     return [_filled(one) for one in value] if isinstance(value, list) else value

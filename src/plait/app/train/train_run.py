@@ -111,7 +111,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         memory = None
         if mesh.rank == 0 or run.memory_limit is not None:  # which all ranks have to keep
             memory = predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)
-        predicted = predicted_step(config, plan, mesh.device)
+        predicted = predicted_step(config, plan, mesh.device) if mesh.rank == 0 else None  # which prints it
         trainer = Trainer(config, plan, mesh, data)
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
         trainer.tell, trainer.requested_stop = report.tell_through(progress.print), received

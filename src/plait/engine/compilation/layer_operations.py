@@ -224,7 +224,7 @@ def _defer(terms: Sequence[WeightTerm], slots: Mapping[Node, int]) -> LayerOpera
 def _between(
     node: Node, slots: Mapping[Node, int], trace: LayerTrace, readers: set[Node], outside: set[Node]
 ) -> LayerOperation:
-    """Return the operation of a node that runs outside of graphs."""
+    """Return the operation that runs a node eagerly, between two graphs."""
     if node.target == DROPOUT_MASK:
         return _dropout_mask(node, slots, trace)
     if node.target == POSITIONS:

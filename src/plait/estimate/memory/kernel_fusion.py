@@ -49,7 +49,7 @@ def fused(phases: Mapping[Phase, Sequence[RecordedOperation]]) -> dict[Phase, tu
             readers[storage].add(kernel)
 
     def is_needed(storage: int, maker: Kernel) -> bool:
-        """Return whether another kernel of the phase reads a result, or anything that is no kernel."""
+        """Return whether `maker` must write `storage`: another kernel of its phase or a product reads it."""
         others = readers[storage] - {maker}
         return any(other[0] == maker[0] or not kernels[other][0].is_elementwise for other in others)
 

@@ -121,7 +121,7 @@ def trace_model(
 
 @dataclass(frozen=True)
 class _LayerTrace:
-    """The trace of a layer's memory on meta, for all layers of equal structure that read equal inputs."""
+    """What a run of a layer on the meta device showed; layers of equal structure and inputs share it."""
 
     run: InferredLayer
     trace: Trace

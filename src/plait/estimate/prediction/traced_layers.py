@@ -29,9 +29,10 @@ layers run apart: some copy what is contiguous then."""
 
 @dataclass(frozen=True, eq=False)
 class TracedLayers:
-    """The layers of a model that `parallelize` takes; those of equal structure run once for each division.
+    """Runs a model's layers on the meta device, to know their operations, memory and parameters.
 
-    What is known is kept, so that plans with equal layers share it.
+    Those of equal structure run once for each division over `tp` and `cp`. What is known is kept, so that
+    plans with equal layers share it.
     """
 
     module: nn.Module
@@ -48,7 +49,7 @@ class TracedLayers:
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """For each layer the first one that runs alike."""
+        """The kind of each layer: named by the first layer that has the same structure and inputs."""
         traces = self.traces(Plan(), 1, on_cpu=True).layers
         first = {id(trace): number for number, trace in reversed([*enumerate(traces[:-1])])}
         last = len(traces) - 1  # with the loss
@@ -171,7 +172,7 @@ class TracedSizes(MicrobatchSizes):
         return self.layers.traces(plan, rows, on_cpu=self.on_cpu)
 
     def linear(self, number: Callable[[ModelTraces], float]) -> float:
-        """Return what a number of the traces is for the rows, from those of few rows."""
+        """Return `number` of the traces for this micro-batch's rows, extrapolated from those of few rows."""
         if self.rows <= FEW_ROWS[0]:
             return number(self._traces(self.plan, ceil(self.rows)))
         few, more = (number(self._traces(self.plan, rows)) for rows in FEW_ROWS)

@@ -53,7 +53,7 @@ class TracedModel(PredictedModel):
 
     @cached_property
     def context(self) -> int:
-        """Tokens of a sequence: the size of the second dim of whole numbers; 1 without."""
+        """Tokens of a sequence: the size of dim 1 of integer inputs, else 1."""
         first = next(tensors_of(self.layers.inputs))
         return 1 if first.is_floating_point() or first.dim() < 2 else first.shape[1]
 
@@ -201,6 +201,6 @@ def _predicted(rank: RankMemory, reserved: float) -> PredictedMemory:
 
 
 def _further(one: PredictedMemory, two: PredictedMemory, factor: float) -> PredictedMemory:
-    """Return what lies `factor` times as far from `one` as `two` does."""
+    """Return `one` plus `factor` times the difference to `two`, field by field."""
     pairs = ((getattr(one, part.name), getattr(two, part.name)) for part in fields(one))
     return PredictedMemory(*(first + factor * (second - first) for first, second in pairs))

@@ -191,8 +191,7 @@ class Bounds:
         return self.model.memories()
 
     def _mean_and_largest(self, plan: Plan) -> tuple[float, float]:
-        """Return the parameters that train on a rank of `tp`: the mean over the ranks of `pp`, and those of
-        the largest layer, which some rank has."""
+        """Return trained parameters on a rank of `tp`: the mean over `pp`, and those of the largest layer."""
         if plan.tp not in self._parameters:
             sizes = self.sizes(plan)
             largest = max(sizes.trained_parameters((kind,)) for kind in self._counts)
@@ -202,7 +201,7 @@ class Bounds:
 
 
 def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: float = 0.0) -> float:
-    """Return a time in which stages of `total` seconds a micro-batch, one on each rank, cannot be done.
+    """Return a lower bound of a step's seconds, however stages, one a rank, divide `total` a micro-batch.
 
     Let stage r take x_r for a micro-batch, of which the fraction φ (`part`) at least passes on every stage
     before rank r can start, or can be done after it ends, and r · `hops` for messages; and let the part ω

@@ -249,7 +249,7 @@ class _PlanQueue:
             self._add_known(plan, seconds, known)
 
     def _weigh(self, plan: Plan, seconds: float) -> None:
-        """Put a plan whose time is known back with its memory, if it fits."""
+        """Compute the memory of a plan whose time is known; put it back if it fits."""
         memory, hardware = self.steps.memory(plan), self.bounds.hardware
         if memory + hardware.reserved > hardware.memory:
             self.too_large += 1
@@ -262,12 +262,12 @@ class _PlanQueue:
         heappush(self.entries, ((nanoseconds, 2, nbytes, axes, next(self._numbers)), plan))
 
     def _plan(self, division: RankDivision, recompute: Recompute, sequence: SequenceParallel) -> Plan:
-        """Return a plan of a division whose state is not sharded yet."""
+        """Return a plan of a division with strategy `none`, from which `_stored` makes the others."""
         layers = {"recompute": recompute, "sequence_parallel": sequence}
         return division.plan(self.base, **layers, strategy="none", replicate=1, offload="none")
 
     def _stored(self, plan: Plan, **state: object) -> Plan:
-        """Return a plan with options of state, offloaded as configured."""
+        """Return `plan` with another strategy and the like, and with the offloading of `base`."""
         return replace(plan, offload=self.base.offload, **state)  # type: ignore[arg-type]
 
     def _least(self, plan: Plan) -> float:

@@ -265,7 +265,7 @@ class Attention(InitializedLayer):
 
 
 def require_declared(config: Any, family: Family) -> None:
-    """Raise ModelError for a value of `config` that other decoders read, of which `family` says nothing."""
+    """Raise ModelError if `config` sets an option, such as a window, that `family` does not declare."""
     declared = {family.score_cap, family.logit_cap, family.bidirectional, *family.ignored}
     if family.windows != "none":
         declared.add("sliding_window")

@@ -86,7 +86,7 @@ def _gaps(mesh: Mapping[str, int]) -> list[float]:
 
 
 def _positions(cell: float, gaps: Sequence[float]) -> list[float]:
-    """Return the left edge of each column."""
+    """Return the x coordinate at which each column of ranks begins; `gaps`: before each column."""
     return [_LABEL + number * cell + gap for number, gap in enumerate(accumulate(gaps))]
 
 

@@ -45,7 +45,7 @@ class Shard:
         return self.blocks != 1
 
     def blocks_of(self, rows: range) -> list[range]:
-        """Return the blocks of a dim that has these rows."""
+        """Return the range of each block, in a dim that consists of `rows`."""
         if isinstance(self.blocks, tuple):
             bounds = accumulate(self.blocks, initial=rows.start)
             return [range(*bound) for bound in pairwise(bounds)]

@@ -104,7 +104,7 @@ class Transport(Protocol):
 
 
 class RankTransports(Protocol):
-    """One rank's access to a world of processes or threads: makes a transport for each group of the rank."""
+    """Protocol by which a rank gets a `Transport` for each of its groups, of processes or threads."""
 
     rank: int
     size: int

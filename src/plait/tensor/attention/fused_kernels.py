@@ -216,7 +216,7 @@ class PackedCall:
 
     @staticmethod
     def of(documents: DocumentBounds, causal: bool, window: int | None) -> PackedCall:
-        """Return the call for `documents`; `causal` and `window`: as for `plait.attention`."""
+        """Return the kernel call for packed `documents`; `causal` and `window` as in `plait.attention`."""
         rows, length = len(documents.starts), documents.length
         begins = ((first + row * length for first in each) for row, each in enumerate(documents.starts))
         every = torch.tensor([*chain.from_iterable(begins), rows * length], dtype=torch.int32)

@@ -29,7 +29,7 @@ PendingTensor = Callable[[], Tensor]
 
 
 def own_range(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's part of dim `dim`: a view of `whole`."""
+    """Return the view of `whole` that is this rank's range along `dim`."""
     own = divide(whole.shape[dim], group.size)[group.index]
     return whole.narrow(dim, own.start, len(own))
 

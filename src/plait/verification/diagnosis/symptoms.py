@@ -91,7 +91,7 @@ class Symptoms:
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
-    """Yield zeros and any `evidence.base`, to subtract from both tensors, after names of what remains."""
+    """Yield tensors to subtract from both sides (zeros, `evidence.base`), each after a name of the rest."""
     yield "all of it", torch.zeros_like(evidence.expected)
     if evidence.base is not None:
         yield REST.get(phase, "what the layer adds to it"), evidence.base
