@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_paths, write_index
+from plait.app.data.corpus_manifest import CorpusIndex, ShardEntry, shard_paths, write_index
 
 VOCAB = 8192
 _WORDS = ("self", "name", "value", "return", "None", "path", "data", "args", "result", "import")

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from plait.schedules.costs import Costs
     from plait.schedules.search.api import schedule
     from plait.tensor.attention.attention import attention
+    from plait.tensor.direct_preference import dpo_loss
     from plait.tensor.dropout import Dropout
     from plait.tensor.losses import cross_entropy
-    from plait.tensor.preferences import dpo_loss
     from plait.tensor.running_sequence import positions
     from plait.verification.verify import verify
 
@@ -67,7 +67,7 @@ _HOME = {
     "attention": "plait.tensor.attention.attention",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
-    "dpo_loss": "plait.tensor.preferences",
+    "dpo_loss": "plait.tensor.direct_preference",
     "fit": "plait.app.loop.fit",
     "launch": "plait.ranks.launch.launch",
     "load": "plait.checkpoint.loading",

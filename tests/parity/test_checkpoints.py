@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from parity.checkpoints import LAYOUTS, link, model, never_stopped, plan_of, tensors_of
-from plait.checkpoint.converting import convert_for
 from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.rewriting import convert_for
 from plait.engine.blueprint import build_blueprint
 from plait.ranks.launch.rank_pool import RankPool
 

@@ -179,7 +179,7 @@ ALLOWED = {
     "app/loop/meter.py": "the numbers of a step, read after the next one was submitted",
     "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",
     "app/loop/validation.py": "the means of a validation",
-    "tensor/preferences.py": "answers of a reference, computed once before the training",
+    "tensor/direct_preference.py": "answers of a reference, computed once before the training",
     "app/train/reference_steps.py": "after the run, on rank 0",
     "app/train/run_data.py": "the tokens of a prompt, in NumPy, before the run",
     "app/train/trainer.py": "the sample after the run",

@@ -14,9 +14,9 @@ from torch.optim.optimizer import Optimizer
 import plait
 from parity.checkpoints import tensors_of
 from parity.test_checkpoints import check_close
-from plait.checkpoint.converting import convert
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.inspecting import summary
+from plait.checkpoint.rewriting import convert
 from plait.plan.layout import assemble
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool

@@ -11,14 +11,14 @@ from power_cuts import PowerCuts, put
 from torch import nn
 
 import plait
-from plait.app.data.corpus_index import INDEX, CorpusIndex, damaged_shards, read_index
+from plait.app.data.corpus_manifest import INDEX, CorpusIndex, damaged_shards, read_index
 from plait.app.data.preparation import prepare_corpus
 from plait.app.loop.loggers import JsonLines
 from plait.checkpoint.checkpoint_manager import CheckpointManager
-from plait.checkpoint.converting import convert
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import BestCheckpoint, atomic_folder, clean_up, resolve, unfinished_path
 from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.rewriting import convert
 from plait.checkpoint.tensor_file import find_damage, portions
 from plait.engine import Engine
 

@@ -43,7 +43,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from plait.checkpoint.box_reader import FullTensors
-from plait.checkpoint.converting import write_checkpoint
 from plait.checkpoint.dcp_keys import DcpKeys, optimizer_of, parse_keys
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
@@ -51,6 +50,7 @@ from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.huggingface.tensor_names import inverse, renamed_manifest
 from plait.checkpoint.manifest import Manifest, TensorEntry, require_form
 from plait.checkpoint.rank_contents import parameter_key
+from plait.checkpoint.rewriting import write_checkpoint
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite, TensorFileReader, grouped
 from plait.errors import CheckpointError
 from plait.package import VERSION

@@ -13,7 +13,7 @@ from plait.errors import ModelError
 from plait.models.initial import Constant, Initial, Normal
 from plait.plan.decoder import multiplications
 from plait.plan.rules import Rules
-from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.running_sequence import longest_document, running_sequence
 
 INITIAL_STD = 0.02

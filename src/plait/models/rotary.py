@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.ranks.device import captures_graph
-from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.proof_marks import gives_positions
 from plait.tensor.running_sequence import running_sequence
 

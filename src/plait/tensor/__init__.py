@@ -9,12 +9,12 @@ from typing import Any
 
 from plait.package import submodule
 from plait.tensor.autograd.redistribution import full_tensor, redistribute
+from plait.tensor.direct_preference import PreferenceLoss, answer_log_probs, preference_batch, token_log_probs
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
 from plait.tensor.parallel.attention_and_mlp import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.parallel.partition import UNEVEN, Partition, Vocabulary
-from plait.tensor.preferences import PreferenceLoss, answer_log_probs, preference_batch, token_log_probs
 from plait.tensor.torch_losses import as_loss, mean_loss
 
 __all__ = [

@@ -25,7 +25,7 @@ from torch.autograd.graph import Node
 from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import parts_of
 from plait.plan.rules import join
-from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.dropout_mask import DimPart, DimRanges, keep_mask_of_ranges
 from plait.tensor.proof_marks import tag, tag_of
 from plait.tensor.running_sequence import running_sequence

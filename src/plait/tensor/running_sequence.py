@@ -25,7 +25,7 @@ from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan.plan import ContextLayout, ContextParallel, Plan
 from plait.ranks.device import sent
 from plait.ranks.group import Group, Traffic
-from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.proof_marks import Replaceable, gives_positions
 
 Result = TypeVar("Result")

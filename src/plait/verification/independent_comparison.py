@@ -26,13 +26,13 @@ from plait.ranks.mesh import Mesh
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, split
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.case import Case
+from plait.verification.independent_model_report import Compared, IndependentReport
 from plait.verification.independent_reference import (
     Expected,
     Float64Mode,
     IndependentReference,
     ReferenceSide,
 )
-from plait.verification.independent_report import Compared, IndependentReport
 from plait.verification.reference.recording import (
     broadcast_object,
     elementwise_difference,

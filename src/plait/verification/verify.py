@@ -24,8 +24,8 @@ from plait.verification.diagnosis.cause import likely_cause
 from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.findings import Tally
 from plait.verification.independent_comparison import compare_with_reference
+from plait.verification.independent_model_report import IndependentReport, report_of_all
 from plait.verification.independent_reference import IndependentReference
-from plait.verification.independent_report import IndependentReport, report_of_all
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import FirstDifference, VerificationReport

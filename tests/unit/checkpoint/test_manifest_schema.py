@@ -12,9 +12,9 @@ import pytest
 
 from parity.one_rank import MODELS, lively, saved
 from plait.app.cli.main import main
-from plait.checkpoint.converting import convert
 from plait.checkpoint.dcp import export_dcp
 from plait.checkpoint.manifest import FILE, Dtype, checksum, read_manifest
+from plait.checkpoint.rewriting import convert
 from plait.checkpoint.tensor_file import DTYPES
 from plait.errors import CheckpointError
 

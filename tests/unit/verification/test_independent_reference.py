@@ -24,6 +24,7 @@ from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
 from plait.verification.independent_comparison import compare, compare_with_reference
+from plait.verification.independent_model_report import Compared, IndependentReport, report_of_all
 from plait.verification.independent_reference import (
     FACTOR,
     PART_OF_LARGEST,
@@ -32,7 +33,6 @@ from plait.verification.independent_reference import (
     Float64Mode,
     IndependentReference,
 )
-from plait.verification.independent_report import Compared, IndependentReport, report_of_all
 from plait.verification.options import VerifyOptions
 from unit.verification.verification_cases import mlp, rows_and_classes
 from zoo.forward import micro_batches_interleaved

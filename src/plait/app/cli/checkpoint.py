@@ -173,9 +173,9 @@ def _inspect(options: Namespace) -> int:
 def _convert(options: Namespace) -> None:
     with importing():
         from plait.app.train.run_checkpoints import shard_plan_for
-        from plait.checkpoint.converting import convert, convert_for
         from plait.checkpoint.folders import resolve
         from plait.checkpoint.manifest import read_manifest
+        from plait.checkpoint.rewriting import convert, convert_for
 
     if not options.of_run:
         convert(options.path, options.target, max_bytes=options.file_size)

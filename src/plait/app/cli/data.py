@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.app.cli.arguments import CommandParser, count
-from plait.app.data.corpus_index import CorpusIndex, require_intact
+from plait.app.data.corpus_manifest import CorpusIndex, require_intact
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
 from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.token_shards import Corpus, open_corpus

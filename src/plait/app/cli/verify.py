@@ -15,7 +15,7 @@ from plait.app.config.config_parser import config_from_arguments, nearest_field
 from plait.errors import ConfigError, terminal_text
 
 if TYPE_CHECKING:
-    from plait.verification.independent_report import IndependentReport
+    from plait.verification.independent_model_report import IndependentReport
     from plait.verification.report import VerificationReport
     from plait.verification.sweep import Sweep
 

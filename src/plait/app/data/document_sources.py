@@ -18,6 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.app.data.chat_records import holds_chats, short_json
+from plait.app.data.document_cuts import (
+    Encode,
+    decoded,
+    is_compressed,
+    not_text_remedy,
+    read_text,
+    text_ahead,
+    text_cuts,
+)
 from plait.app.data.json_records import (
     LinePlace,
     Place,
@@ -28,15 +37,6 @@ from plait.app.data.json_records import (
     read_record,
 )
 from plait.app.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
-from plait.app.data.text_files import (
-    Encode,
-    decoded,
-    is_compressed,
-    not_text_remedy,
-    read_text,
-    text_ahead,
-    text_cuts,
-)
 from plait.errors import DataError
 from plait.files import read_bytes
 

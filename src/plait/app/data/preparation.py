@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.app.data.chats import EncodedPart, are_chats
-from plait.app.data.corpus_files import whole_file, write_text
-from plait.app.data.corpus_index import (
+from plait.app.data.checked_files import whole_file, write_text
+from plait.app.data.corpus_manifest import (
     SHOWN_NAMES,
     CorpusIndex,
     ShardEntry,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.app.data.batches import description
-from plait.app.loop.callbacks import watched_validation
-from plait.app.loop.run_folder import locked_folder
+from plait.app.loop.builtin_callbacks import watched_validation
+from plait.app.loop.run_folder_lock import locked_folder
 from plait.app.loop.stream import RankStream
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import LowestLoss, Validation

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plait.app.config.config import Config
 from plait.app.loop.loggers import Csv, JsonLines, Logger, TensorBoard, unwritable
-from plait.app.loop.run_folder import EARLIER, REPORT_FILES, set_aside, set_aside_line
+from plait.app.loop.run_folder_lock import EARLIER, REPORT_FILES, set_aside, set_aside_line
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.train.reference_steps import LossAndNorm
 from plait.app.train.run_checkpoints import FOLDER

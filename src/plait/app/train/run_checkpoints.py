@@ -15,7 +15,7 @@ from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
 from plait.app.config.config_sections import DataConfig
 from plait.app.config.model_section import LoraConfig, ModelConfig
-from plait.app.data.corpus_index import read_index
+from plait.app.data.corpus_manifest import read_index
 from plait.app.data.recorded_tokenizer import recorded_tokenizer
 from plait.app.data.tokenizer import open_tokenizer
 from plait.app.data.tokenizer_file import files_hash, tokenizer_files

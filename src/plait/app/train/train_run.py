@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.app.config.config import Config
-from plait.app.loop.callbacks import EarlyStop, Log, Progress, ReplicaChecks
+from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
-from plait.app.loop.run_folder import LOCK, locked_folder
+from plait.app.loop.run_folder_lock import LOCK, locked_folder
 from plait.app.loop.validation import Validation
 from plait.app.train.predicted_run import (
     peak_line,

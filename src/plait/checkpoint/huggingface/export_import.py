@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from plait.checkpoint.box_reader import FullTensors, MergedTensors
 from plait.checkpoint.compatibility import require_model
-from plait.checkpoint.converting import write_checkpoint
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.huggingface.config_json import CONFIG, config_json, read_config, sizes_from_config
 from plait.checkpoint.huggingface.tensor_names import HEAD, TensorPair, tensor_pairs
 from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
+from plait.checkpoint.rewriting import write_checkpoint
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_files
 from plait.errors import CheckpointError, ModelError, listed
 from plait.files import copy_file, make_folder

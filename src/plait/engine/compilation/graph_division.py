@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from plait.engine.compilation.torch_compiler import is_random, is_view
 from plait.engine.compilation.weight_gradients import Operand, WeightTerm, terms_of
 from plait.plan.plan import Recompute
-from plait.tensor.autograd.between_graphs import ATTENTION, BETWEEN_GRAPHS, POSITIONS, REGATHERED
+from plait.tensor.autograd.eager_operations import ATTENTION, EAGER_OPERATION, POSITIONS, REGATHERED
 from plait.tensor.autograd.kept_results import KEPT_OPERATIONS
 
 
@@ -122,7 +122,7 @@ def _with_regathered(term: WeightTerm, gathers: Collection[int]) -> WeightTerm:
     operands = []
     for operand in term.operands:
         base = operand.base
-        if base.target == BETWEEN_GRAPHS and base.args[1] in gathers:
+        if base.target == EAGER_OPERATION and base.args[1] in gathers:
             operand = replace(operand, base=_inserted(base, REGATHERED, *base.args[:2]))
         operands.append(operand)
     return replace(term, operands=tuple(operands))
@@ -184,7 +184,7 @@ def _is_recomputed(node: Node, mode: Recompute) -> bool:
     if node.target == ATTENTION and (mode == "selective" or node.args[-1]):
         return False
     if mode == "selective":
-        return node.target != BETWEEN_GRAPHS and _name_of(node) not in KEPT_OPERATIONS
+        return node.target != EAGER_OPERATION and _name_of(node) not in KEPT_OPERATIONS
     return mode == "full"
 
 

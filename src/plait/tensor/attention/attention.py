@@ -39,7 +39,7 @@ from plait.tensor.attention.kernels import (
 from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
 from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
 from plait.tensor.attention.visibility import document_bounds
-from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import with_kept_operations
 from plait.tensor.dropout import Dropout, tag_dropout
 from plait.tensor.proof_marks import Replaceable, positions_may_mix
@@ -197,7 +197,7 @@ def attend(
     if keys.sequence is not None or softcap is not None:
         _require_mask(dropout)
         if trace is not None:
-            between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
+            between = partial(_outside_graphs, keys.mask, Scaling(scale, softcap))
             return trace.attention(between, query, keys.key, keys.value, dropout)
     if softcap is not None:
         keys = _in_blocks(keys, softcap)
@@ -232,7 +232,7 @@ def attend(
     return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
-def _between_graphs(
+def _outside_graphs(
     mask: Mask, scaling: Scaling, query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module | None
 ) -> Tensor:
     """Return attention that a compiled layer has recorded, on the sequence that runs now."""

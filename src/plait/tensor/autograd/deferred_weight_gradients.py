@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.ranks.device import is_accelerator, multiplies_into_float32
-from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.regather import Gather
 from plait.tensor.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split

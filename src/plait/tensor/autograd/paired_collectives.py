@@ -34,7 +34,7 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
-from plait.tensor.autograd.between_graphs import TRACE, Operation
+from plait.tensor.autograd.eager_operations import TRACE, Operation
 from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
 

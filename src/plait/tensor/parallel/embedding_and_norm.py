@@ -14,8 +14,8 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from plait.errors import DataError, ModelError
 from plait.plan.layout.layout import divide
 from plait.ranks.group import Group
-from plait.tensor.autograd.between_graphs import TRACE
 from plait.tensor.autograd.deferred_weight_gradients import embedding
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.paired_collectives import copy, reduce
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.parallel.partition import AXIS, UNEVEN, column_layouts, local_shard

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait.app.data import document_rows
 from plait.app.data.batches import ShuffledBatches, TokenWindows
-from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_paths, write_index
+from plait.app.data.corpus_manifest import CorpusIndex, ShardEntry, shard_paths, write_index
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.token_shards import Corpus, TokenShard, open_corpus
 

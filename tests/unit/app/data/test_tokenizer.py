@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.app.data.corpus_index import CorpusIndex, write_index
+from plait.app.data.corpus_manifest import CorpusIndex, write_index
 from plait.app.data.recorded_tokenizer import record_tokenizer, recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
 from plait.app.data.tokenizer_file import SurroundingTokens, files_hash, tokenizer_files

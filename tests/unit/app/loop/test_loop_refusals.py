@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.app.loop.callbacks import ReplicaChecks
+from plait.app.loop.builtin_callbacks import ReplicaChecks
 from plait.app.loop.meter import StepMetrics
 from plait.app.loop.training_loop import TrainingLoop
 from plait.app.loop.validation import Validation, ValidationRows

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plait.app.loop.callbacks import Progress
+from plait.app.loop.builtin_callbacks import Progress
 
 
 def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seconds: float = 1.0) -> str:

@@ -16,7 +16,7 @@ import pytest
 from mutated_files import ELSEWHERE
 from plait.app.config.config import Config
 from plait.app.data import preparation
-from plait.app.data.corpus_index import read_index, write_index
+from plait.app.data.corpus_manifest import read_index, write_index
 from plait.app.data.preparation import prepare_corpus
 from plait.app.data.token_shards import open_corpus
 from plait.app.data.tokenizer_file import files_hash

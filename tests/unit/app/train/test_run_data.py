@@ -10,7 +10,7 @@ import torch
 
 from plait.app.config.config import Config
 from plait.app.data.batches import ValidationBatches, row_total
-from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_paths, write_index
+from plait.app.data.corpus_manifest import CorpusIndex, ShardEntry, shard_paths, write_index
 from plait.app.data.recorded_tokenizer import record_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import open_tokenizer
 from plait.app.train.run_data import check_data, encode_prompt, load_data

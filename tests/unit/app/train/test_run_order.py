@@ -12,7 +12,7 @@ import pytest
 
 import plait
 from plait.app.config.config import Config
-from plait.app.loop.callbacks import Progress
+from plait.app.loop.builtin_callbacks import Progress
 from plait.app.train import trainer
 from plait.app.train.run_callbacks import SCHEDULE_FILE, reorder
 from plait.app.train.train_run import train

@@ -12,7 +12,7 @@ import pytest
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.loop.callbacks import Progress
+from plait.app.loop.builtin_callbacks import Progress
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.ranks.launch.rank_pool import RankPool

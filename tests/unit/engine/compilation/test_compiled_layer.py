@@ -124,7 +124,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         graphs.append(graph)
         return run_operations(graph)
 
-    monkeypatch.setattr("plait.engine.compilation.layer_operations.with_generated_code", noting)
+    monkeypatch.setattr("plait.engine.compilation.graphs_and_eager_operations.with_generated_code", noting)
     return graphs
 
 
@@ -314,7 +314,7 @@ def test_a_layer_for_which_no_code_can_be_generated_runs_eagerly(monkeypatch: py
             raise RuntimeError("no kernel for tanh")
         return run_operations(graph)
 
-    monkeypatch.setattr("plait.engine.compilation.layer_operations.with_generated_code", refusing)
+    monkeypatch.setattr("plait.engine.compilation.graphs_and_eager_operations.with_generated_code", refusing)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     with pytest.raises(ModelError, match=r"layer '1' cannot be compiled, for torch says: no kernel for tanh"):
         gradients_of(model, compile=True)

@@ -23,7 +23,7 @@ Operation = Callable[[Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor, nn.Module | None], Tensor]
 """Returns attention `[rows, heads, length, width]` for a query, keys, values and a dropout of the weights."""
 
-torch.library.define("plait::between_graphs", "(Tensor input, int number, SymInt[] shape) -> Tensor")
+torch.library.define("plait::eager_operation", "(Tensor input, int number, SymInt[] shape) -> Tensor")
 torch.library.define("plait::regathered", "(Tensor part, int number) -> Tensor")
 torch.library.define("plait::dropout_mask", "(int number, SymInt[] shape, Device device) -> Tensor")
 torch.library.define("plait::positions", "(SymInt[] shape, Device device) -> Tensor")
@@ -34,7 +34,7 @@ torch.library.define(
     "plait::attention_backward",
     "(Tensor gradient, Tensor run, SymInt[] q, SymInt[] k, SymInt[] v) -> (Tensor, Tensor, Tensor)",
 )
-BETWEEN_GRAPHS: Any = torch.ops.plait.between_graphs.default
+EAGER_OPERATION: Any = torch.ops.plait.eager_operation.default
 """Operator for a recorded operation; `number` is that of the operation in the trace."""
 REGATHERED: Any = torch.ops.plait.regathered.default
 """Operator for the result of a recorded gather that weight gradients gather again; no trace has it."""
@@ -49,7 +49,7 @@ ATTENTION_BACKWARD: Any = torch.ops.plait.attention_backward.default
 """Operator for the gradients of a recorded attention's query, keys and values."""
 
 
-def _like_between_graphs(input: Tensor, number: int, shape: Sequence[int]) -> Tensor:
+def _like_eager_operation(input: Tensor, number: int, shape: Sequence[int]) -> Tensor:
     return input.new_empty(shape)
 
 
@@ -80,7 +80,7 @@ def _by_positions(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty((rows, length, heads, width)).transpose(1, 2)
 
 
-torch.library.register_fake("plait::between_graphs", _like_between_graphs)
+torch.library.register_fake("plait::eager_operation", _like_eager_operation)
 torch.library.register_fake("plait::dropout_mask", _like_dropout_mask)
 torch.library.register_fake("plait::positions", _like_positions)
 torch.library.register_fake("plait::attention", _like_attention)
@@ -175,13 +175,13 @@ class _Recorded(torch.autograd.Function):
         ctx: Any, input: Tensor, shape: tuple[int, ...], there: int | None, back: int | None
     ) -> Tensor:
         ctx.back, ctx.shape = back, tuple(input.shape)
-        result: Tensor = input.view_as(input) if there is None else BETWEEN_GRAPHS(input, there, shape)
+        result: Tensor = input.view_as(input) if there is None else EAGER_OPERATION(input, there, shape)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.back is not None:
-            gradient = BETWEEN_GRAPHS(gradient, ctx.back, ctx.shape)
+            gradient = EAGER_OPERATION(gradient, ctx.back, ctx.shape)
         return gradient, None, None, None
 
 

@@ -13,11 +13,11 @@ import plait
 from parity.full_disk import Full
 from parity.memory import MEASURED, Watching, anonymous
 from parity.one_rank import CONTEXT, MODELS, VOCAB, cut, engine_of, lively, tensors_in
-from plait.checkpoint.converting import convert
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import unfinished_path
 from plait.checkpoint.inspecting import summary
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
+from plait.checkpoint.rewriting import convert
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
 from plait.plan.layout.shards import full_box

@@ -20,11 +20,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
 from plait.engine.compilation.weight_gradients import Operand, WeightTerm, WeightTerms
-from plait.tensor.autograd.between_graphs import (
+from plait.tensor.autograd.eager_operations import (
     ATTENTION,
     ATTENTION_BACKWARD,
-    BETWEEN_GRAPHS,
     DROPOUT_MASK,
+    EAGER_OPERATION,
     POSITIONS,
     REGATHERED,
     LayerTrace,
@@ -160,7 +160,7 @@ def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:
         level = max((levels.get(one, 0) for one in node.all_input_nodes), default=0)
         if node.target in (DROPOUT_MASK, POSITIONS):
             levels[node] = -1
-        elif node.target in (BETWEEN_GRAPHS, REGATHERED) or _is_attention(node):
+        elif node.target in (EAGER_OPERATION, REGATHERED) or _is_attention(node):
             levels[node] = level + 1 if level % 2 == 0 else level
         elif node.target == operator.getitem and _is_attention(node.all_input_nodes[0]):
             levels[node] = level
