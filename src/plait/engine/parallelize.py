@@ -44,7 +44,6 @@ from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
-from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
 from plait.tensor.running_sequence import ContextParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss
@@ -87,7 +86,8 @@ def parallelize(
     spans = {stage: blueprint.stage_layers[stage] for stage in local}
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
+    experts = mesh.group(("ep", "etp")) if plan.divides_experts else None
+    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), experts)
     stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
     compile_layers(stages, blueprint, meta_layers, queue)
@@ -206,7 +206,7 @@ def build_units(
 
     def value_of(name: str) -> Tensor:
         whole, layout = source.read(name), blueprint.whole_layouts[name]
-        return shard(whole, layout, mesh.coordinate) if is_sharded(layout) else whole
+        return shard(whole, layout, mesh.coordinate) if layout.divides else whole
 
     kinds = blueprint.kinds.values()  # in one order on all ranks, as new groups require
     factory = UnitFactory(

@@ -1,0 +1,77 @@
+"""A sparse model trains as on one rank, however experts, tokens and their state are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parity.case import Batch, Case
+from parity.parity import check_parity
+from plait.plan import rules
+from plait.plan.plan import Plan
+from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
+
+LENGTH, WIDTH = 6, 8
+PLANS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "dp 2 ep 2": {"dp": 2, "ep": 2},
+    "dp 4 ep 2": {"dp": 4, "ep": 2},
+    "full": {"dp": 4, "ep": 2, "strategy": "full"},
+    "gradients, each": {"dp": 4, "ep": 2, "strategy": "gradients", "reduce": "each", "microbatches": 2},
+    "optimizer": {"dp": 2, "ep": 2, "strategy": "optimizer", "pp": 2, "microbatches": 2},
+    "hybrid": {"dp": 4, "replicate": 2, "ep": 2, "strategy": "full"},
+    "tp 2 ep 1": {"tp": 2},
+    "tp 2 ep 2": {"tp": 2, "ep": 2},
+    "tp 2 etp 2": {"tp": 2, "etp": 2},
+    "tp 2 ep 4": {"tp": 2, "dp": 2, "ep": 4},
+    "keep": {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": "keep"},
+    "keep, ep 1": {"tp": 2, "sequence_parallel": "keep"},
+    "cp 2 ep 2": {"cp": 2, "ep": 2, "strategy": "full"},
+    "ep 2 etp 2": {"dp": 4, "ep": 2, "etp": 2, "strategy": "full"},
+    "more ranks than experts": {"dp": 4, "ep": 4, "strategy": "full"},
+    "edp over tp": {"tp": 4, "ep": 2, "strategy": "full"},
+    "edp 3": {"dp": 3, "tp": 2, "ep": 2, "strategy": "full"},
+    "masters": {"dp": 2, "ep": 2, "strategy": "optimizer", "offload": "full"},
+    "zero bubble": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 4},
+    "recompute": {"dp": 2, "ep": 2, "recompute": "full", "strategy": "full"},
+    "replicated experts": {"dp": 4, "replicate": 2, "ep": 2},
+}
+
+
+class Sparse(nn.Module):
+    """x + experts(norm(x)), each position by itself."""
+
+    def __init__(self, experts: int = 5, top_k: int = 2) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.router = Router(WIDTH, experts, top_k)
+        self.experts = Experts(WIDTH, 6, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        _, weights, indices = self.router(rows)
+        return x + self.experts(rows, indices, weights).view_as(x)
+
+
+def build() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sparse(), Sparse(3, 1), nn.Linear(WIDTH, WIDTH))
+    model.rules = dict.fromkeys("0123", rules.sequence)  # type: ignore[assignment]
+    return model
+
+
+def draw(rows: int, generator: torch.Generator) -> Batch:
+    inputs = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(WIDTH, (rows, LENGTH), generator=generator)
+
+
+CASE = Case("sparse", build, draw)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_sparse_model_trains_as_on_one_rank(thread_ranks: Any, name: str) -> None:
+    check_parity(thread_ranks, CASE, Plan(precision="fp64", **PLANS[name]))
