@@ -36,6 +36,7 @@ from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
+from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change
 from plait.schedules.lowering.messages import channels_of
@@ -86,8 +87,7 @@ def parallelize(
     spans = {stage: blueprint.stage_layers[stage] for stage in local}
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    experts = mesh.group(("ep", "etp")) if plan.divides_experts else None
-    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), experts)
+    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), expert_group(mesh, plan))
     stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
     compile_layers(stages, blueprint, meta_layers, queue)
@@ -110,6 +110,11 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(runtime)
+
+
+def expert_group(mesh: Mesh, plan: Plan) -> Group | None:
+    """Return this rank's group along `ep` and `etp`; None where experts are not divided."""
+    return mesh.group(("ep", "etp")) if plan.divides_experts else None
 
 
 def _require_arguments(
