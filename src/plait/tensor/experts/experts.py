@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.plan.layout.layout import Shard
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import defers
 from plait.tensor.autograd.kept_results import computed_once
@@ -58,7 +59,7 @@ class Experts(nn.Module):
 
         `bias`: whether there are `gate_up_proj_bias [E, 2F]` and `down_proj_bias [E, H]`. `weights_first`:
         whether a token's weights multiply its experts' inputs in place of their outputs. `factory`: device
-        and dtype of the parameters, whose values are not set.
+        and dtype of the parameters.
         """
         super().__init__()
         self.num_experts = experts
@@ -74,6 +75,26 @@ class Experts(nn.Module):
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
         self.queue: WeightGradientQueue | None = None
         """Where the backward queues weight gradients; None: it computes them."""
+
+        columns, rows = (1, 2) if transposed else (2, 1)
+        blocks = 1 if activation.interleaved else 2
+        self.inner_shards: dict[str, Shard | None] = {
+            "gate_up_proj": Shard(rows, blocks=blocks),
+            "down_proj": Shard(columns),
+            "gate_up_proj_bias": Shard(1, blocks=blocks),
+            "down_proj_bias": None,
+        }
+        """By parameter, how `etp` divides its inner features; None: each rank has all of it."""
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to random values, as those of `nn.Linear`: uniform within 1 / sqrt(inputs)."""
+        down, gate_up = (self.down_proj, self.down_proj_bias), (self.gate_up_proj, self.gate_up_proj_bias)
+        for weight, bias in (gate_up, down):
+            bound = weight.shape[1 if self.transposed else 2] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
 
     def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
         """Queue the weight gradients of later calls."""
