@@ -645,7 +645,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def units_are_decided_once(source: Source, house: House) -> Iterator[str]:
+def units_are_computed_once(source: Source, house: House) -> Iterator[str]:
     """No module but those listed reads how a plan shards and casts, or spells out several axes."""
     if source.path in READS_THE_PLAN:
         return
@@ -681,6 +681,6 @@ RULES: tuple[Rule, ...] = (
     shallow,
     no_state,
     private_names_are_listed,
-    units_are_decided_once,
+    units_are_computed_once,
     tidy,
 )
