@@ -25,7 +25,7 @@ _STILL = 120.0
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that happened in a run, after `step` finished steps."""
+    """Something that happened in a run (start, warning, sample, …), after `step` finished steps."""
 
     kind: EventKind
     step: int
@@ -83,13 +83,13 @@ class RunRecord:
 
     @property
     def counted(self) -> str:
-        """The unit of `tokens`: "rows" if each step's number equals the rows of its batch, else "tokens"."""
+        """What `tokens` counts: "rows" if each step's number equals its batch's rows, else "tokens"."""
         rows = None if self.description is None else self.description.rows
         return "rows" if rows and set(self.metrics.numbers("tokens")) == {rows} else "tokens"
 
     @property
     def died(self) -> bool:
-        """Whether the run began, has not ended, and writes no more."""
+        """Whether the run began and did not end, but writes no more files."""
         return bool(self.events) and self.end is None and self.age >= _STILL
 
     @property
