@@ -35,7 +35,7 @@ Cost = tuple[float, int]
 
 @dataclass(frozen=True)
 class Move:
-    """A change of the placement along `axis`, from the layout `source` to the layout `target`."""
+    """A redistribution along one mesh axis, from the layout `source` to `target`, by one collective."""
 
     axis: str
     by: By
