@@ -52,7 +52,7 @@ def sizes_of_plan(plan: Plan) -> dict[str, int]:
 
 
 def layout_degrees(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes of the layouts of a stage's tensors, with their degrees: all of `sizes` but `pp`."""
+    """Return the axes over which a stage's tensors are laid out (all but `pp`) and their numbers of ranks."""
     return {axis: size for axis, size in sizes.items() if axis != "pp"}
 
 

@@ -35,7 +35,7 @@ Cost = tuple[float, int]
 
 @dataclass(frozen=True)
 class Move:
-    """A redistribution along one mesh axis, from the layout `source` to `target`, by one collective."""
+    """One step of a redistribution: another placement along `axis`, from layout `source` to `target`."""
 
     axis: str
     by: By
