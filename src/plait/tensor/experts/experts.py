@@ -45,7 +45,7 @@ class Experts(nn.Module):
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """`hidden [T, H]`, the numbers of each token's experts `indices [T, k]` and their `weights [T, k]`."""
+        """Return outputs `[T, H]` of tokens `hidden [T, H]` by their experts `indices [T, k]`, `weights`."""
         result = torch.zeros_like(hidden)
         for expert in range(self.num_experts):
             token, place = (indices == expert).nonzero(as_tuple=True)

@@ -21,7 +21,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, hidden, **factory))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]`, experts' numbers `[T, k]`, as transformers."""
+        """Return logits `[T, E]`, weights `[T, k]` and experts' numbers `[T, k]` for `hidden [T, H]`."""
         logits = functional.linear(hidden, self.weight)
         wide = torch.promote_types(logits.dtype, torch.float32)
         scores = logits.to(wide).softmax(-1)
