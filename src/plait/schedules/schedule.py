@@ -28,14 +28,14 @@ _AROUND = 6
 
 @dataclass(frozen=True)
 class Grid:
-    """The time step of each action of each rank, and in a deadlock the actions that cannot run."""
+    """The time step of each rank's actions that can run; in a deadlock, the actions that ranks wait for."""
 
     steps: tuple[tuple[int, ...], ...]
     missing: Mapping[int, Action]
     """For each rank in the deadlock, the action that it waits for."""
 
     def step(self, cell: GridCell) -> int:
-        """Return the time step of an action, also a fictitious one for actions in a deadlock."""
+        """Return the time step of an action; those in a deadlock follow their rank's last one."""
         rank, position = cell
         steps = self.steps[rank]
         if position < len(steps):

@@ -86,7 +86,7 @@ def list_schedule(
 def justify(
     problem: Problem, start: TimedOrders, rule: DispatchRule, rounds: int, budget: Budget | None = None
 ) -> TimedOrders:
-    """Return the shortest of `rounds` list schedules, each backward, then forward in time (justification)."""
+    """Return the best of `rounds` list schedules, each made backward and then forward in time."""
     budget = budget or Budget(float("inf"))
     best = now = start
     patience = PATIENCE
