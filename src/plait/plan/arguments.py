@@ -17,7 +17,7 @@ Kind = type[PlaitError]
 
 
 def whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1) -> int:
-    """Return `value`, an int or a NumPy integer of at least `least`, as an int. Raises an error of `kind`."""
+    """Return `value`, a Python or NumPy integer of at least `least`, as an int; else raise a `kind` error."""
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
     require_whole(name, number, kind, least=least)
     assert isinstance(number, int)
