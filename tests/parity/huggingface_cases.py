@@ -99,9 +99,9 @@ def _sparse(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.M
 
 
 mixtral = partial(_sparse, "Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=3)
-QWEN_EXPERTS = {"num_experts": 5, "moe_intermediate_size": 10}
+QWEN_EXPERTS = {"num_experts": 5, "moe_intermediate_size": 12}
 qwen2_moe = partial(
-    _sparse, "Qwen2Moe", **QWEN_EXPERTS, num_experts_per_tok=2, shared_expert_intermediate_size=12
+    _sparse, "Qwen2Moe", **QWEN_EXPERTS, num_experts_per_tok=2, shared_expert_intermediate_size=16
 )
 qwen3_moe = partial(
     _sparse, "Qwen3Moe", **QWEN_EXPERTS, head_dim=8, num_experts_per_tok=3, norm_topk_prob=True

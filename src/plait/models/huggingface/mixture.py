@@ -82,7 +82,7 @@ class Mixture(nn.Module):
         routed: Tensor = self.experts(tokens, indices, weights).view_as(x)
         if self.shared_expert is None:
             return routed
-        shared = self.shared_expert(self.get_submodule(ENTRANCE)(x))
+        shared: Tensor = self.shared_expert(self.get_submodule(ENTRANCE)(x))
         return routed + torch.sigmoid(self.shared_expert_gate(x)) * shared
 
 
@@ -116,8 +116,8 @@ def require_known_mixtures(model: Any, mlps: list[Any]) -> None:
         act = mlp.experts.act_fn
         if type(act) not in (nn.SiLU, SiLUActivation) or is_altered(act):
             raise ModelError(
-                f"the experts' activation is a {type(act).__name__} (hidden_act = {config.hidden_act!r}), and "
-                "plait's experts compute silu: set hidden_act to 'silu', and put no hooks on it."
+                f"the experts' activation is a {type(act).__name__} (hidden_act = {config.hidden_act!r}), "
+                "and plait's experts compute silu: set hidden_act to 'silu', and put no hooks on it."
             )
     coefficient = getattr(config, "router_aux_loss_coef", 0)
     if getattr(config, "output_router_logits", False) and coefficient:
