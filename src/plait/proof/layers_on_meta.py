@@ -216,6 +216,7 @@ class MetaLayers:
                 tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
+                rules.experts and (rules.experts.group.size, rules.experts.group.index, rules.experts.etp),
                 (self._sharded[number], self._summed[number], self._frozen[number]),
                 self._output_inside and number == last,
                 self._output_linear if number == last else None,

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from plait.plan.plan import Recompute
 from plait.ranks.device import random_state, set_random_state
 from plait.tensor.autograd.kept_results import KEPT_OPERATIONS, RECOMPUTED_RUN, Tensors
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, tensors_of
+
+T = TypeVar("T")
 
 
 class KeepingRun:
@@ -55,6 +57,8 @@ class KeepingRun:
         """The results of `result`, and their versions: an in-place write increases them."""
         self.operations: list[Any] = []
         """Results of operations; None for one that is to be computed again."""
+        self.decisions: list[Any] = []
+        """The results of `once`, which the second run reuses in every mode."""
         self.paused = False
         """Within `result`: what is computed there is not kept by itself."""
         self.active = False
@@ -81,6 +85,12 @@ class KeepingRun:
         with RecordOperations(self):
             return compute()
 
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return `compute()` and keep it, whatever else is kept."""
+        made = compute()
+        self.decisions.append(made)
+        return made
+
     def finish(self) -> None:
         """End the run, and free kept results that an in-place operation has overwritten since."""
         self.active = False
@@ -104,6 +114,7 @@ class ReplayedRun:
         self._first = first
         self.used_results = 0
         self.used_operations = 0
+        self._used_decisions = 0
         self.needs_all = first.overwrites
         """Whether kept operations outside of `with_operations` are used, or written to."""
         self.sees_all = first.sees_all and bool(first.operations)
@@ -138,6 +149,14 @@ class ReplayedRun:
             return compute()
         finally:
             self.paused = False
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return what the first run's next `once` returned; compute it where the layer runs within itself."""
+        if self._first.active or self._used_decisions == len(self._first.decisions):
+            return compute()
+        self._used_decisions += 1
+        found: T = self._first.decisions[self._used_decisions - 1]
+        return found
 
     def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return `compute()`, and reuse the results of operations within."""
@@ -256,7 +275,7 @@ class RecomputingLayer:
         """
         call = _RecomputingCall(self, arguments)
         with saved_tensors_hooks(call.pack, call.unpack):
-            return call.run_first() if self.keeps_results else self.run(*arguments)
+            return call.run_first()
 
     def note_no_second_run(self) -> None:
         """Keep no results in later calls: a first run has saved nothing that needs a second run."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,27 @@ from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
+@runtime_checkable
+class QueuesWeightGradients(Protocol):
+    """Protocol of an `nn.Module` whose own backward queues its weight gradients."""
+
+    def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
+        """Queue the weight gradients of later calls."""
+        ...
+
+
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
     """Defer the weight gradients of linears, embeddings and `SplitBackward` modules in `layer` to `queue`.
 
     Rebinds `forward` of each `nn.Linear`, plain `nn.Embedding`, `Conv1D` of Hugging Face (a linear with
     transposed weight) and `SplitBackward`, so `layer` should be a private copy. Subclasses, parametrised
     modules and those with a `forward` set on the instance are left alone: autograd computes their gradients.
+    Modules that queue weight gradients themselves are given the queue.
     """
     for module in layer.modules():
+        if isinstance(module, QueuesWeightGradients):
+            module.defer_weight_gradients(queue)
+            continue
         if isinstance(module, SplitBackward) and "forward" not in vars(module):
             require_static(module)
             bind_forward(module, partial(_run_split, module, module.forward, queue))

@@ -2,17 +2,19 @@
 
 While a layer runs under recomputation, `RECOMPUTED_RUN` holds the run. A function whose result should not be
 computed, or sent, a second time passes through `kept`. A function of torch that saves tensors for a backward
-of its own passes through `with_kept_operations`.
+of its own passes through `with_kept_operations`. What must not differ between the two runs, such as the
+routing of tokens, passes through `computed_once`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+T = TypeVar("T")
 Tensors = tuple[Tensor | None, ...]
 KEPT_OPERATIONS = frozenset(
     {
@@ -42,15 +44,27 @@ class RecomputedRun(Protocol):
     def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return `compute()`, and keep, or in the second run reuse, results of the operations within."""
 
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`; in the second run, what it returned in the first, also in mode "full"."""
+
 
 RECOMPUTED_RUN: ContextVar[RecomputedRun | None] = ContextVar("plait_recomputed_run", default=None)
-"""The run in progress; None without recomputation, and in a first run that keeps no results."""
+"""The run in progress; None without recomputation."""
 
 
 def kept(compute: Callable[[], Tensors]) -> Tensors:
     """Return `compute()`, or what it returned in the layer's first run."""
     run = RECOMPUTED_RUN.get()
     return compute() if run is None else run.result(compute)
+
+
+def computed_once(compute: Callable[[], T]) -> T:
+    """Return `compute()`, or what it returned in the layer's first run, also if that keeps nothing else.
+
+    For small results that decide on shapes: routing indices, counts of rows.
+    """
+    run = RECOMPUTED_RUN.get()
+    return compute() if run is None else run.once(compute)
 
 
 def with_kept_operations(compute: Callable[[], Tensor]) -> Tensor:
