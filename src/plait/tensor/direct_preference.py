@@ -92,7 +92,7 @@ class PreferenceLoss:
         return targets["begins"].sum()
 
     def margins(self, output: Tensor, targets: Targets) -> Tensor:
-        """Return β times the difference of each pair, above 0 where the chosen one is preferred: `[pairs]`.
+        """Return each pair's margin, times β: above 0 where the chosen answer is preferred, `[pairs]`.
 
         `output` are whole logits, as in a metric of `plait.fit`: `loss.margins(output, targets) > 0`.
         """

@@ -137,7 +137,7 @@ class ChunkedLossStage(LossStage):
         super().keep(microbatch, self._chunks.logits(output))
 
     def seed(self, microbatch: int) -> Gradients:
-        """Compute the summed loss, and the gradients of the mean loss; return that of the features."""
+        """Compute the loss and its gradients, by chunks of rows; return the gradient of the features."""
         features, targets = self._features.pop(microbatch), self._targets[microbatch]
         assert self._scale is not None, "a training step has a scale"
         self._totals[microbatch], gradient = self._chunks.gradient(features, targets, self._scale)

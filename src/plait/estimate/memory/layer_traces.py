@@ -96,7 +96,7 @@ def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None =
 def trace_loss(
     loss: LossLike, given: Value, targets: Value, recorder: OperationRecorder | None = None
 ) -> Trace:
-    """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy.
+    """Return the memory that the loss allocates and saves; if it cannot run on meta, an estimate.
 
     `recorder` records its operations.
     """

@@ -292,7 +292,7 @@ class PlanSteps:
         return self._steps[key]
 
     def prediction(self, plan: Plan) -> Prediction:
-        """Return what `predict` returns for a plan."""
+        """Return the predicted time and memory of a plan's step, as `predict` does."""
         bounds, rows = self.bounds, self.bounds.batch // plan.dp
         return prediction_of(bounds.model, plan, bounds.hardware, rows, self.pipeline(plan), bounds.memories)
 

@@ -17,7 +17,7 @@ from plait.ranks.group import Group
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks between which the experts of a layer are divided, and those that hold the same tokens."""
+    """Between which ranks a layer's experts are divided, and which ranks have the same tokens."""
 
     group: Group
     """Along `ep` × `etp`, row-major: the ranks of `etp` that hold parts of the same experts are neighbours."""

@@ -47,7 +47,7 @@ def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value]
 
 @contextmanager
 def failure_named(what: str) -> Iterator[None]:
-    """Context: convert an error to a ModelError, which says that `what` fails even on a single device."""
+    """Context: raise a ModelError for any error, saying that `what` fails even on a single device."""
     try:
         yield
     except PlaitError:
