@@ -64,7 +64,7 @@ class PreferenceLoss:
         return self._total(lambda tokens: -token_log_probs(output, tokens), _required(targets))
 
     def total_of_pieces(self, logits: Tensor, targets: Targets, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits from this rank's classes; may overwrite the logits.
+        """Return the summed loss, given only this rank's classes of the logits; may overwrite them.
 
         Communication: that of `total`, and that of `CrossEntropy.total_of_pieces`.
         """

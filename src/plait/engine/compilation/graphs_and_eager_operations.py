@@ -380,7 +380,7 @@ class _Results:
     stride: tuple[int, ...]
 
     def store(self, values: Values, tensor: Tensor) -> None:
-        """Store `tensor`, or a copy with the strides of the trace."""
+        """Store a result among `values`; a copy of it if its strides differ from the trace's."""
         if self.slots:
             made = tensor if tensor.stride() == self.stride else with_strides(tensor, self.stride)
             for slot in self.slots:

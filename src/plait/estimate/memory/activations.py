@@ -27,7 +27,7 @@ from plait.schedules.lowering.program import (
 
 
 class ReceiveBufferAccount:
-    """Records in a memory ledger what the `Exchange` of one rank allocates for sends and receives."""
+    """Records in a memory ledger the buffers of one rank's sends and receives between stages."""
 
     def __init__(self, ledger: MemoryLedger, crossing: Crossing) -> None:
         """`crossing`: the tensors that stages exchange, with the same shapes for all micro-batches."""

@@ -34,7 +34,7 @@ class Access(NamedTuple):
 
 
 class Accesses(NamedTuple):
-    """What an operation reads and writes."""
+    """The tensor elements that an operation reads, and those that it writes."""
 
     reads: Sequence[Access] = ()
     writes: Sequence[Access] = ()

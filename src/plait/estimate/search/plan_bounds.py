@@ -54,7 +54,7 @@ class ModelTime:
 
     @property
     def total(self) -> float:
-        """Forward, input gradient and weight gradient."""
+        """Seconds of forward, input gradient and weight gradient together."""
         return self.forward + self.inputs + self.weights
 
 

@@ -258,7 +258,7 @@ def is_active(dropout: AnyDropout | None) -> bool:
 def attention_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, dropout: AnyDropout
 ) -> Tensor:
-    """Return attention to all keys whose weights `[rows, heads, queries, keys]` pass through `dropout`.
+    """Return attention to all keys, with `dropout` of its weights `[rows, heads, queries, keys]`.
 
     No fused kernel: its random numbers would depend on the layout.
     """

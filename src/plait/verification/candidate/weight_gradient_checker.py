@@ -255,7 +255,7 @@ class WeightGradientChecker:
         )
 
     def box(self, name: str) -> ComparedBox:
-        """Return this rank's shard of a parameter as layers use it: partitioned over tp but not sharded."""
+        """Return which part of a parameter this rank's layers use: divided over `tp`, not sharded."""
         return box_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
 
     def _compare(self, key: GradientKey, use: ParameterUse, tracked: TrackedGradient | None) -> None:

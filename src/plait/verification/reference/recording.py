@@ -231,7 +231,7 @@ def _broadcast_scope(
 
 
 def broadcast_object(thing: Object | None, mesh: Mesh) -> Object:
-    """Return rank 0's object, one that `plain_values` knows, on all ranks.
+    """Return rank 0's object, of a type that JSON text can represent, on all ranks.
 
     Communication: two broadcasts over the world.
     """
