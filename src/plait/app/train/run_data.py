@@ -22,7 +22,7 @@ from plait.app.data.batches import (
     description,
     row_total,
 )
-from plait.app.data.chats import ChatEncoder
+from plait.app.data.chat_encoder import ChatEncoder
 from plait.app.data.document_sources import read_documents
 from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer

@@ -16,7 +16,7 @@ from plait.app.config.config import Config
 from plait.app.config.config_parser import given_values
 from plait.app.config.model_section import USUAL_CONTEXT
 from plait.app.data.batches import Rows, TokenWindows
-from plait.app.data.chats import require_known_fields
+from plait.app.data.chat_encoder import require_known_fields
 from plait.app.data.corpus_manifest import FORMAT, CorpusIndex, is_prepared, require_intact
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.document_sources import files_of, read_documents, source_files

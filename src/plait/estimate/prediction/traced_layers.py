@@ -156,11 +156,11 @@ class TracedSizes(MicrobatchSizes):
         return self.layers.parameters(self.plan, (kind,), (True, False))
 
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the number of parameters that train in several layers on a rank of `tp`; shared once."""
+        """Return how many parameters of several layers train on a rank of `tp`; shared ones count once."""
         return self.layers.parameters(self.plan, kinds, (True,))
 
     def frozen_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the number of parameters that do not train in several layers on a rank of `tp`."""
+        """Return how many parameters of several layers do not train on a rank of `tp`; shared ones once."""
         return self.layers.parameters(self.plan, kinds, (False,))
 
     @cached_property

@@ -64,7 +64,7 @@ class MicrobatchSizes(ABC):
 
     @abstractmethod
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the number of parameters that train in several layers on a rank of `tp`; shared once."""
+        """Return how many parameters of several layers train on a rank of `tp`; shared ones count once."""
 
     @property
     @abstractmethod
