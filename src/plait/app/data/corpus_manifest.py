@@ -127,7 +127,7 @@ def shard_paths(folder: Path, number: int, chats: bool) -> list[Path]:
 
 
 def shard_arrays(folder: Path, number: int, entry: ShardEntry, dtype: str, chats: bool) -> list[ArrayFile]:
-    """Return the arrays in the files that a shard has, of the lengths that its counts give."""
+    """Return the arrays in a shard's files, whose lengths are the counts in `entry`."""
     kinds = (dtype, entry.tokens), ("<i8", entry.documents), ("u1", entry.tokens), ("<u4", entry.documents)
     return [
         ArrayFile(path, kind, count, ends_of=entry.tokens if kind == "<i8" else None)

@@ -41,7 +41,7 @@ class ReadBatch(NamedTuple):
 
 
 class StreamReader:
-    """Reads batches of samples, epoch after epoch, on one rank; with `epochs` one ahead, to know the last."""
+    """Reads batches of samples from an iterable source, epoch after epoch; used on one rank."""
 
     def __init__(
         self,

@@ -129,12 +129,13 @@ _READ_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source of data. `unreadable`: why the run's tokenizer cannot turn its tokens into text, or ""."""
+    """An opened source of a run's data: its rows for training, those held out, and its vocabulary."""
 
     training: Rows
     held_out: Rows | None
     vocab: int
     unreadable: str
+    """Why the run's tokenizer cannot turn its tokens into text, or "" if it can."""
     summary: str
     holds_chats: bool = False
 

@@ -124,7 +124,7 @@ class ValueTexts:
         return text
 
     def of_class(self, kind: type) -> str:
-        """Return a class's name, with a hash of the code of its methods; without, where torch defines it."""
+        """Return a class's name as text, with a hash of its methods' code unless torch defines it."""
         if kind not in self._classes:
             code = [one for base in kind.__mro__ if not _is_library(base) for one in self._methods(base)]
             of_code = f" of code {digest_of(repr(code).encode())[:8]}" if code else ""

@@ -147,7 +147,7 @@ class GradientTracker:
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:
-        """Return the sum of the tolerances of a parameter's gradients on each of this rank's stages."""
+        """Return the sum of the tolerances of a parameter's gradients, over this rank's stages."""
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
     def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
