@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.initial import Constant, Initial, Normal
+from plait.models.initial_values import Constant, Initial, Normal
 from plait.plan.decoder import multiplications
 from plait.plan.rules import Rules
 from plait.tensor.autograd.eager_operations import TRACE

@@ -55,7 +55,7 @@ class Decoder:
 
     @classmethod
     def of_family(cls, family: Family, **sizes: Any) -> Decoder:
-        """Return the sizes of a `gpt2` or `llama` with these fields, the others as the family has them."""
+        """Return the sizes of a `gpt2` or `llama`; sizes that are not given are the family's defaults."""
         return cls(**{**FAMILIES[family], **sizes})
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.errors import PlanError
-from plait.estimate.memory.memory_by_size import DecoderMemories
+from plait.estimate.memory.decoder_memories import DecoderMemories
 from plait.estimate.memory.plan_memories import PlanMemories
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes

@@ -93,7 +93,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The largest part of the breakdown, in words."""
+        """What takes the largest part of the step's time, in words."""
         return max(self.breakdown, key=lambda name: self.breakdown[name])
 
     def __str__(self) -> str:

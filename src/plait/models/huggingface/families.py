@@ -66,7 +66,7 @@ GATED: Rules = {"gate_proj": column, "up_proj": column, "down_proj": row}
 
 @dataclass(frozen=True)
 class Family:
-    """A family of decoders: modules by their names in transformers, and what is special about them."""
+    """A family of decoders in transformers: the names of its modules, and its peculiarities."""
 
     attention: Branch = Branch("input_layernorm")  # noqa: RUF009  # a Branch is frozen
     mlp: Branch = Branch("post_attention_layernorm")  # noqa: RUF009
