@@ -71,6 +71,9 @@ class DecoderModel(PredictedModel):
 
     decoder: Decoder
 
+    def __post_init__(self) -> None:
+        assert self.decoder.experts is None, "layers with experts are traced: see `TracedModel`"
+
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""

@@ -179,7 +179,8 @@ def predicted_model(model: object, plan: Plan, about: RunDetails) -> PredictedMo
     if isinstance(model, PredictedModel):
         return model
     decoder = decoder_of(model)
-    if decoder is not None and plan.offload == "none" and about in ({}, {"moments": 2}):
+    plain = plan.offload == "none" and about in ({}, {"moments": 2})
+    if decoder is not None and decoder.experts is None and plain:
         return DecoderModel(decoder)
     from plait.estimate.prediction.traced_model import traced_model  # loads torch
 
