@@ -126,7 +126,7 @@ def _check_adapter(model: ModelConfig) -> None:
 
 
 def check_steps(config: Config) -> None:
-    """Raise ConfigError for a step, or a number of steps, beyond those of the run, once they are known."""
+    """Raise ConfigError where a field names a step, or a number of steps, beyond the run's `train.steps`."""
     run, train, steps = config.run, config.train, config.train.steps
     if train.epochs is not None:
         return

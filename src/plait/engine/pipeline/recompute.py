@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class KeepingRun:
-    """Keeps results of a layer's forward: of `result`, and of operations that `RecordOperations` sees."""
+    """The first run of a recomputed layer, in the forward: keeps results that the second run reuses."""
 
     is_second = False
     has_results = False
@@ -64,7 +64,7 @@ class KeepingRun:
         self.active = False
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()` and keep it, but no result of an operation within."""
+        """Return `compute()` and keep it, but not the results of operations that it calls."""
         if self.paused:
             return compute()
         self.paused = True
@@ -106,7 +106,7 @@ class KeepingRun:
 
 
 class ReplayedRun:
-    """Reuses the results that a `KeepingRun` has kept: each once, in the order of the calls."""
+    """The second run of a recomputed layer, in the backward: reuses results that the first one kept."""
 
     is_second = True
 
@@ -278,7 +278,7 @@ class RecomputingLayer:
             return call.run_first()
 
     def note_no_second_run(self) -> None:
-        """Keep no results in later calls: a first run has saved nothing that needs a second run."""
+        """Keep no results in later calls, as a first run saved nothing that a second must compute."""
         self.sees_all = False
         self.most_results, self.most_operations = self.most_results or 0, self.most_operations or 0
 

@@ -13,7 +13,7 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
 from plait.engine.pipeline.loss_stage import ChunkedLossStage, build_loss_stage
 from plait.engine.pipeline.stage import Stage
-from plait.estimate.memory.context_share import (
+from plait.estimate.memory.context_inputs import (
     ContextShare,
     as_input,
     as_input_batch,

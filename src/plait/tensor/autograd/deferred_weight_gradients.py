@@ -139,7 +139,7 @@ def embedding(
 
 
 def defers(input: Tensor) -> bool:
-    """Return whether the backward of this call should queue the weight gradient instead of computing it.
+    """Return whether this call's backward queues the weight gradient, instead of computing it at once.
 
     Not under `torch.autocast`, which casts the weight, nor in a layer that is traced, whose compiled backward
     defers it.
@@ -150,7 +150,7 @@ def defers(input: Tensor) -> bool:
 
 
 def made_by_linear(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a deferring linear's output: no backward reads it; writing to it is safe."""
+    """Return whether `tensor` is a deferring linear's output, which no backward reads: it may be changed."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
 
 
@@ -204,7 +204,7 @@ class _Linear(torch.autograd.Function):
 
 
 def saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a function that returns a linear's input: `saved`, or the result of gathering it again."""
+    """Return a function that returns a linear's saved input, gathered again if only a part was saved."""
     if gather is None:
         whole = saved.detach()  # detached, so that pending work does not hold the layer's graph
         return lambda: whole
@@ -242,7 +242,7 @@ def _add_weight_gradient(
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """Return `[..., width]` as `[rows, width]`."""
+    """Return `[..., width]` as a matrix `[rows, width]`."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 

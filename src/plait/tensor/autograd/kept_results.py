@@ -28,11 +28,11 @@ KEPT_OPERATIONS = frozenset(
 
 
 class RecomputedRun(Protocol):
-    """Interface of a recomputed layer's first run, in the forward, and second run, in the backward."""
+    """Interface of a run of a recomputed layer: the first, in the forward, or the second, in the backward."""
 
     @property
     def is_second(self) -> bool:
-        """Whether this run is for the backward, and ends at the last tensor that the backward needs."""
+        """Whether this is the second run, in the backward, which stops at the last tensor needed."""
 
     @property
     def has_results(self) -> bool:
@@ -53,7 +53,7 @@ RECOMPUTED_RUN: ContextVar[RecomputedRun | None] = ContextVar("plait_recomputed_
 
 
 def kept(compute: Callable[[], Tensors]) -> Tensors:
-    """Return `compute()`, or what it returned in the layer's first run."""
+    """Return `compute()`; in the second run of a recomputed layer, the result kept in its first run."""
     run = RECOMPUTED_RUN.get()
     return compute() if run is None else run.result(compute)
 
@@ -68,12 +68,12 @@ def computed_once(compute: Callable[[], T]) -> T:
 
 
 def with_kept_operations(compute: Callable[[], Tensor]) -> Tensor:
-    """Return `compute()`, where results of `KEPT_OPERATIONS` are those of the layer's first run."""
+    """Return `compute()`; in a layer's second run, with its `KEPT_OPERATIONS`' results of the first."""
     run = RECOMPUTED_RUN.get()
     return compute() if run is None else run.with_operations(compute)
 
 
 def next_result_is_kept() -> bool:
-    """Return whether the next call of `kept` will not compute anything."""
+    """Return whether the next call of `kept` returns a result of the first run, without computing."""
     run = RECOMPUTED_RUN.get()
     return run is not None and run.has_results
