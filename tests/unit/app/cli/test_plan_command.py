@@ -190,7 +190,7 @@ def test_a_folder_with_experts_is_planned_for_balanced_routing(
     assert sentence in printed.splitlines()
     assert sentence in html.read_text()
     assert sentence in _printed(capsys, *options, "--ranks", "1", "--most", "1").splitlines()
-    assert _json(capsys, *SMALL, "--parallel.dp", "2")["assumptions"] == []
+    assert _json(capsys, *SMALL, "--train.microbatches", "2")["assumptions"] == []
 
 
 @pytest.mark.full
