@@ -158,6 +158,8 @@ class Memory:
     """Whether activations are counted: the shape of a batch is known."""
     attention: tuple[MethodChoice, ...] = ()
     """How attention layers read the other ranks' positions under context parallelism."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences on what is taken for granted of a step, such as how tokens are routed."""
 
     @property
     def peak(self) -> int:
@@ -203,6 +205,7 @@ class Memory:
         if host:
             lines.append(f"Offloaded to the CPU: {self._megabytes(host)} MB.")
         lines += (f"{choice}." for choice in self.attention)
+        lines += self.assumptions
         if not self.has_activations:
             lines.append("Activations are not counted, because the shape of a batch is unknown: give inputs.")
         return lines

@@ -40,6 +40,11 @@ class PredictedModel(ABC):
     def operations_per_token(self) -> float:
         """Floating-point operations per token, forward and backward, without recomputation."""
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Sentences on what is taken for granted of a step, such as how tokens are routed."""
+        return ()
+
     @abstractmethod
     def about(self) -> str:
         """Return the model's sizes in words."""

@@ -107,7 +107,7 @@ class Prediction:
             for name, seconds in self.breakdown.items()
             if seconds >= NANOSECOND
         ]
-        return "\n".join(rows)
+        return "\n".join([*rows, *self.model.assumptions])
 
     @property
     def _room(self) -> str:
