@@ -34,6 +34,7 @@ from plait.schedules.costs import Costs, is_within
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
+from plait.tensor.experts.step_balance import ExpertLoad
 from plait.tensor.layer_values import Value
 from plait.tensor.sampling import TokenChoice
 
@@ -284,6 +285,15 @@ class Engine:
     def loss_weight(self) -> Tensor:
         """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
         return self._runner.loss_weights()[1]
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """Losses of routers, and how many tokens chose each expert, in the last step; None without routers.
+
+        Over the whole step and all ranks, equal on each.
+        """
+        balance = self._runtime.balance
+        return None if balance is None else balance.load
 
     @property
     def averages_loss(self) -> bool:

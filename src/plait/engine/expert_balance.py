@@ -72,8 +72,8 @@ def require_counts(balance: Balance, schedule: Schedule) -> None:
     if balance.counts == "step" and not all_forwards_first(schedule):
         raise PlanError(
             "the balance loss counts the whole step, but the first backward of schedule "
-            f'{schedule.policy} comes before the last forward: choose the schedule gpipe, counts = "document", '
-            'or "previous", those of the step before.'
+            f"{schedule.policy} comes before the last forward: choose the schedule gpipe, or "
+            'counts = "document" or "previous", those of the step before.'
         )
 
 

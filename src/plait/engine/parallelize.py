@@ -28,7 +28,13 @@ from plait.engine.sharding.gradient_norm import counted_parameters
 from plait.engine.sharding.unit import Unit, UnitFactory, reduction_groups
 from plait.engine.whole_tensors import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.errors import ModelError, PlanError, listed
-from plait.models.layers.layer_sequence import LayerSequence, copy_attributes, private_copy, sequence_of
+from plait.models.layers.layer_sequence import (
+    LayerSequence,
+    buffer_dtype,
+    copy_attributes,
+    private_copy,
+    sequence_of,
+)
 from plait.models.layers.model_validation import LateHooks, refuse_compiled_loss, refuse_lost_settings
 from plait.models.layers.value_text import DIFFERS_BY_RANK
 from plait.plan.arguments import require_flag, require_instance, require_whole
@@ -302,7 +308,7 @@ def read_buffers(
     read = {}
     for name, place in locate_tensors(named(sequence.layers)).items():
         if place.is_buffer and id(place.tensor) in held:
-            dtype = DTYPES[plan.precision] or place.tensor.dtype
+            dtype = buffer_dtype(place.layer, place.name, DTYPES[plan.precision]) or place.tensor.dtype
             read[id(place.tensor)] = convert(source.read(name), dtype, mesh.device)
         elif place.is_buffer:
             source.skip(name)

@@ -237,8 +237,8 @@ class Runner:
     def mean_loss(self, batch: LossBatch) -> Tensor:
         """Return the mean loss of the latest step over the global batch, 0-d, on every rank.
 
-        Communication: one all-reduce of 8 bytes over `world`, and in training with routers of 8 more for each
-        expert and loss of a router.
+        Communication: one all-reduce of 8 bytes over `world`; in a training step with routers, of 8 bytes
+        more for each of their experts and losses.
         """
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:

@@ -319,7 +319,7 @@ class EagerLayer:
         return bool(self.dropouts) or self.balance is not None
 
     def contexts(self, microbatch: int, sequence: LocalSequence | None) -> ExitStack:
-        """Return the contexts in which the layer runs: dropouts, routers, this rank's part of the sequences."""
+        """Return the contexts in which the layer runs: for dropouts, for routers, and `sequence`."""
         stack = ExitStack()
         if self.dropout and self.dropouts:
             stack.enter_context(self.dropout.running(microbatch, self.layer.path, self.dropouts))

@@ -1,12 +1,12 @@
-"""Balance of experts: auxiliary losses of routers, the correction of their bias, and what each is by definition.
+"""The auxiliary losses of routers, and the correction of their bias: what each is by definition.
 
 Letters: T tokens, E experts, k experts of a token, D documents, L layers with experts; `s(t)` is the document
 of token t. Of a set of N tokens, `c_e` are those that chose expert e, `f_e = c_e / N` is its load (so
 `Σ_e f_e = k`) and `p[t, e]` are the router's probabilities, `Σ_e p[t, e] = 1`.
 
-    balance loss       E Σ_e f_e · mean_t p[t, e]             Fedus et al. 2021, Switch Transformer, equation 4
-    z-loss             mean_t (log Σ_e exp(logits[t, e]))²    Zoph et al. 2022, ST-MoE, equation 5
-    corrected bias     b_e + rate · sign(Σ_i c_i / E - c_e)   Wang et al. 2024, arXiv:2408.15664, algorithm 1
+    balance loss      E Σ_e f_e · mean_t p[t, e]             Fedus et al. 2021, Switch, equation 4
+    z-loss            mean_t (log Σ_e exp(logits[t, e]))²    Zoph et al. 2022, ST-MoE, equation 5
+    corrected bias    b_e + rate · sign(Σ_i c_i / E - c_e)   Wang et al. 2024, arXiv:2408.15664, algorithm 1
 
 The balance loss of a router that loads all experts alike is k. The set of tokens is a document or the whole
 step. Of documents the losses are averaged by their tokens, so that each token counts once, as in the mean of
@@ -14,9 +14,9 @@ the main loss:
 
     Σ_s N_s / N · E Σ_e f[s, e] · mean_{t in s} p[t, e]   =   mean_t E Σ_e f[s(t), e] · p[t, e]
 
-With documents of one length that is their plain mean, the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437,
-equations 17 to 20) times k. The last form is what `token_balance` sums: given the load, each token has its own
-gradient, and only counts, which are integers, are summed over ranks.
+With documents of one length that is their plain mean, k times the sequence-wise loss of DeepSeek-V3
+(arXiv:2412.19437, equations 17 to 20). The last form is what `token_balance` sums: given the load, each token
+has its own gradient, and only counts, which are integers, are summed over ranks.
 
 The losses of all layers are added, each with the weight. `coupled` losses have one set of counts and
 probabilities for all layers, as `load_balancing_loss_func` of transformers, and their sum is that function's

@@ -15,6 +15,9 @@ from plait.tensor.experts.balance import Balance
 class Router(nn.Module):
     """Chooses for each token the `top_k` experts of the largest softmax probability, ties by number."""
 
+    keeps_dtype = frozenset({"e_score_correction_bias"})
+    """Buffers that stay in their own dtype whatever a run's precision is: corrections are small."""
+
     def __init__(
         self, hidden: int, experts: int, top_k: int, *, normalize: bool = True, **factory: Any
     ) -> None:
@@ -43,7 +46,7 @@ class Router(nn.Module):
         return logits, weights.to(hidden.dtype), indices
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of each expert, in at least float32: `[T, E]`, of which the balance loss is."""
+        """Return the probability of each expert, `[T, E]`, in at least float32, for the balance loss."""
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
     def most_probable(self, logits: Tensor) -> Tensor:

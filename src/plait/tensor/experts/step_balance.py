@@ -1,10 +1,10 @@
-"""The auxiliary losses of a rank's routers in a training step, the load of experts, and the bias corrections.
+"""The auxiliary losses of a rank's routers in a training step, the load of experts, and bias corrections.
 
-    F    a router calls `attach`: the choices are counted, and the counts summed over the ranks that hold other
-         tokens of the same document, or of the step
-    I    the backward of the router's weights adds the gradient of the losses to that of the logits
-    end  losses and choices of all routers go over `world` together with the main loss: `totals`, `settle`
-    optimizer's step  biases are corrected from the choices of the step: `correct`
+    F                a router calls `attach`: its choices are counted, and the counts summed over the ranks
+                     that hold other tokens of the same document, or of the step
+    I                the backward of its weights adds the gradient of its losses to that of its logits
+    the step's end   losses and choices go over `world` with the main loss: `totals`, `settle`
+    the optimizer    before it steps, biases are corrected from the choices: `correct`
 
 The losses are means over the tokens of the whole step, whose number is known before the first backward: so
 their gradients are scaled as the main loss's is. The counts are whole numbers, the same bits on all ranks.
@@ -55,8 +55,8 @@ def routers_of(layers: Iterable[NamedLayer]) -> dict[str, Router]:
                 path = join(layer.path, name)
                 if (first := paths.setdefault(id(module), path)) != path:
                     raise ModelError(
-                        f"{first} and {path} are one router, whose load would be that of both layers: give each "
-                        "layer a router of its own."
+                        f"{first} and {path} are one router, whose load would be that of both layers: give "
+                        "each layer a router of its own."
                     )
                 found[path] = module
     return found
@@ -64,7 +64,7 @@ def routers_of(layers: Iterable[NamedLayer]) -> dict[str, Router]:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The losses of routers and the choices of their experts in a step, over all ranks; by path of the router."""
+    """The losses of routers and the choices of experts in a step, over all ranks, by path of the router."""
 
     balance: Mapping[str, Tensor]
     """The balance loss, without weight, 0-d float64; k where all experts have the same load."""
@@ -102,7 +102,7 @@ class _Call:
 
 @dataclass
 class StepBalance:
-    """One rank's auxiliary losses and loads of experts; routers call it, and the engine begins and ends steps."""
+    """One rank's auxiliary losses and loads of experts; routers call it, the engine begins and ends steps."""
 
     places: Mapping[str, RouterPlace]
     """All routers of the model by path, in order."""
@@ -232,7 +232,7 @@ class StepBalance:
         self._tokens = ()
 
     def correct(self) -> None:
-        """Correct the routers' biases by the choices since the last correction; before an optimizer's step."""
+        """Correct the routers' biases by the choices since the last call; before an optimizer's step."""
         counts, self._uncorrected = self._uncorrected, {}
         for path, router in self.routers.items():
             bias = router.e_score_correction_bias
@@ -273,8 +273,8 @@ class StepBalance:
         documents = tokens.numbers(part, indices.device)
         if len(documents) != len(indices):
             raise ModelError(
-                f"the router {path} was given {len(indices)} tokens, but this rank has {part.stop - part.start} "
-                f"positions of {tokens.rows} rows: give it all positions of all rows, row by row."
+                f"the router {path} was given {len(indices)} tokens, but this rank has "
+                f"{part.stop - part.start} positions of {tokens.rows} rows: give it all positions of all rows."
             )
         chosen = count_choices(indices, documents, tokens.count, router.experts)
         self._choices[path] += chosen.sum(0)
@@ -322,7 +322,7 @@ class StepBalance:
         return table.handle.wait()
 
     def _previous_load(self, path: str, device: torch.device) -> Tensor:
-        """Return the load of the step before, `[1, E]`: that of all layers if coupled; even in a first step."""
+        """Return the load in the step before, `[1, E]`, if coupled of all layers; even in a first step."""
         router, paths = self.routers[path], list(self.places) if self.settings.coupled else [path]
         if not self.previous:
             load = torch.full((router.experts,), router.top_k / router.experts, dtype=torch.float64)
@@ -368,7 +368,7 @@ class StepBalance:
 
 
 class _Attached(torch.autograd.Function):
-    """Autograd function of a router's weights; its backward adds the gradient of the losses to the logits'."""
+    """Autograd function of a router's weights; its backward adds the losses' gradient to the logits'."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, logits: Tensor, losses: StepBalance, call: _Call | None) -> Tensor:
