@@ -5,8 +5,6 @@ Its experts are the columns of one matrix: what is compared is the routers.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +17,7 @@ from plait.plan.plan import Plan
 from plait.rules import column, row, sequence
 from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.router import Router
+from plait.tensor.experts.routing import Routing
 
 VOCAB, HIDDEN, EXPERTS, TOP_K, LAYERS, LENGTH, ROWS, STEPS = 11, 6, 5, 2, 3, 12, 8, 3
 RULES = {"*.up": column, "*.down": row, "1": sequence, "2": sequence, "3": sequence}
@@ -27,10 +26,10 @@ RULES = {"*.up": column, "*.down": row, "1": sequence, "2": sequence, "3": seque
 class Block(nn.Module):
     """An MLP, then a mixture, of `[rows, length, hidden]`."""
 
-    def __init__(self) -> None:
+    def __init__(self, corrected: bool) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, 8, bias=False), nn.Linear(8, HIDDEN, bias=False)
-        self.router = Router(HIDDEN, EXPERTS, TOP_K)
+        self.router = Router(HIDDEN, EXPERTS, TOP_K, routing=Routing(corrected=corrected))
         self.experts = nn.Linear(EXPERTS, HIDDEN, bias=False)
 
     def forward(self, value: Tensor) -> Tensor:
@@ -45,13 +44,13 @@ class Block(nn.Module):
 def build(balance: Balance) -> nn.Module:
     """The model in float64; with a rate of correction its routers have biases, in float32."""
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(LAYERS)]
+    blocks = [Block(balance.bias_rate > 0) for _ in range(LAYERS)]
     model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *blocks, nn.Linear(HIDDEN, VOCAB)).double()
     for block in blocks:
         nn.init.normal_(block.router.weight)
         block.router.balance = balance
         if balance.bias_rate:
-            block.router.register_buffer("e_score_correction_bias", torch.linspace(-0.1, 0.1, EXPERTS))
+            block.router.e_score_correction_bias = torch.linspace(-0.1, 0.1, EXPERTS)
     model.rules = RULES  # type: ignore[assignment]
     return model
 

@@ -107,7 +107,7 @@ class FullTensors:
         return found
 
     def items(self) -> list[BoxToWrite]:
-        """Return a `BoxToWrite` of each non-empty tensor, which is read only when it is written."""
+        """Return the non-empty tensors as `BoxToWrite`s: each is read only when it is written."""
         return [
             BoxToWrite(name, full_box(one.shape), one.torch_dtype, partial(self.read, name))
             for name, one in self.manifest.tensors.items()
@@ -121,7 +121,7 @@ _MOST_LISTED = 3
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a linear in a checkpoint: the names of its tensors, and how they are added."""
+    """A linear's LoRA adapter in a checkpoint: its tensors' names, and how they are added to the weight."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """By name, in the order of the arguments of `added` after the weight."""
@@ -130,7 +130,7 @@ class Adapter:
 
 
 class MergedTensors:
-    """The tensors of a model without adapters, read by name from a checkpoint with them; as `FullTensors`."""
+    """Reads a model's tensors by name, with LoRA adapters in the checkpoint added to their linears."""
 
     def __init__(self, tensors: FullTensors, adapters: Mapping[str, Adapter]) -> None:
         """`adapters`: those of all adapted linears, by path. CheckpointError where others are saved."""
@@ -164,6 +164,12 @@ class MergedTensors:
             return self._tensors.read(self._saved[name], dtype)
         parts = (self._tensors.read(parameter_key(part)) for part in adapter.shapes)
         return adapter.added(self._tensors.read(self._saved[name]), *parts).to(dtype or self.dtype(name))
+
+    def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a box (a range per dim) of a tensor on the CPU. Otherwise as `read`."""
+        if name in self._adapters:
+            return self.read(name, dtype)[box.slices].contiguous()
+        return self._tensors.read_box(self._saved[name], box, dtype)
 
 
 def adapted_linears(names: Iterable[str]) -> list[str]:

@@ -22,7 +22,7 @@ def build_step_balance(blueprint: Blueprint, mesh: Mesh) -> StepBalance | None:
     for layer, dims in zip(blueprint.sequence.layers, blueprint.sequence_dims, strict=True):
         for path, router in routers_of([layer]).items():
             settings.setdefault(router.balance, path)
-            places[path] = RouterPlace(router.experts, in_parts=dims.input is not None)
+            places[path] = RouterPlace(len(router.weight), in_parts=dims.input is not None)
             if dims.input not in (None, 1):
                 raise ModelError(
                     f"{path} is in a layer with the rule sequence along dim {dims.input}: give its layer "

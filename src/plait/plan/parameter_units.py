@@ -14,7 +14,15 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from plait.errors import PlanError
-from plait.plan.axes import DATA_AXES, REPLICA_AXES, STATE_AXES, size_along, sizes_of_plan
+from plait.plan.axes import (
+    DATA_AXES,
+    EXPERT_DATA_AXES,
+    EXPERT_STATE_AXES,
+    REPLICA_AXES,
+    STATE_AXES,
+    size_along,
+    sizes_of_plan,
+)
 from plait.plan.plan import Plan, Precision
 
 
@@ -40,7 +48,7 @@ FLOAT16 = PRECISIONS["fp16"]
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """A parameter as `resolve_units` sees it: its dtype, whether it trains, summands of its gradient."""
+    """A parameter, as a plan is resolved for it: its dtype, whether it trains, its gradient's summands."""
 
     dtype: Dtype = PRECISIONS["fp32"]
     """In the model, before the plan's precisions."""
@@ -48,6 +56,8 @@ class ModelParameter:
     trains: bool = True
     summands: int = 1
     """How many neighbours along `tp` hold the same part of it, and each a summand of its gradient."""
+    is_expert: bool = False
+    """Whether it belongs to experts, which a plan may divide over `ep` and `etp`."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +101,13 @@ class BufferKind:
 
     @cached_property
     def reduced_neighbours(self) -> int:
-        """How many neighbours along `tp` the all-reduce includes too: none where they reduce-scatter."""
+        """Over how many neighbours along `tp` the gradient all-reduce sums too, if it does."""
         return 1 if "tp" in self.sharded_over else self.summands
 
 
 @dataclass(frozen=True)
 class UnitTiming:
-    """When a unit is gathered, released and reduced."""
+    """When a unit (parameters gathered together) is gathered, released and reduced."""
 
     gathers: Literal["never", "once", "each use"] = "never"
     """Whether parameters are gathered once per step, or before each use and released after it."""
@@ -131,7 +141,7 @@ def resolve_units(
     members: Mapping[str, Sequence[str]],
     users: Mapping[str, Sequence[int]],
 ) -> dict[str, UnitSpec]:
-    """Return by name the `UnitSpec` of each unit of a model under `plan`.
+    """Return by name how each unit (parameters gathered together) is sharded, gathered and reduced.
 
     `members`: the parameters of each unit. `users`: the numbers of the layers that use each unit. Raises
     PlanError where sharded gradients would be accumulated in less precision than the plan asks.
@@ -147,7 +157,7 @@ def resolve_units(
 
 
 def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
-    """Return how `plan` stores, gathers and reduces a parameter; by default one in fp32 that trains."""
+    """Return how `plan` stores, gathers and reduces `parameter`, by default one in fp32 that trains."""
     given = parameter or ModelParameter()
 
     def chosen(asked: Precision | None, default: Dtype) -> Dtype:
@@ -159,14 +169,18 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
     keeps_parameters = not plan.shards or plan.strategy != "full"
     # A frozen parameter has neither gradient nor state: it is sharded only where parameters are.
     sharded = plan.shards and (given.trains or not keeps_parameters)
+    # Tokens of all ranks of `ep` and `etp` reach an expert: its gradient is summed over the others.
+    apart = given.is_expert and plan.divides_experts
+    state_axes: tuple[str, ...] = EXPERT_STATE_AXES if apart else STATE_AXES
+    data_axes: tuple[str, ...] = EXPERT_DATA_AXES if apart else DATA_AXES
     return BufferKind(
         compute=compute,
         master=master,
         gradient=gradient,
         reduce=chosen(plan.reduce_precision, gradient),
         trains=given.trains,
-        sharded_over=STATE_AXES if sharded else (),
-        reduced_over=REPLICA_AXES if sharded else DATA_AXES,
+        sharded_over=state_axes if sharded else (),
+        reduced_over=REPLICA_AXES if sharded else data_axes,
         summands=given.summands,
         keeps_parameters=keeps_parameters,
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",
@@ -176,7 +190,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
 
 
 def timing_of(plan: Plan) -> UnitTiming:
-    """Return when a plan's units are gathered, released and reduced.
+    """Return when a plan's units (parameters gathered together) are gathered, released and reduced.
 
     A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
     """
@@ -191,7 +205,7 @@ def timing_of(plan: Plan) -> UnitTiming:
 
 
 def shards_of(kind: BufferKind, plan: Plan) -> int:
-    """Return the number of ranks between which a buffer of this kind is cut; 1 where it is not sharded."""
+    """Return over how many ranks a flat buffer of this kind is sharded; 1 where it is not sharded."""
     return size_along(kind.sharded_over, sizes_of_plan(plan))
 
 

@@ -48,6 +48,11 @@ class Plan:
     arXiv:2310.01889), or each rank computes some heads for all positions (`ulysses`: Jacobs et al. 2023,
     arXiv:2309.14509); by default the one that sends fewer bytes.
 
+    `ep` and `etp` divide the experts of mixture-of-experts layers, which see the ranks of `shard`, `cp` and
+    `tp` in another way: as `edp` × `ep` × `etp`, row-major, `etp` innermost. `ep` ranks hold some experts
+    each, `etp` ranks some inner features of each expert; `edp` = shard · cp · tp / (ep · etp) ranks hold the
+    same, and a strategy shards the state of experts over them. Tokens travel to the ranks of their experts.
+
     `strategy`: the state sharded over the axes `shard` and `cp`: nothing, optimizer state, gradients too, or
     parameters too (the ZeRO paper's stages 0 to 3, arXiv:1910.02054, section 5). With `reduce` `each` the
     last two shard the gradients of every micro-batch at once: less memory, more bytes. The others keep whole
@@ -99,6 +104,8 @@ class Plan:
     cp: int = 1
     tp: int = 1
     replicate: int = 1
+    ep: int = 1
+    etp: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None
     microbatches: int = 1
@@ -121,7 +128,7 @@ class Plan:
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "cp", "tp", "replicate", "microbatches"):
+        for name in ("pp", "dp", "cp", "tp", "replicate", "ep", "etp", "microbatches"):
             object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), PlanError))
         for name in ("chunks", "loss_rows"):
             if getattr(self, name) is not None:
@@ -145,6 +152,12 @@ class Plan:
             raise PlanError(
                 f"plan.replicate = {self.replicate} does not divide plan.dp = {self.dp}: "
                 "choose a divisor, the shard axis is dp / replicate."
+            )
+        if self.edp * self.ep * self.etp != self.shard * self.cp * self.tp:
+            raise PlanError(
+                f"plan.ep · plan.etp = {self.ep} · {self.etp} does not divide shard · cp · tp = "
+                f"{self.shard * self.cp * self.tp}, the ranks between which experts can be divided: choose "
+                "divisors."
             )
         if not isinstance(self.overlap, bool | None):
             raise PlanError(f"plan.overlap is {self.overlap!r}: give True, False or None.")
@@ -196,13 +209,23 @@ class Plan:
         return self.dp // self.replicate
 
     @property
+    def edp(self) -> int:
+        """The number of ranks of a replica that hold the same parts of experts."""
+        return self.shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether a rank holds some experts only, or parts of them."""
+        return self.ep * self.etp > 1
+
+    @property
     def state_ranks(self) -> int:
         """The number of ranks over which a strategy shards state: `shard` × `cp`."""
         return self.shard * self.cp
 
     @property
     def shards(self) -> bool:
-        """Whether the optimizer updates shards, or offloaded copies, of the parameters."""
+        """Whether the optimizer updates shards of parameters, or offloaded copies."""
         return self.strategy != "none" and (self.state_ranks > 1 or self.offload != "none")
 
     @property
@@ -211,7 +234,7 @@ class Plan:
         return self.tp > 1 and self.sequence_parallel != "none"
 
     def weights_at_once(self, *, sends: bool) -> bool:
-        """Return whether a stage's full backward goes layer by layer, see the function `weights_at_once`."""
+        """Return whether a stage's full backward computes both gradients layer by layer."""
         return weights_at_once(self.overlap, sends=sends)
 
     @property
@@ -226,7 +249,7 @@ class Plan:
 
 
 def weights_at_once(overlap: bool | None, *, sends: bool) -> bool:
-    """Return whether a stage's full backward goes layer by layer, both gradients of each at once.
+    """Return whether a full backward computes both gradients of a layer before the next layer's.
 
     Else all input gradients come first. `overlap`: that of the plan; `sends`: whether another rank waits for
     the gradient of the stage's input.

@@ -22,6 +22,7 @@ from plait.proof.gradient_proof import Claims, prove_layer
 from plait.proof.position_proof import prove_positions_apart
 from plait.tensor.chunked_cross_entropy import require_features, return_features
 from plait.tensor.dropout import names_of
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
@@ -70,7 +71,7 @@ class MetaLayers:
 
     @property
     def are_proved(self) -> bool:
-        """Whether gradients need a proof: if a parameter, sequence or dropout is divided over `tp`."""
+        """Whether gradients need a proof: if a parameter, the sequence or dropout is divided over `tp`."""
         rules, sequence_dims = self._rules.cuts.values(), self._rules.sequence_dims.values()
         return (
             any(self._sharded)
@@ -92,7 +93,7 @@ class MetaLayers:
             pass
 
     def prove_positions_apart(self, microbatch: Value) -> None:
-        """Prove that no layer mixes positions of the sequence but by `plait.attention`. Raises ModelError.
+        """Raise ModelError if a layer mixes positions of the sequence other than by `plait.attention`.
 
         `microbatch`: dim 1 of its tensors is the sequence. For context parallelism; tensor parallelism's
         rules are not applied.
@@ -182,10 +183,16 @@ class MetaLayers:
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
         """Return what the proof of layer `number` has to confirm; `layer`: a copy with rules applied."""
         dims = self._rules.sequence_dims[layer.path]
+        # Whatever part of the tokens a rank gives to experts, their gradients are complete: see `Experts`.
+        proved = self._sharded[number] | {
+            join(join(layer.path, name), one)
+            for name, module in experts_in(layer.module)
+            for one, _ in module.named_parameters()
+        }
         return Claims(
             sharded=self._sharded[number],
-            frozen=self._frozen[number] - self._sharded[number],
-            summed=self._summed[number] - self._sharded[number],
+            frozen=(self._frozen[number] | proved) - self._sharded[number],
+            summed=self._summed[number] - proved,
             input_in_parts=dims.previous is not None,
             output_in_parts=dims.next is not None,
             dropouts=names_of(layer.module),
@@ -194,7 +201,7 @@ class MetaLayers:
 
     @cached_property
     def structures(self) -> list[Hashable]:
-        """Per layer, a cache key of all that its runs on the meta device depend on, except the inputs.
+        """Per layer a cache key: equal for layers whose runs on meta are the same for equal inputs.
 
         Layers with equal keys have the same graphs, too.
         """
@@ -209,6 +216,7 @@ class MetaLayers:
                 tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
+                rules.experts and (rules.experts.group.size, rules.experts.group.index, rules.experts.etp),
                 (self._sharded[number], self._summed[number], self._frozen[number]),
                 self._output_inside and number == last,
                 self._output_linear if number == last else None,

@@ -126,13 +126,16 @@ def _recorded(
     first = mesh.index("dp") * plan.microbatches
     own = (WHOLE_STEP, *range(first, first + plan.microbatches))
     held = {name for name, _ in engine.named_parameters()}
+    divided = {name for name, layout in engine.layouts.items() if "ep" in layout.axes}
     loaded = RecordScope(len(batches) - 2) if options.resumed_steps else None
 
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
         if scope == loaded and key.kind in ("value", "state"):
             return True  # under another plan this rank loads other parts
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
-        return is_held and scope.microbatch in own
+        # Tokens of all data-parallel ranks reach divided experts.
+        everywhere = key.kind == "contribution" and key.name in divided
+        return is_held and (everywhere or scope.microbatch in own)
 
     return distribute_recording(recordings.get(kept), mesh, wanted)
 
@@ -171,7 +174,7 @@ def record(
     microbatches: int,
     tick: Callable[[], None],
 ) -> ReferenceRecording:
-    """Record one reference run, and widen its tolerances by `runs - 1` perturbed runs.
+    """Record a reference run; perturbed runs (`runs - 1`) widen its tolerances.
 
     `tick` is called after each micro-batch and step.
     """
@@ -198,7 +201,7 @@ def record(
 def settled_scale(
     make: MakeReference, clip: float | None, batches: Sequence[Batch], microbatches: int
 ) -> float:
-    """Return half of the largest dynamic loss scale with which no step of the reference overflows.
+    """Return a dynamic loss scale that no step of the reference overflows, with a margin of 2.
 
     Training in fp16 halves its scale until nothing overflows; a verification starts there, with a factor of 2
     as a margin for rounding. Runs the reference once per halving.

@@ -31,12 +31,12 @@ ROW = 1024
 def counted_parameters(
     owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "world"
 ) -> frozenset[str]:
-    """Return the parameters whose gradients this rank adds to the gradient norm: each shard is added once.
+    """Return the parameters of which this rank adds its gradient to the norm: each shard counts once.
 
     Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
     all parameters among them where none is sharded.
     """
-    along = mesh.axes_of(axis)
+    along = mesh.sizes if axis == "world" else mesh.axes_of(axis)
 
     def counts(name: str) -> bool:
         layout = layouts[name]

@@ -89,7 +89,6 @@ class _CountTable:
 class _Call:
     """One call of a router: what its losses are computed from, besides its logits."""
 
-    router: Router
     path: str
     """Of the router."""
     documents: Tensor
@@ -152,9 +151,10 @@ class StepBalance:
         if anew:
             self._uncorrected = {}
         self._tokens, self._total, self._scale = tokens, total.double(), scale
-        for path, router in self.routers.items():
+        for path in self.routers:
             self._losses[path] = torch.zeros(2, dtype=torch.float64, device=self.device)
-            self._choices[path] = torch.zeros(router.experts, dtype=torch.int64, device=self.device)
+            experts = self.places[path].experts
+            self._choices[path] = torch.zeros(experts, dtype=torch.int64, device=self.device)
         if self.settings.weight and self._sums_step and self.settings.coupled and not self.routers:
             self._start(self._table(()))  # ranks of other stages sum over this one
 
@@ -258,7 +258,6 @@ class StepBalance:
 
     def _count(self, path: str, logits: Tensor, indices: Tensor) -> _Call:
         """Count a call's choices, add those of the balance loss to its table, and return the call."""
-        router = self.routers[path]
         if self._microbatch is None:
             raise ModelError(
                 f"the router {path} runs outside of its layer's forward, as in a torch.utils.checkpoint of "
@@ -274,27 +273,33 @@ class StepBalance:
         if len(documents) != len(indices):
             raise ModelError(
                 f"the router {path} was given {len(indices)} tokens, but this rank has "
-                f"{part.stop - part.start} positions of {tokens.rows} rows: give it all positions of all rows."
+                f"{part.stop - part.start} positions of {tokens.rows} rows: give it all tokens of all rows."
             )
-        chosen = count_choices(indices, documents, tokens.count, router.experts)
+        chosen = count_choices(indices, documents, tokens.count, place.experts)
         self._choices[path] += chosen.sum(0)
-        load = self._load(path, tokens, logits, chosen, documents)
-        return _Call(router, path, documents, load, documents < tokens.count)
+        load = self._load(path, tokens, logits, indices, chosen, documents)
+        return _Call(path, documents, load, documents < tokens.count)
 
     def _load(
-        self, path: str, tokens: TokenDocuments, logits: Tensor, chosen: Tensor, documents: Tensor
+        self,
+        path: str,
+        tokens: TokenDocuments,
+        logits: Tensor,
+        indices: Tensor,
+        chosen: Tensor,
+        documents: Tensor,
     ) -> Callable[[], Tensor]:
         """Return a function that waits for the load of a call's documents, or of the step: `[D, E]`."""
         router, place = self.routers[path], self.places[path]
         settings, layers = self.settings, len(self.places) if self.settings.coupled else 1
         if not settings.weight:
-            return lambda: torch.zeros(tokens.count, router.experts, device=chosen.device)
+            return lambda: torch.zeros(tokens.count, place.experts, device=chosen.device)
         if settings.counts == "previous":
             load = self._previous_load(path, chosen.device)
             return lambda: load.expand(tokens.count, -1)
-        if router.e_score_correction_bias is not None:
-            unbiased = router.most_probable(logits.detach())
-            chosen = count_choices(unbiased, documents, tokens.count, router.experts)
+        uncorrected = router.routing.uncorrected_choice(logits.detach(), indices)
+        if uncorrected is not indices:
+            chosen = count_choices(uncorrected, documents, tokens.count, place.experts)
         if self.over_tp and not place.in_parts and self.tp.index:
             chosen = torch.zeros_like(chosen)  # the first rank of `tp` counts the same tokens
         key: tuple[object, ...] = ()
@@ -323,9 +328,10 @@ class StepBalance:
 
     def _previous_load(self, path: str, device: torch.device) -> Tensor:
         """Return the load in the step before, `[1, E]`, if coupled of all layers; even in a first step."""
-        router, paths = self.routers[path], list(self.places) if self.settings.coupled else [path]
+        router, experts = self.routers[path], self.places[path].experts
+        paths = list(self.places) if self.settings.coupled else [path]
         if not self.previous:
-            load = torch.full((router.experts,), router.top_k / router.experts, dtype=torch.float64)
+            load = torch.full((experts,), router.top_k / experts, dtype=torch.float64)
             return sent(load, device)[None]
         counts = torch.stack([self.previous[one] for one in paths]).sum(0).double()
         return (router.top_k * counts / counts.sum().clamp(min=1))[None]
@@ -334,9 +340,7 @@ class StepBalance:
         """Return the table of counts for a key of `_load`, made by the first call."""
         if key not in self._tables:
             coupled, calls = self.settings.coupled, len(self.routers)
-            experts = [router.experts for router in self.routers.values()] or [
-                next(iter(self.places.values())).experts
-            ]
+            experts = [self.places[path].experts for path in self.routers or [next(iter(self.places))]]
             rows, width = 1, experts[0] if coupled else sum(experts)
             if self._sums_step:
                 calls *= len(self._tokens)
@@ -353,12 +357,12 @@ class StepBalance:
         first = 0
         if self._sums_step and not self.settings.coupled:
             paths = list(self.routers)
-            first = sum(self.routers[one].experts for one in paths[: paths.index(path)])
-        return slice(first, first + self.routers[path].experts)
+            first = sum(self.places[one].experts for one in paths[: paths.index(path)])
+        return slice(first, first + self.places[path].experts)
 
     def _add_losses(self, call: _Call, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return a call's shares of both losses, and add them to this rank's."""
-        probabilities = call.router.probabilities(logits)
+        probabilities = self.routers[call.path].routing.probabilities(logits)
         layers = len(self.places) if self.settings.coupled else 1
         total = self._total.to(probabilities.dtype)
         balance = token_balance(probabilities, call.load(), call.documents) / (layers * total)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from plait.engine.runner import Runtime
+from plait.plan.axes import EXPERT_DATA_AXES
 from plait.ranks.collectives import all_reduce
 from plait.ranks.group import Group
 from plait.schedules.action import Kind
@@ -38,7 +38,7 @@ ParameterUse = tuple[int, int]
 
 @dataclass(frozen=True)
 class Contribution:
-    """The gradient that a layer's backward of one micro-batch adds to a parameter's, with a tolerance."""
+    """What a layer's backward of one micro-batch adds to a parameter's gradient, with a tolerance."""
 
     value: Tensor
     tolerance: Tolerance
@@ -48,7 +48,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class TrackedGradient:
-    """The actual and the expected value of an accumulated gradient, with a tolerance."""
+    """An accumulated gradient of a parameter, actual and expected, with a tolerance."""
 
     actual: Tensor
     expected: Tensor
@@ -62,13 +62,14 @@ class TrackedGradient:
 
 @dataclass
 class GradientTracker:
-    """Expected accumulated gradients of a rank's parameters, updated after each backward of a layer."""
+    """Computes what a rank's accumulated gradients should be after each backward of a layer."""
 
     gradients: Mapping[GradientKey, Tensor]
     """The accumulated gradients of the engine."""
     epsilon: float
-    total: Callable[[Tensor], Tensor] = lambda gradient: gradient
-    """Returns the sum of a gradient over the ranks that add to it in this backward; equal on all of them."""
+    total: Callable[[str, Tensor], Tensor] = lambda _, gradient: gradient
+    """Returns the sum of a parameter's gradient over the ranks that add to it in this backward; equal on all
+    of them."""
     settled: dict[GradientKey, tuple[Tensor, Tolerance]] = field(default_factory=dict)
     """The expected value from contributions that are known to be added."""
     open: dict[GradientKey, dict[ParameterUse, Contribution]] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Record a layer's `contribution`; if input backward (`I`) added all of it, return the gradient.
+        """Record what a layer's backward adds; return the gradient to compare, if all is added by now.
 
         `until_weight`: leave the comparison to `W`.
         """
@@ -125,25 +126,25 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield the keys with `open` contributions, the first use, the gradient with all; empty `open`."""
+        """Yield expected gradients once each backward that ran `I` has run `W`, and count it as done."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])
                 yield gradient, next(iter(self.open.pop(gradient))), tracked
 
     def reset(self, keys: Iterable[GradientKey]) -> None:
-        """Expect zero gradients, since they were reduced; keep contributions that `W` may still add."""
+        """Expect zero gradients, since they were reduced; keep what actions `W` may still add."""
         for gradient in keys:
             self.settled.pop(gradient, None)
 
     def accept(self, gradient: GradientKey, *, exactly: bool = False) -> None:
-        """Expect the actual gradient from now on; `exactly`: without a tolerance."""
+        """From now on expect the gradient as it is, `exactly` or within the tolerance so far."""
         tracked = self._tracked(gradient, [])
         tolerance = Tolerance(tracked.tolerance.size, 0.0) if exactly else tracked.tolerance
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
     def is_partial(self, gradient: GradientKey) -> bool:
-        """Return whether an input backward (`I`) has added only a part of its contribution so far."""
+        """Return whether a layer's input backward (`I`) added only part of what its `W` completes."""
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:
@@ -151,7 +152,7 @@ class GradientTracker:
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
     def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
-        actual = self.total(self.gradients[gradient])
+        actual = self.total(gradient[0], self.gradients[gradient])
         before = self.settled.get(gradient)
         total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NO_TOLERANCE)
         for use in uses:
@@ -208,8 +209,7 @@ class WeightGradientChecker:
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 complete = [keys[name] for name in trained if self._is_complete(name)]
                 self.gradients_of[stage.number, number] = complete
-        over_cp = partial(sum_over, runtime.mesh.group("cp"))  # whose ranks add what their positions give
-        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, over_cp)
+        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, self._total)
 
     def begin_step(self, step: int) -> None:
         """Start a step: expect all gradients to be zero."""
@@ -230,7 +230,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Compare gradients before their reduction, unless `W` adds to them after it; then expect zeros."""
+        """Compare gradients before their reduction, after which they are expected to be zero."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
@@ -238,7 +238,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare the gradients of `keys` (None: of all) for which `tracker.open` holds contributions."""
+        """Compare gradients (None: all) as they are when each backward that ran `I` has run `W`."""
         keys = self.tracker.gradients if keys is None else keys
         for key, use, tracked in list(self.tracker.open_gradients(keys)):
             self._compare(key, use, tracked)
@@ -268,7 +268,7 @@ class WeightGradientChecker:
             parameter, formats = self.comparison.sequence.parameters[name], self.comparison.formats
             dtype = formats.gradient_of(parameter)
             expected, rounding = expected.to(dtype), epsilon_of(dtype)
-            if self.runtime.mesh.size("cp") > 1:  # a sum of a few products, each rounded as it was computed
+            if self._adding(name).size > 1:  # a sum of a few products, each rounded as it was computed
                 rounding = max(rounding, epsilon_of(formats.compute_of(parameter)))
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name),
@@ -289,9 +289,24 @@ class WeightGradientChecker:
             self.tracker.accept(key, exactly=True)
 
     def _overwrite(self, key: GradientKey, expected: Tensor) -> None:
-        """Overwrite a gradient, so that its sum over `cp` is `expected`."""
+        """Overwrite a gradient, so that its sum over the ranks that add to it is `expected`."""
         own = self.tracker.gradients[key]
-        own.copy_(expected if self.runtime.mesh.index("cp") == 0 else torch.zeros_like(expected))
+        own.copy_(expected if self._adding(key[0]).index == 0 else torch.zeros_like(expected))
+
+    def _total(self, name: str, gradient: Tensor) -> Tensor:
+        return sum_over(self._adding(name), gradient)
+
+    def _adding(self, name: str) -> Group:
+        """Return the ranks whose tokens' gradients add up to `_contribution`.
+
+        Those of `cp`, which add what their positions give; for divided experts, all that hold them: tokens
+        of other data-parallel ranks reach them, too.
+        """
+        return self.runtime.mesh.group(EXPERT_DATA_AXES if self._is_divided(name) else "cp")
+
+    def _is_divided(self, name: str) -> bool:
+        """Return whether a parameter belongs to experts that are divided over `ep` or `etp`."""
+        return "ep" in self.blueprint.whole_layouts[name].axes
 
     def _alternatives(self, name: str, use: ParameterUse, expected: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the values that the gradient would have after common mistakes."""
@@ -309,11 +324,25 @@ class WeightGradientChecker:
             yield "the gradient of the step before is still in it", expected + self.box(name).of(before)
 
     def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
-        """Return this rank's shard of the recorded gradient from one layer and micro-batch, or None."""
+        """Return this rank's shard of the recorded gradient from one layer and micro-batch, or None.
+
+        Of divided experts, that of the micro-batches that data-parallel ranks run at the same time.
+        """
         layer, microbatch = use
-        scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
-        whole = self.recording.find(scope, key)
-        return None if whole is None else (self.box(name).of(whole), self.recording.tolerances[scope][key])
+        key, plan = RecordKey("contribution", layer, name), self.blueprint.plan
+        together = [microbatch]
+        if self._is_divided(name):
+            together = [rank * plan.microbatches + microbatch % plan.microbatches for rank in range(plan.dp)]
+        total, (size, allowed) = None, NO_TOLERANCE
+        for number in together:
+            scope = RecordScope(self.step, number)
+            whole = self.recording.find(scope, key)
+            if whole is None:
+                return None
+            value, tolerance = self.box(name).of(whole), self.recording.tolerances[scope][key]
+            total = value if total is None else total + value
+            size, allowed = max(size, tolerance.size), allowed + tolerance.allowed
+        return None if total is None else (total, Tolerance(size, allowed))
 
     def _is_complete(self, name: str) -> bool:
         """Return whether a gradient is complete without a sum over `tp`."""
