@@ -1,7 +1,4 @@
-"""A small model with routers; runs of it by plans; its auxiliary losses in plain PyTorch, on one device.
-
-Its experts are the columns of one matrix: what is compared is the routers.
-"""
+"""A small model of experts; runs of it by plans; its auxiliary losses in plain PyTorch, on one device."""
 
 from __future__ import annotations
 
@@ -16,41 +13,59 @@ import plait
 from plait.plan.plan import Plan
 from plait.rules import column, row, sequence
 from plait.tensor.experts.balance import Balance
-from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
 
 VOCAB, HIDDEN, EXPERTS, TOP_K, LAYERS, LENGTH, ROWS, STEPS = 11, 6, 5, 2, 3, 12, 8, 3
 RULES = {"*.up": column, "*.down": row, "1": sequence, "2": sequence, "3": sequence}
 
 
-class Block(nn.Module):
-    """An MLP, then a mixture, of `[rows, length, hidden]`."""
+class DenseExperts(nn.Module):
+    """Experts that give a column of a matrix each, for plans whose proofs do not know real ones yet."""
 
-    def __init__(self, corrected: bool) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Linear(EXPERTS, HIDDEN, bias=False)
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        dense = hidden.new_zeros(len(hidden), EXPERTS)
+        dense = dense.scatter(1, indices.clamp(min=0), weights.where(indices >= 0, 0))
+        mixed: Tensor = self.columns(dense)
+        return mixed * hidden.tanh()
+
+
+class Block(nn.Module):
+    """An MLP, then a mixture of experts, of `[rows, length, hidden]`."""
+
+    def __init__(self, routing: Routing, dense: bool) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, 8, bias=False), nn.Linear(8, HIDDEN, bias=False)
-        self.router = Router(HIDDEN, EXPERTS, TOP_K, routing=Routing(corrected=corrected))
-        self.experts = nn.Linear(EXPERTS, HIDDEN, bias=False)
+        self.mixture = plait.MixtureOfExperts(HIDDEN, 4, EXPERTS, TOP_K, routing=routing)
+        if dense:
+            self.mixture.experts = DenseExperts()  # type: ignore[assignment]
 
     def forward(self, value: Tensor) -> Tensor:
         value = value + self.down(torch.tanh(self.up(value)))
-        flat = value.flatten(0, 1)
-        _, weights, indices = self.router(flat)
-        dense = flat.new_zeros(len(flat), EXPERTS).scatter(1, indices, weights)
-        mixed: Tensor = self.experts(dense)
-        return value + mixed.view_as(value) * value.tanh()
+        mixed: Tensor = self.mixture(value)
+        return value + mixed
 
 
-def build(balance: Balance) -> nn.Module:
+def is_dense(plan: Plan) -> bool:
+    """Whether the model of a plan has `DenseExperts`."""
+    return plan.cp * plan.tp > 1
+
+
+def build(balance: Balance, dense: bool) -> nn.Module:
     """The model in float64; with a rate of correction its routers have biases, in float32."""
     torch.manual_seed(0)
-    blocks = [Block(balance.bias_rate > 0) for _ in range(LAYERS)]
+    routing = Routing(corrected=balance.bias_rate > 0)
+    blocks = [Block(routing, dense) for _ in range(LAYERS)]
     model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *blocks, nn.Linear(HIDDEN, VOCAB)).double()
     for block in blocks:
-        nn.init.normal_(block.router.weight)
-        block.router.balance = balance
+        router = block.mixture.router
+        nn.init.normal_(router.weight)
+        router.balance = balance
         if balance.bias_rate:
-            block.router.e_score_correction_bias = torch.linspace(-0.1, 0.1, EXPERTS)
+            router.e_score_correction_bias = torch.linspace(-0.1, 0.1, EXPERTS)
     model.rules = RULES  # type: ignore[assignment]
     return model
 
@@ -88,7 +103,9 @@ class Outcome:
 
 def run(plan: Plan, balance: Balance, packed: bool) -> Outcome:
     """Train by a plan."""
-    engine = plait.parallelize(build(balance), plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    engine = plait.parallelize(
+        build(balance, is_dense(plan)), plan, plait.Mesh(plan), loss=plait.cross_entropy
+    )
     optimizer, outcome, ids = torch.optim.SGD(engine.parameters(), lr=0.1), Outcome(), document_ids(packed)
     share = ROWS // plan.dp
     rows = slice(share * engine.mesh.index("dp"), share * (engine.mesh.index("dp") + 1))
@@ -114,10 +131,10 @@ def run(plan: Plan, balance: Balance, packed: bool) -> Outcome:
     return outcome
 
 
-def expected(balance: Balance, packed: bool) -> Outcome:
+def expected(balance: Balance, packed: bool, dense: bool) -> Outcome:
     """The same in plain PyTorch: the whole batch at once, sums over documents and experts written out."""
-    model, outcome, ids = build(balance), Outcome(), document_ids(packed)
-    routers = {f"{number}.router": model[number].router for number in range(1, LAYERS + 1)}
+    model, outcome, ids = build(balance, dense), Outcome(), document_ids(packed)
+    routers = {f"{number}.mixture.router": model[number].mixture.router for number in range(1, LAYERS + 1)}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     for path, router in routers.items():
 

@@ -18,8 +18,10 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.tensor.autograd.kept_results import computed_once, with_kept_operations
 from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.dropout import LocatePart
 from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.routing import Routing
+from plait.tensor.experts.token_documents import without_padding
 
 Choose = Callable[[Tensor], Tensor]
 """Returns experts `[T, k]` for scores `[T, E]`."""
@@ -62,6 +64,8 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", correction)
         self.balance = Balance()
         """How the load of the experts is kept even."""
+        self.sequence_part: LocatePart | None = None
+        """How to locate this rank's part of the positions, where its tokens are a part of the sequence."""
         self.attach_losses: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         """Set by the engine: see `StepBalance.attach`."""
         self.given: Choose | None = None
@@ -76,14 +80,17 @@ class Router(nn.Module):
                 nn.init.zeros_(zeros)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]` like `hidden`, experts int64 `[T, k]`."""
+        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]` like `hidden`, experts int64 `[T, k]`.
+
+        In an engine the experts of padding, tokens of a negative document id, are -1: none.
+        """
         logits = wide_linear(hidden, self.weight, self.bias)
         scores = self.routing.scores_of(logits)
         indices = computed_once(lambda: self._choose(scores.detach()))
         weights = self.routing.weights(scores, indices)
         if self.attach_losses is not None:
             weights = self.attach_losses(logits, weights, indices)
-        return logits, weights.to(hidden.dtype), indices
+        return logits, weights.to(hidden.dtype), without_padding(indices, self.sequence_part)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the experts of each token, chosen by their scores unless they are `given`."""

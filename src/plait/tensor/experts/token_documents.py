@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plait.ranks.device import sent
+from plait.tensor.dropout import LocatePart
 from plait.tensor.layer_values import Value, tensors_of
-from plait.tensor.running_sequence import DocumentBounds, LocalSequence
+from plait.tensor.running_sequence import DocumentBounds, LocalSequence, running_sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,28 @@ class TokenDocuments:
         assert self.sequence is not None
         whole = torch.from_numpy(_by_position(bounds, self.count))
         return whole.index_select(1, self.sequence.indices[part]).flatten()
+
+
+def without_padding(indices: Tensor, locate: LocatePart | None) -> Tensor:
+    """Return the experts of tokens, `[T, k]`, with -1, for none, in the rows of padding.
+
+    The tokens are those of the running sequence. `locate`: returns which part of its positions this rank has,
+    given their number; None: all of them.
+    """
+    sequence = running_sequence()
+    if sequence is None or sequence.documents is None or not sequence.documents.padding or indices.is_meta:
+        return indices
+    rows = len(sequence.documents.starts)
+    length = len(indices) // max(rows, 1)
+    first = 0 if locate is None else locate(length).start
+    part = slice(first, first + length)
+
+    def padding() -> Tensor:
+        documents = TokenDocuments(rows, sequence.size, sequence)
+        return documents.numbers(part, indices.device) == documents.count
+
+    found = sequence.result(("padding of tokens", first, length, indices.device), padding)
+    return indices.masked_fill(found[:, None], -1)
 
 
 def _padded(bounds: DocumentBounds) -> list[int]:
