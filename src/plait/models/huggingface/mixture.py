@@ -18,6 +18,7 @@ from plait.models.model_helpers import InitializedLayer
 from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
+from plait.tensor.experts.routing import Routing
 
 _LIBRARY = "transformers."
 _SHARED, _SHARED_GATE = "shared_expert", "shared_expert_gate"
@@ -89,8 +90,8 @@ class Mixture(nn.Module):
 def _router(gate: Any) -> Router:
     """Return the router with the weight of `gate`; one without `norm_topk_prob` always normalizes."""
     experts, hidden = gate.weight.shape
-    normalize = bool(getattr(gate, "norm_topk_prob", True))
-    router = Router(hidden, experts, gate.top_k, normalize=normalize, device="meta")
+    routing = Routing(normalized=bool(getattr(gate, "norm_topk_prob", True)))
+    router = Router(hidden, experts, gate.top_k, routing=routing, device="meta")
     router.weight = gate.weight
     return router
 
