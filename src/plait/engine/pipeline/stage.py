@@ -59,7 +59,8 @@ from plait.tensor.autograd.weight_gradient_queue import (
     WeightWork,
 )
 from plait.tensor.dropout import DropoutGenerator, names_of
-from plait.tensor.experts.step_balance import StepBalance, routers_of
+from plait.tensor.experts.routers import routers_of
+from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
 from plait.tensor.running_sequence import LocalSequence, running
 

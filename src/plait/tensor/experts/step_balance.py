@@ -23,7 +23,6 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.plan.layout.layout import divide
-from plait.plan.rules import join
 from plait.ranks.collectives import all_reduce
 from plait.ranks.device import sent
 from plait.ranks.group import Group
@@ -32,6 +31,7 @@ from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.experts.balance import Balance, corrected_bias, count_choices, token_balance, token_z
 from plait.tensor.experts.router import Router
+from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import NamedLayer
 
@@ -45,33 +45,38 @@ class RouterPlace:
     """Whether each rank of `tp` gives it tokens of its own; else all give it the same."""
 
 
-def routers_of(layers: Iterable[NamedLayer]) -> dict[str, Router]:
-    """Return the routers in `layers` by path in the model. Raises ModelError for one that is there twice."""
-    found: dict[str, Router] = {}
-    paths: dict[int, str] = {}
-    for layer in layers:
-        for name, module in layer.module.named_modules(remove_duplicate=False):
-            if isinstance(module, Router):
-                path = join(layer.path, name)
-                if (first := paths.setdefault(id(module), path)) != path:
-                    raise ModelError(
-                        f"{first} and {path} are one router, whose load would be that of both layers: give "
-                        "each layer a router of its own."
-                    )
-                found[path] = module
-    return found
-
-
 @dataclass(frozen=True)
 class ExpertLoad:
     """The losses of routers and the choices of experts in a step, over all ranks, by path of the router."""
 
     balance: Mapping[str, Tensor]
-    """The balance loss, without weight, 0-d float64; k where all experts have the same load."""
+    """The balance loss, without weight, 0-d float64: k where all experts have the same load, and of coupled
+    layers their share of it; empty where it has no weight."""
     z: Mapping[str, Tensor]
-    """The z-loss, without weight, 0-d float64."""
+    """The z-loss, without weight, 0-d float64; empty where it has none."""
     tokens: Mapping[str, Tensor]
     """How many tokens chose each expert: int64 `[E]`."""
+    coupled: bool = False
+    """Whether the layers have one balance loss together."""
+
+    @property
+    def balance_loss(self) -> Tensor | None:
+        """The balance loss, 0-d: the mean over layers, or that of all together; None without a weight."""
+        each = list(self.balance.values())
+        if not each:
+            return None
+        return torch.stack(each).sum() if self.coupled else torch.stack(each).mean()
+
+    @property
+    def z_loss(self) -> Tensor | None:
+        """The mean z-loss over layers, 0-d; None without a weight."""
+        return torch.stack(list(self.z.values())).mean() if self.z else None
+
+    @property
+    def largest(self) -> Tensor:
+        """The most tokens of an expert as a multiple of the mean of its layer, 0-d; 1 where all are even."""
+        each = [len(one) * one.max() / one.sum().clamp(min=1) for one in self.tokens.values()]
+        return torch.stack(each).max()
 
 
 @dataclass(eq=False)
@@ -220,10 +225,12 @@ class StepBalance:
         sizes = [2 + place.experts for place in self.places.values()]
         each = dict(zip(self.places, torch.split(totals, sizes), strict=True))
         choices = {path: part[2:].round().long() for path, part in each.items()}
+        settings = self.settings
         self.load = ExpertLoad(
-            {path: part[0] for path, part in each.items()},
-            {path: part[1] for path, part in each.items()},
+            {path: part[0] for path, part in each.items()} if settings.weight else {},
+            {path: part[1] for path, part in each.items()} if settings.z_weight else {},
             choices,
+            settings.coupled,
         )
         self.previous = choices
         for path in self.routers:
