@@ -16,32 +16,16 @@ from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.routing import Routing
 
 VOCAB, HIDDEN, EXPERTS, TOP_K, LAYERS, LENGTH, ROWS, STEPS = 11, 6, 5, 2, 3, 12, 8, 3
-RULES = {"*.up": column, "*.down": row, "1": sequence, "2": sequence, "3": sequence}
-
-
-class DenseExperts(nn.Module):
-    """Experts that give a column of a matrix each, for plans whose proofs do not know real ones yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.columns = nn.Linear(EXPERTS, HIDDEN, bias=False)
-
-    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        dense = hidden.new_zeros(len(hidden), EXPERTS)
-        dense = dense.scatter(1, indices.clamp(min=0), weights.where(indices >= 0, 0))
-        mixed: Tensor = self.columns(dense)
-        return mixed * hidden.tanh()
+RULES = {"*.up": column, "*.down": row, "1": sequence, "3": sequence}
 
 
 class Block(nn.Module):
     """An MLP, then a mixture of experts, of `[rows, length, hidden]`."""
 
-    def __init__(self, routing: Routing, dense: bool) -> None:
+    def __init__(self, routing: Routing) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, 8, bias=False), nn.Linear(8, HIDDEN, bias=False)
         self.mixture = plait.MixtureOfExperts(HIDDEN, 4, EXPERTS, TOP_K, routing=routing)
-        if dense:
-            self.mixture.experts = DenseExperts()  # type: ignore[assignment]
 
     def forward(self, value: Tensor) -> Tensor:
         value = value + self.down(torch.tanh(self.up(value)))
@@ -49,16 +33,11 @@ class Block(nn.Module):
         return value + mixed
 
 
-def is_dense(plan: Plan) -> bool:
-    """Whether the model of a plan has `DenseExperts`."""
-    return plan.cp * plan.tp > 1
-
-
-def build(balance: Balance, dense: bool) -> nn.Module:
+def build(balance: Balance) -> nn.Module:
     """The model in float64; with a rate of correction its routers have biases, in float32."""
     torch.manual_seed(0)
     routing = Routing(corrected=balance.bias_rate > 0)
-    blocks = [Block(routing, dense) for _ in range(LAYERS)]
+    blocks = [Block(routing) for _ in range(LAYERS)]
     model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *blocks, nn.Linear(HIDDEN, VOCAB)).double()
     for block in blocks:
         router = block.mixture.router
@@ -103,9 +82,7 @@ class Outcome:
 
 def run(plan: Plan, balance: Balance, packed: bool) -> Outcome:
     """Train by a plan."""
-    engine = plait.parallelize(
-        build(balance, is_dense(plan)), plan, plait.Mesh(plan), loss=plait.cross_entropy
-    )
+    engine = plait.parallelize(build(balance), plan, plait.Mesh(plan), loss=plait.cross_entropy)
     optimizer, outcome, ids = torch.optim.SGD(engine.parameters(), lr=0.1), Outcome(), document_ids(packed)
     share = ROWS // plan.dp
     rows = slice(share * engine.mesh.index("dp"), share * (engine.mesh.index("dp") + 1))
@@ -131,9 +108,9 @@ def run(plan: Plan, balance: Balance, packed: bool) -> Outcome:
     return outcome
 
 
-def expected(balance: Balance, packed: bool, dense: bool) -> Outcome:
+def expected(balance: Balance, packed: bool) -> Outcome:
     """The same in plain PyTorch: the whole batch at once, sums over documents and experts written out."""
-    model, outcome, ids = build(balance, dense), Outcome(), document_ids(packed)
+    model, outcome, ids = build(balance), Outcome(), document_ids(packed)
     routers = {f"{number}.mixture.router": model[number].mixture.router for number in range(1, LAYERS + 1)}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     for path, router in routers.items():
@@ -159,8 +136,8 @@ def expected(balance: Balance, packed: bool, dense: bool) -> Outcome:
         total.backward()
         outcome.gradients.append({name: one.grad.clone() for name, one in model.named_parameters()})
         outcome.losses.append(
-            {f"balance {path}": one.detach() for path, one in values.items()}
-            | {f"z {path}": one.detach() for path, one in z.items()}
+            {f"balance {path}": one.detach() for path, one in values.items() if balance.weight}
+            | {f"z {path}": one.detach() for path, one in z.items() if balance.z_weight}
         )
         outcome.tokens.append(choices)
         before = choices
