@@ -147,7 +147,7 @@ def gpt_of_experts() -> nn.Module:
 
 
 @pytest.mark.parametrize("strategy", ["none", "full"])
-def test_ranks_whose_rows_have_ended_go_on_for_the_experts_of_others(thread_ranks: Any, strategy: Any) -> None:
+def test_ranks_whose_rows_have_ended_go_on_for_experts(thread_ranks: Any, strategy: Any) -> None:
     """Rows end after other numbers of tokens; ranks of `ep` make the same exchanges until all have."""
     alone = generated(Plan(precision="fp64"))
     plan = Plan(dp=4, ep=4, precision="fp64", strategy=strategy)
