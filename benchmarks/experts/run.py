@@ -30,7 +30,7 @@ def seconds(command: list[str], steps: int) -> float:
     """Median seconds of a step, as the script prints it."""
     script, *options = command
     whole = [sys.executable, str(HERE / script), *options, "--steps", str(steps)]
-    found = subprocess.run(whole, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    found = subprocess.run(whole, check=True, capture_output=True, text=True)
     return float(found.stdout.split()[-2])
 
 

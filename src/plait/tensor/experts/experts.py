@@ -31,7 +31,7 @@ SILU = GatedActivation()
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks between which the experts of a layer are divided, and those that hold the same tokens."""
+    """Between which ranks a layer's experts are divided, and which ranks have the same tokens."""
 
     group: Group
     """Along `ep` × `etp`, row-major: ranks of `etp`, which hold parts of the same experts, are neighbours."""
