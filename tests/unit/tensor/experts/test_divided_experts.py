@@ -198,7 +198,7 @@ def kept_by_a_rank(trial: Trial) -> tuple[int, int, int]:
 def test_a_call_keeps_the_tokens_received_the_rows_of_gate_and_up_and_small_numbers(
     rank_pool: Any, ep: int
 ) -> None:
-    """Of int32: three per pair, for its token, place and order; two per row sent; one per token and expert."""
+    """Of int32: three per pair, for its token, place and order; two per row sent, one a token and expert."""
     trial = Trial(Case(tokens=64, experts=8, top_k=2), Division(ep=ep, edp=2 // ep), uneven=False)
     case = trial.case
     found = rank_pool.run(kept_by_a_rank, trial, ranks=2)
