@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plait.engine.blueprint import Blueprint
 from plait.errors import ModelError, PlanError
+from plait.plan.axes import DATA_AXES
 from plait.ranks.mesh import Mesh
 from plait.schedules.action import Kind
 from plait.schedules.schedule import Schedule
