@@ -17,12 +17,24 @@ from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multip
 from plait.plan.plan import Plan
 from plait.schedules.search.api import default_chunks
 
-_COUNTS = ("heads", "kv_heads", "microbatches", *PLAN_AXES, "replicate", "ep", "etp", "chunks")
+_COUNTS = (
+    "heads",
+    "kv_heads",
+    "experts",
+    "top_k",
+    "microbatches",
+    *PLAN_AXES,
+    "replicate",
+    "ep",
+    "etp",
+    "chunks",
+)
 LIMITS = {
     **dict.fromkeys(_COUNTS, 2**16),
     "layers": MOST_BLOCKS,
     "hidden": 2**24,
     "inner": 2**26,
+    "shared": 2**26,
     "context": 2**24,
 }
 """The largest values of fields whose value takes time or memory."""

@@ -29,6 +29,7 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, ten
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
+from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
@@ -131,7 +132,8 @@ class ReferenceRun:
         self.dropout.attach_to(layer.module for layer in self.layers)
         compute = formats.compute
         self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
-        self.definitions.install((layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE})
+        forwards = {**OF_PLAIT, **OF_EXPERTS, **OF_HUGGINGFACE}
+        self.definitions.install((layer.module for layer in self.layers), forwards)
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
