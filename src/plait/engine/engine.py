@@ -242,7 +242,7 @@ class Engine:
             yield name, as_dtensor(shard, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
-        """Return two parameter groups: `weight_decay` (None: the optimizer's) for matrices, else 0."""
+        """Return two parameter groups: matrices with `weight_decay`, and all others without any."""
         if weight_decay is not None:
             require_number("weight_decay", weight_decay, PlanError)
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}

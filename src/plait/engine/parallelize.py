@@ -308,7 +308,7 @@ def compile_layers(
 def read_buffers(
     sequence: LayerSequence, mine: Iterable[NamedLayer], source: TensorSource, plan: Plan, mesh: Mesh
 ) -> dict[int, Tensor]:
-    """Return this rank's buffers, by `id` of the model's; `source` may broadcast them from rank 0."""
+    """Return this rank's buffers, keyed by `id` of the model's; `source` may broadcast them from rank 0."""
     held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
     read = {}
     for name, place in locate_tensors(named(sequence.layers)).items():

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from plait.app.config.config_sections import DataConfig, ParallelConfig, RunConfig, Section
 from plait.app.config.model_section import ModelConfig, invalid_path
-from plait.app.config.train_section import TrainConfig
+from plait.app.config.train_section import BALANCE_FIELDS, TrainConfig
 from plait.app.data.tokenizer import open_tokenizer
 from plait.errors import ConfigError, ModelError, listed
 from plait.plan.axes import PLAN_AXES
@@ -49,6 +49,7 @@ class Config(Section):
         _check_adapter(self.model)
         if self.model.folder is None:
             _check_family(self.model)
+            _check_balance(self.model, self.train)
             _check_tensor_parallel(self.model, self.parallel.tp)
             _check_context_parallel(self.model, self.parallel)
         _check_batch(self.train, self.parallel.dp)
@@ -211,15 +212,35 @@ def _check_validation(config: Config) -> None:
         )
 
 
+def _check_balance(model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ConfigError for a balance of experts in a model that has none, or no biases to correct."""
+    given = [name for name in BALANCE_FIELDS if name in train.model_fields_set]
+    if given and model.experts is None:
+        raise ConfigError(
+            f"train.{given[0]} = {getattr(train, given[0])} balances experts, and the model has none: set "
+            "model.experts, or leave it out."
+        )
+    if train.bias_rate:
+        raise ConfigError(
+            f"train.bias_rate = {train.bias_rate:g} corrects biases of routers, which plait's llama has none "
+            "of: set train.balance_weight, or model.name to the folder of a model that has them."
+        )
+
+
 def _check_family(model: ModelConfig) -> None:
     """Raise ConfigError if fields that only llama has are given for another model."""
-    for name in ("kv_heads", "inner"):
+    for name in ("kv_heads", "inner", "experts", "top_k", "shared"):
         value = getattr(model, name)
-        if model.name != "llama" and value is not None:
+        if model.name != "llama" and value:
             raise ConfigError(
                 f"model.{name} = {value} is a field of llama, but model.name is {model.name}: "
                 "leave it out, or set model.name to llama."
             )
+    if model.top_k is not None and model.experts is None:
+        raise ConfigError(
+            f"model.top_k = {model.top_k} is a field of models with experts: set model.experts to their "
+            "number, or leave model.top_k out."
+        )
 
 
 def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
@@ -238,6 +259,11 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
         raise ConfigError(
             f"model.kv_heads = {sizes.key_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
             f"set model.kv_heads to {divisors(tp)}, or change parallel.tp."
+        )
+    if undivided == "shared":
+        raise ConfigError(
+            f"model.shared = {sizes.shared} is not divisible by parallel.tp = {tp}: set model.shared to "
+            f"{multiples(sizes.shared, tp)}, or change parallel.tp."
         )
     if undivided == "inner":
         origin = "" if model.inner is not None else f", the default for model.hidden = {model.hidden},"
@@ -303,12 +329,12 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 def configured_decoder(config: Config) -> Decoder | None:
     """Return the sizes of the model that a configuration trains; no module is made.
 
-    None where sizes do not say all that a prediction needs: for a model in a folder, adapters or other frozen
-    parameters, an optimizer without two moments a parameter, and offloading.
+    None where sizes do not say all that a prediction needs: for a model in a folder, experts, adapters or
+    other frozen parameters, an optimizer without two moments a parameter, and offloading.
     """
     model, train = config.model, config.train
-    adapts, freezes = model.lora.adapts, bool(train.freeze)
-    others = model.folder is not None or adapts or freezes or train.optimizer.moments != 2
+    adapts, freezes, sparse = model.lora.adapts, bool(train.freeze), model.experts is not None
+    others = model.folder is not None or adapts or freezes or sparse or train.optimizer.moments != 2
     if others or config.parallel.offload != "none":
         return None
     return model.decoder(vocabulary(config))

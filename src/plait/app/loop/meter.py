@@ -30,6 +30,7 @@ from plait.ranks.device import (
     sent,
 )
 from plait.ranks.mesh import Mesh
+from plait.tensor.experts.active_parameters import active_elements
 from plait.tensor.experts.step_balance import ExpertLoad
 
 
@@ -182,14 +183,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> float:
     """Return the floating-point operations to train `model` on one token, forward and backward.
 
-    Matrix products are those with all its matrices, a tied head's too; looking up an embedding costs
-    nothing. Attention costs the same whether or not heads share keys and values.
+    Matrix products are those with all its matrices, a tied head's too, but of experts only with those that
+    a token passes through; looking up an embedding costs nothing. Attention costs the same whether or not
+    heads share keys and values.
     """
-    weights = sum(
-        parameter.numel()
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() == 2
-    )
-    return FLOPS * multiplications(weights, context=context, width=layers * hidden)
+    return FLOPS * multiplications(active_elements(model), context=context, width=layers * hidden)

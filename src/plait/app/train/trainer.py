@@ -39,6 +39,7 @@ from plait.models.lora import adapter_values, lora
 from plait.models.peft_files import load_adapter, values_in
 from plait.plan.plan import Plan
 from plait.ranks.mesh import Mesh
+from plait.tensor.experts.routers import balance_experts
 from plait.tensor.losses import cross_entropy
 
 _FUSED = ("AdamW", "Adam", "SGD")
@@ -86,9 +87,11 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the configured model with the parameters frozen that `train.freeze` names."""
+    """Return the configured model, with its parameters frozen and its experts balanced as `train` says."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
+    if options := config.train.balance_options():
+        balance_experts(model, **options)
     trained = [name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]
     require_matches((one.pattern for one in config.train.rates), trained, "train.rates")
     return model
@@ -113,7 +116,7 @@ def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torc
 
 
 def run_groups(engine: Engine, settings: TrainConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of a run: those of the engine, or with rates by pattern."""
+    """Return the optimizer's parameter groups of a run: with `train.rates`, one or two per pattern."""
     if not settings.rates:
         return engine.parameter_groups(weight_decay=settings.matrix_decay)
     rates = [

@@ -72,7 +72,7 @@ class LayerRun(Protocol):
     """Interface: what is kept of a micro-batch's forward, of one layer or several, for their backward."""
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Return the gradients of the input's tensors from those of the output's; queue weight gradients."""
+        """Return the gradients of the input's tensors, given the output's; queue weight gradients."""
 
     def output_is_read(self) -> bool:
         """Return whether the backward may read the output, which must then not be written to."""
@@ -134,7 +134,7 @@ class Stage:
             self.expect(self.infos)
 
     def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:
-        """Run layers as compiled graphs in training from now on; `layers` has one for each, or none."""
+        """From now on run layers as compiled graphs in training; `layers` has one per layer, or none."""
         self.compiled = layers
         each = zip(layers, self._eager, self._without_graphs, strict=bool(layers))
         self._training = [CompiledRunner(*one).forward for one in each] or self._without_graphs
@@ -159,7 +159,7 @@ class Stage:
                 joined.begin_step()
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
-        """Run one layer on the micro-batch's current activation, or those up to `last`, in one graph.
+        """Run layer `layer`, or layers `layer` to `last` in one graph, on the micro-batch's activation.
 
         Stores the detached output.
         """

@@ -16,6 +16,7 @@ from plait.errors import ModelError
 from plait.plan.rules import join
 from plait.tensor.call_hooks import computed_by_hooks, hook_objects, shared_objects
 from plait.tensor.dropout import from_plain_dropout, is_plain_dropout
+from plait.tensor.experts.active_parameters import active_elements
 from plait.tensor.layer_values import NamedLayer, convert, tensors_of
 
 MISSING = object()
@@ -219,7 +220,8 @@ def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
 def layer_costs(layers: Sequence[NamedLayer]) -> list[float]:
     """Return the relative cost of each layer: the result of its `cost()`, else its number of matrix elements.
 
-    An element of a matrix is one multiplication a token; an embedding table costs next to nothing.
+    An element of a matrix is one multiplication a token; an embedding table costs next to nothing, and of
+    experts count as many as a token passes through.
     """
     return [_cost(layer.module) for layer in layers]
 
@@ -228,14 +230,7 @@ def _cost(module: nn.Module) -> float:
     own = getattr(module, "cost", None)
     if callable(own):
         return float(own())
-    matrices = (
-        parameter.numel()
-        for child in module.modules()
-        if not isinstance(child, nn.Embedding)
-        for parameter in child.parameters(recurse=False)
-        if parameter.dim() >= 2
-    )
-    return float(1 + sum(matrices))
+    return 1 + active_elements(module)
 
 
 def bits_of(tensor: Tensor) -> bytes:

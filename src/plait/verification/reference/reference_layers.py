@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from plait.errors import ModelError, PlaitError
-from plait.models.initial import ModuleReset, initial_value
-from plait.models.layers.carried_values import other_leaf
+from plait.models.initial_values import ModuleReset, initial_value
 from plait.models.layers.layer_sequence import LayerSequence, buffer_dtype, private_copy
+from plait.models.layers.stateful_layers import other_leaf
 from plait.tensor.layer_values import NamedLayer, Value, convert, map_tensors, tensors_of
 from plait.tensor.losses import Loss
 from plait.verification.expected_dtypes import NumberFormats
@@ -47,7 +47,7 @@ def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value]
 
 @contextmanager
 def failure_named(what: str) -> Iterator[None]:
-    """Context: convert an error to a ModelError, which says that `what` fails even on a single device."""
+    """Context: raise a ModelError for any error, saying that `what` fails even on a single device."""
     try:
         yield
     except PlaitError:
