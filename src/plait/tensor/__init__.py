@@ -13,6 +13,7 @@ from plait.tensor.direct_preference import PreferenceLoss, answer_log_probs, pre
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
+from plait.tensor.experts.step_balance import ExpertLoad
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
 from plait.tensor.parallel.attention_and_mlp import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
@@ -24,6 +25,7 @@ __all__ = [
     "UNEVEN",
     "ColumnParallelLinear",
     "CrossEntropy",
+    "ExpertLoad",
     "Experts",
     "Loss",
     "Partition",

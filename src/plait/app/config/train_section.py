@@ -14,9 +14,7 @@ from plait.plan.plan import Precision
 
 OptimizerName = Literal["AdamW", "Adam", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adafactor"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
-BalanceName = Literal[
-    "document", "step", "previous", "coupled document", "coupled step", "coupled previous"
-]
+BalanceName = Literal["document", "step", "previous", "coupled document", "coupled step", "coupled previous"]
 BALANCE_FIELDS = ("balance", "balance_weight", "z_weight", "bias_rate")
 """Fields of `train` for models with experts."""
 OPTIONS: Mapping[OptimizerName, tuple[str, ...]] = {
