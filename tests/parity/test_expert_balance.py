@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import plait
-from parity.balanced import ROWS, Outcome, batch, build, expected, run
+from parity.balanced import ROWS, Outcome, batch, build, document_ids, expected, run
 from parity.norm import assert_equal
 from parity.pairs import covering_rows
 from plait.errors import ModelError, PlanError
@@ -216,3 +216,24 @@ def test_counts_that_come_too_late_are_refused(
     thread_ranks: Any, plan: Plan, balance: Balance, words: str
 ) -> None:
     assert all(words in one for one in thread_ranks.run(refused, plan, balance, ranks=plan.world))
+
+
+VERIFIED = {
+    "document": ({"pp": 2, "dp": 2, "microbatches": 2}, Balance(0.5, 0.1)),
+    "coupled step": (
+        {"tp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "gpipe"},
+        SETTINGS["coupled step"],
+    ),
+    "previous": ({"dp": 2, "strategy": "full", "microbatches": 2}, SETTINGS["previous"]),
+    "corrected": ({"cp": 2, "pp": 2, "microbatches": 2}, SETTINGS["corrected"]),
+}
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verify_computes_the_losses_of_routers_and_finds_them_equal(name: str) -> None:
+    options, balance = VERIFIED[name]
+    ids = document_ids(name == "document")
+    tokens, targets = batch(0, ids)
+    inputs = tokens if ids is None else {"tokens": tokens, "document_ids": ids}
+    report = plait.verify(build(balance).float(), Plan(**options), inputs, targets, ranks_as="threads")
+    assert report.equal, report
