@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from plait.tensor.direct_preference import dpo_loss
     from plait.tensor.dropout import Dropout
     from plait.tensor.experts.mixture import MixtureOfExperts
-    from plait.tensor.experts.routers import balance_experts
     from plait.tensor.losses import cross_entropy
     from plait.tensor.running_sequence import positions
     from plait.verification.verify import verify
@@ -68,7 +67,6 @@ _HOME = {
     "PlaitError": "plait.errors",
     "Stream": "plait.app.loop.stream",
     "attention": "plait.tensor.attention.attention",
-    "balance_experts": "plait.tensor.experts.routers",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
     "dpo_loss": "plait.tensor.direct_preference",
@@ -99,7 +97,6 @@ __all__ = [
     "Plan",
     "Stream",
     "attention",
-    "balance_experts",
     "check",
     "cross_entropy",
     "dpo_loss",

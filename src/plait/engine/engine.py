@@ -287,11 +287,6 @@ class Engine:
         return self._runner.loss_weights()[1]
 
     @property
-    def has_experts(self) -> bool:
-        """Whether the model has routers."""
-        return self._runtime.balance is not None
-
-    @property
     def expert_load(self) -> ExpertLoad | None:
         """Losses of routers, and how many tokens chose each expert, in the last step; None without routers.
 

@@ -168,6 +168,7 @@ class Report(Callback):
         self._ranks = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, field)
         self._experts = LoggerGroup([JsonLines(self._folder / EXPERTS_FILE)], self._folder, field)
         self._has_experts = False
+        """Whether the file of experts has been opened."""
 
     def describe(self, description: RunDescription) -> None:
         """Set the description for `run.json`, on rank 0; by default that of the engine and the batches."""
@@ -199,9 +200,6 @@ class Report(Callback):
             raise unwritable(self._folder, error, self._field) from None
         self._metrics.begin(run.resumed_steps)
         self._ranks.begin(run.resumed_steps)
-        self._has_experts = run.engine.has_experts
-        if self._has_experts:
-            self._experts.begin(run.resumed_steps)
         write_event(self._folder, "start", run.resumed_steps, "")
         for line in self._early_warnings:
             write_event(self._folder, "warning", run.resumed_steps, line)
@@ -258,9 +256,15 @@ class Report(Callback):
                 "peak_memory_bytes": list(run.numbers.peak_memory),
             }
             failures.append(self._ranks.write(series))
-            if self._has_experts:
-                chosen = {path: list(one) for path, one in run.numbers.expert_tokens.items()}
-                failures.append(self._experts.write({"step": self._step, "tokens": chosen}))
+            if chosen := run.numbers.expert_tokens:
+                if not self._has_experts:
+                    self._experts.begin(run.resumed_steps)
+                self._has_experts = True
+                row_of_experts = {
+                    "step": self._step,
+                    "tokens": {path: [*one] for path, one in chosen.items()},
+                }
+                failures.append(self._experts.write(row_of_experts))
         for failure in filter(None, failures):
             self._tell(f"{_WARNING}{failure}")
 

@@ -325,12 +325,18 @@ class ReferenceRun:
         total = self._total(value, targets, checked=is_first)
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
-            roots, seeds = [total], [(self.update.scale.value / weight).to(total)]
-            if (losses := self.balance.losses(documents)) is not None and losses.requires_grad:
-                roots, seeds = [total, losses], [*seeds, losses.new_tensor(self.update.scale.value)]
-            with self.casts:
-                torch.autograd.backward(roots, seeds)
+            self._backward(total, weight, self.balance.losses(documents))
         return records | self._contributions(scope)
+
+    def _backward(self, total: Tensor, weight: Tensor, auxiliary: Tensor | None) -> None:
+        """Compute the gradients of a micro-batch: of its share of the mean loss, and of `auxiliary` losses."""
+        scale, roots = self.update.scale.value, [total]
+        seeds = [(scale / weight).to(total)]
+        if auxiliary is not None and auxiliary.requires_grad:
+            roots.append(auxiliary)
+            seeds.append(auxiliary.new_tensor(scale))
+        with self.casts:
+            torch.autograd.backward(roots, seeds)
 
     def _total(self, output: Value, targets: Value, *, checked: bool) -> Tensor:
         """Return the summed loss; `checked`: require that it depends on these arguments alone."""
