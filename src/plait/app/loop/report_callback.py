@@ -260,11 +260,8 @@ class Report(Callback):
                 if not self._has_experts:
                     self._experts.begin(run.resumed_steps)
                 self._has_experts = True
-                row_of_experts = {
-                    "step": self._step,
-                    "tokens": {path: [*one] for path, one in chosen.items()},
-                }
-                failures.append(self._experts.write(row_of_experts))
+                of_experts = {path: list(one) for path, one in chosen.items()}
+                failures.append(self._experts.write({"step": self._step, "tokens": of_experts}))
         for failure in filter(None, failures):
             self._tell(f"{_WARNING}{failure}")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.tensor.experts.balance import Balance, corrected_bias, count_choices, token_balance, token_z
+from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import NamedLayer
@@ -22,7 +23,7 @@ class ReferenceBalance:
         self.routers = routers_of(layers)
         self.settings = next((router.balance for router in self.routers.values()), Balance())
         for path, router in self.routers.items():
-            router.attach_losses = partial(self._record, path)
+            router.register_forward_hook(partial(self._record, path))
         self._records = False
         self._calls: dict[str, tuple[Tensor, Tensor]] = {}
         """By path: the logits and choices of the micro-batch that runs."""
@@ -41,10 +42,12 @@ class ReferenceBalance:
         finally:
             self._records = False
 
-    def _record(self, path: str, logits: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    def _record(
+        self, path: str, router: Router, given: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         if self._records:
+            logits, _, indices = output
             self._calls[path] = logits, indices
-        return weights
 
     def begin(self, microbatches: Sequence[TokenDocuments]) -> None:
         """Begin a step, given the documents of all micro-batches; its batch as a whole has just run."""

@@ -329,7 +329,7 @@ class ReferenceRun:
         return records | self._contributions(scope)
 
     def _backward(self, total: Tensor, weight: Tensor, auxiliary: Tensor | None) -> None:
-        """Compute the gradients of a micro-batch: of its share of the mean loss, and of `auxiliary` losses."""
+        """Compute the gradients of a micro-batch: of its share of the mean loss, and `auxiliary` losses."""
         scale, roots = self.update.scale.value, [total]
         seeds = [(scale / weight).to(total)]
         if auxiliary is not None and auxiliary.requires_grad:
