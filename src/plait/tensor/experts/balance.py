@@ -75,8 +75,8 @@ class Balance:
 def count_choices(indices: Tensor, documents: Tensor, count: int, experts: int) -> Tensor:
     """Return how many tokens of each document have chosen each expert: int64 `[D, E]`.
 
-    `indices [T, k]`: the experts of each token; of padding any. `documents [T]`: the number of its document, of `count` ones;
-    `count` itself for padding, which is not counted.
+    `indices [T, k]`: the experts of each token; of padding any. `documents [T]`: the number of its document,
+    of `count` ones; `count` itself for padding, which is not counted.
     """
     places = documents[:, None] * experts + indices.clamp(min=0)
     counts = torch.zeros((count + 1) * experts, dtype=torch.int64, device=indices.device)
