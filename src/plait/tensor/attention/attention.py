@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.plan.context_parallel_heads import heads_of_ranks
+from plait.ranks.device import is_accelerator
 from plait.tensor.attention.exchange_plan import Mask
 from plait.tensor.attention.kernels import (
     AnyDropout,
@@ -208,12 +209,14 @@ def attend(
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     dropout, trace = dropout if is_active(dropout) else None, TRACE.get()
     _require_sinks(sinks, query)
-    if keys.sequence is not None or softcap is not None or sinks is not None:
+    in_blocks = keys.sequence is not None or softcap is not None or sinks is not None
+    # scaled_dot_product_attention has no fused kernel of a CPU for these.
+    in_blocks = in_blocks or (keys.value.shape[3] < keys.key.shape[3] and not is_accelerator(query))
+    if in_blocks:
         _require_mask(dropout)
         if trace is not None:
             between = partial(_outside_graphs, keys.mask, Scaling(scale, softcap))
             return trace.attention(between, query, keys.key, keys.value, sinks, dropout)
-    if softcap is not None or sinks is not None:
         keys = _in_blocks(keys, softcap)
     sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
     if sequence is None and dropout is not None:
