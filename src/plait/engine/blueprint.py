@@ -31,7 +31,7 @@ from plait.plan.plan import Plan, Recompute
 from plait.plan.rules import Rule, Rules
 from plait.plan.shard_plan import ShardPlan
 from plait.proof.layers_on_meta import MetaLayers
-from plait.ranks.group import Group
+from plait.ranks.group import Group, alone
 from plait.schedules.check import check
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import Ending, lower
@@ -40,6 +40,8 @@ from plait.schedules.named_schedules import forward_only
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import LayerCosts, StageCut, schedule_and_cut
 from plait.tensor.chunked_cross_entropy import output_linear_name
+from plait.tensor.experts.expert_layouts import experts_in
+from plait.tensor.experts.experts import ExpertRanks
 from plait.tensor.layer_values import DTYPES, named_dtype
 from plait.tensor.parallel.apply_rules import layouts_of, match_modules
 from plait.tensor.parallel.tensor_parallelism import (
@@ -189,7 +191,7 @@ class Blueprint:
     def norm_axis(self) -> str:
         """The axis over which the gradient norm is summed: all ranks, or those of a whole model."""
         sharded = any(kind.trains and kind.sharded for kind in self.kinds.values())
-        return "world" if sharded else "model"
+        return "world" if sharded or self.plan.divides_experts else "model"
 
     @cached_property
     def shard_plan(self) -> ShardPlan:
@@ -220,12 +222,18 @@ class Blueprint:
         kinds = (kind for kind in self.kinds.values() if kind.trains)
         return any(FLOAT16 in (kind.compute, kind.gradient, kind.reduce) for kind in kinds)
 
-    def tensor_parallel(self, group: Group) -> TensorParallelism:
-        """Return the tensor-parallel rules, ready to be applied to the layers of a rank of `group`."""
+    def tensor_parallel(self, group: Group, experts: Group | None = None) -> TensorParallelism:
+        """Return the tensor-parallel rules, ready to be applied to the layers of a rank of `group`.
+
+        `experts`: the rank's group along `ep` and `etp`; None where experts are not divided.
+        """
         paths = (layer.path for layer in self.sequence.layers)
         sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
+        ranks = None
+        if experts is not None or group.size > 1:
+            ranks = ExpertRanks(experts or alone("ep"), self.plan.etp, group)
         return TensorParallelism(
-            self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group
+            self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group, ranks
         )
 
     def meta_layers(
@@ -329,8 +337,25 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
 
 def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
     """Return how each unit of the model's parameters is stored, gathered and reduced under `plan`."""
+    of_experts = {
+        id(parameter)
+        for layer in sequence.layers
+        for _, module in experts_in(layer.module)
+        for parameter in module.parameters()
+    }
+    if plan.divides_experts and not of_experts:
+        raise PlanError(
+            f"plan.ep is {plan.ep} and plan.etp {plan.etp}, but the model has no experts "
+            "(plait.MixtureOfExperts): set both to 1."
+        )
     parameters = {
-        name: ModelParameter(named_dtype(one.dtype), one.is_floating_point(), one.requires_grad, summed[name])
+        name: ModelParameter(
+            named_dtype(one.dtype),
+            one.is_floating_point(),
+            one.requires_grad,
+            summed[name],
+            is_expert=id(one) in of_experts,
+        )
         for name, one in sequence.parameters.items()
     }
     members = sequence.units
@@ -371,9 +396,10 @@ def chosen_rules(model: nn.Module, rules: Rules | None) -> Rules | None:
 def parameter_layouts(
     sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
-    """Return each parameter's layout over `tp`, and over how many `tp` ranks its gradient is summed."""
-    layers = named(sequence.layers)
-    layouts = layouts_of(layers, module_rules, layout_degrees(sizes_of_plan(plan)))
+    """Return each parameter's layout over `tp` or `ep` and `etp`, and over how many `tp` ranks its gradient
+    is summed."""
+    layers, sizes = named(sequence.layers), sizes_of_plan(plan)
+    layouts = layouts_of(layers, module_rules, layout_degrees(sizes), layout_degrees(sizes, experts=True))
     summed = summed_over_tp(layers, module_rules, layouts)
     names = {name: id(parameter) for name, parameter in sequence.parameters.items()}
     return (

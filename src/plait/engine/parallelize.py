@@ -36,6 +36,7 @@ from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
+from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change
 from plait.schedules.lowering.messages import channels_of
@@ -44,7 +45,6 @@ from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
-from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
 from plait.tensor.running_sequence import ContextParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss
@@ -87,7 +87,7 @@ def parallelize(
     spans = {stage: blueprint.stage_layers[stage] for stage in local}
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
+    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), expert_group(mesh, plan))
     stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
     compile_layers(stages, blueprint, meta_layers, queue)
@@ -110,6 +110,11 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(runtime)
+
+
+def expert_group(mesh: Mesh, plan: Plan) -> Group | None:
+    """Return this rank's group along `ep` and `etp`; None where experts are not divided."""
+    return mesh.group(("ep", "etp")) if plan.divides_experts else None
 
 
 def _require_arguments(
@@ -206,7 +211,7 @@ def build_units(
 
     def value_of(name: str) -> Tensor:
         whole, layout = source.read(name), blueprint.whole_layouts[name]
-        return shard(whole, layout, mesh.coordinate) if is_sharded(layout) else whole
+        return shard(whole, layout, mesh.coordinate) if layout.divides else whole
 
     kinds = blueprint.kinds.values()  # in one order on all ranks, as new groups require
     factory = UnitFactory(

@@ -2,6 +2,14 @@
 
 `sizes` maps each axis to its number of ranks, outermost first: row-major, so that consecutive ranks are
 neighbours along the last axis. The axes may be those of a plan, or any others; `world` combines all of them.
+
+A plan that divides experts sees the same ranks in two ways, of which `sizes` has the axes of both:
+
+    dense parameters       pp   replicate   shard   cp   tp
+    experts                pp   replicate   edp     ep   etp
+
+Each rank has an index along the axes of both views. `etp`, then `ep`, take the innermost ranks: those of
+`tp`, then `cp`, then `shard`.
 """
 
 from __future__ import annotations
@@ -15,12 +23,21 @@ from plait.plan.plan import Plan
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """The axes of a plan."""
+DENSE_ONLY = ("shard", "cp", "tp")
+EXPERTS_ONLY = ("edp", "ep", "etp")
+"""In place of `DENSE_ONLY`, the axes along which experts are divided, and their state."""
 DATA_AXES = ("replicate", "shard", "cp")
 """The axes whose ranks compute gradients from other tokens."""
 STATE_AXES = ("shard", "cp")
 """The axes over which a strategy shards state."""
 REPLICA_AXES = ("replicate",)
 """The other axes of `DATA_AXES`, along which sharded state is equal."""
+EXPERT_STATE_AXES = ("edp",)
+"""The axis over which a strategy shards the state of experts."""
+EXPERT_DATA_AXES = ("replicate", "edp")
+"""The axes whose ranks hold the same experts, and compute gradients of them from other tokens."""
+LAYER_AXES = ("tp", "ep", "etp")
+"""The axes over which layers are divided, whatever the strategy."""
 PLAN_AXES = ("pp", "dp", "cp", "tp")
 """The axes by which a plan is written: `dp` for `replicate` × `shard`."""
 STAGE_AXES = ("dp_cp", "tp")
@@ -35,25 +52,64 @@ COMBINED = {
 """Names that combine several axes of a plan."""
 
 
-def sizes_of(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, replicate: int = 1) -> dict[str, int]:
-    """Return the number of ranks along each axis, outermost first. Raises `MeshError` for invalid degrees."""
-    require_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "replicate": replicate})
+def sizes_of(
+    *, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, replicate: int = 1, ep: int = 1, etp: int = 1
+) -> dict[str, int]:
+    """Return the number of ranks along each axis, outermost first; those of experts if `ep` · `etp` > 1.
+
+    Raises `MeshError` for invalid degrees.
+    """
+    degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "replicate": replicate, "ep": ep, "etp": etp}
+    require_degrees(degrees)
     if dp % replicate:
         raise MeshError(
             f"the mesh's replicate = {replicate} does not divide dp = {dp}: "
             "choose a divisor, the shard axis is dp / replicate."
         )
-    return {"pp": pp, "replicate": replicate, "shard": dp // replicate, "cp": cp, "tp": tp}
+    dense = {"pp": pp, "replicate": replicate, "shard": dp // replicate, "cp": cp, "tp": tp}
+    if ep * etp == 1:
+        return dense
+    ranks = prod(dense[axis] for axis in DENSE_ONLY)
+    if ranks % (ep * etp):
+        raise MeshError(
+            f"the mesh's ep · etp = {ep} · {etp} does not divide shard · cp · tp = {ranks}, the ranks "
+            "between which experts can be divided: choose divisors."
+        )
+    return dense | {"edp": ranks // (ep * etp), "ep": ep, "etp": etp}
 
 
 def sizes_of_plan(plan: Plan) -> dict[str, int]:
     """Return the number of ranks along each axis of a plan's mesh, outermost first."""
-    return {"pp": plan.pp, "replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
+    return sizes_of(**{axis: getattr(plan, axis) for axis in (*PLAN_AXES, "replicate", "ep", "etp")})
 
 
-def layout_degrees(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes of the layouts of a stage's tensors, with their degrees: all of `sizes` but `pp`."""
-    return {axis: size for axis, size in sizes.items() if axis != "pp"}
+def views(axes: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the ways to see all ranks, as axes of a grid each: one, and that of experts where they are."""
+    if "ep" not in axes or not set(AXES) <= set(axes):
+        return (tuple(axes),)
+    return AXES, (*(axis for axis in AXES if axis not in DENSE_ONLY), *EXPERTS_ONLY)
+
+
+def view_of(axes: Collection[str], sizes: Collection[str]) -> tuple[str, ...]:
+    """Return the first view that has all of `axes`. Raises `MeshError` where none has."""
+    for view in views(sizes):
+        if set(axes) <= set(view):
+            return view
+    raise MeshError(f"no view of the mesh has the axes {', '.join(axes)} together: choose axes of one view.")
+
+
+def world_size(sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks of a mesh with these sizes."""
+    return prod(sizes[axis] for axis in views(sizes)[0])
+
+
+def layout_degrees(sizes: Mapping[str, int], *, experts: bool = False) -> dict[str, int]:
+    """Return the axes of the layouts of a stage's tensors, with their degrees: all of a view but `pp`.
+
+    `experts`: those of the experts' view, where `sizes` have it.
+    """
+    view = views(sizes)[-1 if experts else 0]
+    return {axis: sizes[axis] for axis in view if axis != "pp"}
 
 
 def require_degrees(degrees: Mapping[str, int]) -> None:
@@ -64,7 +120,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
     """Return the axes of each combined axis: all of `COMBINED` if `axes` are a plan's, else only `world`."""
-    return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
+    return COMBINED if views(axes)[0] == AXES else {"world": tuple(axes)}
 
 
 def axes_of(axis: str | Collection[str], axes: Collection[str] = AXES) -> tuple[str, ...]:
@@ -106,23 +162,31 @@ def index_along(axis: str | Collection[str], coordinate: Mapping[str, int], size
 
 def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the coordinate of a rank, one index per axis. Raises `MeshError` outside the mesh."""
-    world = prod(sizes.values())
+    world = world_size(sizes)
     if not 0 <= rank < world:
         raise MeshError(f"the mesh has no rank {rank}: its ranks are 0 to {world - 1}.")
     coordinate = {}
-    for name in reversed(tuple(sizes)):
-        rank, coordinate[name] = divmod(rank, sizes[name])
+    for view in views(sizes):
+        rest = rank
+        for name in reversed(view):
+            rest, coordinate[name] = divmod(rest, sizes[name])
     return {name: coordinate[name] for name in sizes}
 
 
 def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the rank at a coordinate: inverse of `coordinate_of`. Raises `MeshError` outside the mesh."""
-    for name in sizes:
+    """Return the rank at a coordinate, which has an index along each axis of a view (the first such counts).
+
+    Inverse of `coordinate_of`. Raises `MeshError` outside the mesh.
+    """
+    view = next(view for view in views(sizes) if set(view) <= set(coordinate))
+    rank = 0
+    for name in view:
         if not 0 <= coordinate[name] < sizes[name]:
             raise MeshError(
                 f"the mesh has no {name} = {coordinate[name]}: there are {sizes[name]}, counted from 0."
             )
-    return index_along("world", coordinate, sizes)
+        rank = rank * sizes[name] + coordinate[name]
+    return rank
 
 
 def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -145,8 +209,9 @@ def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[st
 def groups_along(axis: str | Collection[str], sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     """Return the disjoint groups of ranks that differ along `axis` only, each in order along it."""
     moving = axes_of(axis, sizes)
+    apart = [name for name in view_of(moving, sizes) if name not in moving]
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(prod(sizes.values())):
-        fixed = (index for name, index in coordinate_of(rank, sizes).items() if name not in moving)
-        groups.setdefault(tuple(fixed), []).append(rank)
+    for rank in range(world_size(sizes)):
+        coordinate = coordinate_of(rank, sizes)
+        groups.setdefault(tuple(coordinate[name] for name in apart), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]

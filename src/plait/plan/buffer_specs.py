@@ -27,7 +27,7 @@ from typing import TypeAlias
 import torch
 
 from plait.errors import PlanError
-from plait.plan.axes import DATA_AXES
+from plait.plan.axes import DATA_AXES, EXPERT_DATA_AXES
 from plait.plan.layout.layout import Flat, Layout, Placement, Replicate
 from plait.plan.parameter_units import BufferKind, Dtype, UnitSpec
 
@@ -257,7 +257,11 @@ def _require_sharded_apart(name: str, layout: Layout, kind: BufferKind) -> None:
                 f"{name} is cut over {axis} as {placement} by the rules of its layer, and its unit would be "
                 f"sharded over {axis} too: give the unit other axes, or the layer another rule."
             )
-        if kind.trains and axis not in DATA_AXES and kind.summands != layout.axis_degrees[axis]:
+        if (
+            kind.trains
+            and axis not in (*DATA_AXES, *EXPERT_DATA_AXES)
+            and kind.summands != layout.axis_degrees[axis]
+        ):
             raise PlanError(
                 f"{name} has the same gradient on several ranks of {axis}, which a unit sharded over {axis} "
                 "would add up: give the unit other axes, or set plan.sequence_parallel."

@@ -14,7 +14,15 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from plait.errors import PlanError
-from plait.plan.axes import DATA_AXES, REPLICA_AXES, STATE_AXES, size_along, sizes_of_plan
+from plait.plan.axes import (
+    DATA_AXES,
+    EXPERT_DATA_AXES,
+    EXPERT_STATE_AXES,
+    REPLICA_AXES,
+    STATE_AXES,
+    size_along,
+    sizes_of_plan,
+)
 from plait.plan.plan import Plan, Precision
 
 
@@ -48,6 +56,8 @@ class ModelParameter:
     trains: bool = True
     summands: int = 1
     """How many neighbours along `tp` hold the same part of it, and each a summand of its gradient."""
+    is_expert: bool = False
+    """Whether it belongs to experts, which a plan may divide over `ep` and `etp`."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +169,18 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
     keeps_parameters = not plan.shards or plan.strategy != "full"
     # A frozen parameter has neither gradient nor state: it is sharded only where parameters are.
     sharded = plan.shards and (given.trains or not keeps_parameters)
+    # Tokens of all ranks of `ep` and `etp` reach an expert: its gradient is summed over the others.
+    apart = given.is_expert and plan.divides_experts
+    state_axes: tuple[str, ...] = EXPERT_STATE_AXES if apart else STATE_AXES
+    data_axes: tuple[str, ...] = EXPERT_DATA_AXES if apart else DATA_AXES
     return BufferKind(
         compute=compute,
         master=master,
         gradient=gradient,
         reduce=chosen(plan.reduce_precision, gradient),
         trains=given.trains,
-        sharded_over=STATE_AXES if sharded else (),
-        reduced_over=REPLICA_AXES if sharded else DATA_AXES,
+        sharded_over=state_axes if sharded else (),
+        reduced_over=REPLICA_AXES if sharded else data_axes,
         summands=given.summands,
         keeps_parameters=keeps_parameters,
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",

@@ -48,6 +48,11 @@ class Plan:
     arXiv:2310.01889), or each rank computes some heads for all positions (`ulysses`: Jacobs et al. 2023,
     arXiv:2309.14509); by default the one that sends fewer bytes.
 
+    `ep` and `etp` divide the experts of mixture-of-experts layers, which see the ranks of `shard`, `cp` and
+    `tp` in another way: as `edp` × `ep` × `etp`, row-major, `etp` innermost. `ep` ranks hold some experts
+    each, `etp` ranks some inner features of each expert; `edp` = shard · cp · tp / (ep · etp) ranks hold the
+    same, and a strategy shards the state of experts over them. Tokens travel to the ranks of their experts.
+
     `strategy`: the state sharded over the axes `shard` and `cp`: nothing, optimizer state, gradients too, or
     parameters too (the ZeRO paper's stages 0 to 3, arXiv:1910.02054, section 5). With `reduce` `each` the
     last two shard the gradients of every micro-batch at once: less memory, more bytes. The others keep whole
@@ -99,6 +104,8 @@ class Plan:
     cp: int = 1
     tp: int = 1
     replicate: int = 1
+    ep: int = 1
+    etp: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None
     microbatches: int = 1
@@ -121,7 +128,7 @@ class Plan:
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "cp", "tp", "replicate", "microbatches"):
+        for name in ("pp", "dp", "cp", "tp", "replicate", "ep", "etp", "microbatches"):
             object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), PlanError))
         for name in ("chunks", "loss_rows"):
             if getattr(self, name) is not None:
@@ -145,6 +152,12 @@ class Plan:
             raise PlanError(
                 f"plan.replicate = {self.replicate} does not divide plan.dp = {self.dp}: "
                 "choose a divisor, the shard axis is dp / replicate."
+            )
+        if self.edp * self.ep * self.etp != self.shard * self.cp * self.tp:
+            raise PlanError(
+                f"plan.ep · plan.etp = {self.ep} · {self.etp} does not divide shard · cp · tp = "
+                f"{self.shard * self.cp * self.tp}, the ranks between which experts can be divided: choose "
+                "divisors."
             )
         if not isinstance(self.overlap, bool | None):
             raise PlanError(f"plan.overlap is {self.overlap!r}: give True, False or None.")
@@ -194,6 +207,16 @@ class Plan:
     def shard(self) -> int:
         """The degree of the axis `shard`: `dp / replicate`."""
         return self.dp // self.replicate
+
+    @property
+    def edp(self) -> int:
+        """The number of ranks of a replica that hold the same parts of experts."""
+        return self.shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether a rank holds some experts only, or parts of them."""
+        return self.ep * self.etp > 1
 
     @property
     def state_ranks(self) -> int:

@@ -22,6 +22,7 @@ from plait.proof.gradient_proof import Claims, prove_layer
 from plait.proof.position_proof import prove_positions_apart
 from plait.tensor.chunked_cross_entropy import require_features, return_features
 from plait.tensor.dropout import names_of
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
@@ -182,10 +183,16 @@ class MetaLayers:
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
         """Return what the proof of layer `number` has to confirm; `layer`: a copy with rules applied."""
         dims = self._rules.sequence_dims[layer.path]
+        # Whatever part of the tokens a rank gives to experts, their gradients are complete: see `Experts`.
+        proved = self._sharded[number] | {
+            join(join(layer.path, name), one)
+            for name, module in experts_in(layer.module)
+            for one, _ in module.named_parameters()
+        }
         return Claims(
             sharded=self._sharded[number],
-            frozen=self._frozen[number] - self._sharded[number],
-            summed=self._summed[number] - self._sharded[number],
+            frozen=(self._frozen[number] | proved) - self._sharded[number],
+            summed=self._summed[number] - proved,
             input_in_parts=dims.previous is not None,
             output_in_parts=dims.next is not None,
             dropouts=names_of(layer.module),

@@ -140,3 +140,8 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}: ranks {', '.join(map(str, self.ranks))}; index {self.index})"
+
+
+def alone(axis: str) -> Group:
+    """Return a group of one rank along `axis`, whose operations need no backend and count nothing."""
+    return Group(axis, (0,), 0, None, Traffic(), 0.0)

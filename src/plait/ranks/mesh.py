@@ -6,7 +6,6 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ from plait.plan.axes import (
     sizes_of,
     sizes_of_plan,
     split_dp,
+    view_of,
+    world_size,
 )
 from plait.plan.plan import Plan
 from plait.ranks.collectives import all_reduce, all_to_all
@@ -149,7 +150,8 @@ class GridMesh:
         mesh.
         """
         given = split_dp(coordinate, self.sizes)
-        return rank_at({**self.coordinate, **given}, self.sizes)
+        view = view_of(given, self.sizes)
+        return rank_at({axis: given.get(axis, self.coordinate[axis]) for axis in view}, self.sizes)
 
     def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
         """Make disjoint groups of ranks, whose traffic is counted as `name`; return this rank's, or None.
@@ -233,7 +235,7 @@ class GridMesh:
         return self.sizes
 
     def _check_world(self) -> None:
-        needed = prod(self.sizes.values())
+        needed = world_size(self.sizes)
         if needed != self.world:
             product = " × ".join(f"{axis} {size}" for axis, size in self._described_sizes().items())
             raise MeshError(
@@ -296,6 +298,9 @@ class Mesh(GridMesh):
     `dp` combines `replicate` × `shard` (ranks with other sequences), `dp_cp` `dp` × `cp` (ranks with other
     tokens), `shard_cp` `shard` × `cp` (ranks over which state is sharded), `model` `pp` × `cp` × `tp` (ranks
     with the same sequences), `world` all axes. `index("dp")` is replicate index · shard + shard index.
+
+    With `ep` or `etp` above 1 the ranks of `shard`, `cp` and `tp` also have indices along `edp`, `ep` and
+    `etp`, see `plait.plan.axes`.
     """
 
     def __init__(
@@ -307,6 +312,8 @@ class Mesh(GridMesh):
         cp: int = 1,
         tp: int = 1,
         replicate: int = 1,
+        ep: int = 1,
+        etp: int = 1,
         device: str | torch.device | None = None,
         timeout: float = 600.0,
         alone: bool = False,
@@ -318,13 +325,13 @@ class Mesh(GridMesh):
         plan together with degrees, and for degrees whose product is not the number of ranks in the world.
         """
         if plan is not None:
-            if (pp, dp, cp, tp, replicate) != (1, 1, 1, 1, 1):
+            if {pp, dp, cp, tp, replicate, ep, etp} != {1}:
                 raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
             remedy = "give a plait.Plan, or degrees by name"
             require_instance("the mesh's plan", plan, Plan, remedy, MeshError)
             sizes = sizes_of_plan(plan)
         else:
-            sizes = sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)
+            sizes = sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate, ep=ep, etp=etp)
         super().__init__(device=device, timeout=timeout, alone=alone, guarded=guarded, **sizes)
         self._channels: dict[Channel, Group | None] = {}
 
@@ -355,10 +362,11 @@ class Mesh(GridMesh):
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` unless the plan has this mesh's degrees; the error names the first to differ."""
-        name = next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
+        sizes = {"ep": 1, "etp": 1} | self.sizes
+        name = next((axis for axis, size in sizes.items() if getattr(plan, axis) != size), None)
         if name is not None:
             raise MeshError(
-                f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {self.sizes[name]}: "
+                f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {sizes[name]}: "
                 "make the mesh from the same plan, Mesh(plan)."
             )
 

@@ -24,7 +24,7 @@ from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan.plan import ContextLayout, ContextParallel, Plan
 from plait.ranks.device import sent
-from plait.ranks.group import Group, Traffic
+from plait.ranks.group import Group, alone
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.proof_marks import Replaceable, gives_positions
 
@@ -52,7 +52,7 @@ class ContextParallelism:
     @staticmethod
     def of_one_rank() -> ContextParallelism:
         """Return the settings of a rank that holds whole sequences: `cp` is a group of one rank."""
-        return ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
+        return ContextParallelism(alone("cp"))
 
     def sequence(self, length: int, documents: DocumentBounds | None = None) -> LocalSequence:
         """Return this rank's part of sequences of `length` positions."""

@@ -126,13 +126,16 @@ def _recorded(
     first = mesh.index("dp") * plan.microbatches
     own = (WHOLE_STEP, *range(first, first + plan.microbatches))
     held = {name for name, _ in engine.named_parameters()}
+    divided = {name for name, layout in engine.layouts.items() if "ep" in layout.axes}
     loaded = RecordScope(len(batches) - 2) if options.resumed_steps else None
 
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
         if scope == loaded and key.kind in ("value", "state"):
             return True  # under another plan this rank loads other parts
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
-        return is_held and scope.microbatch in own
+        # Tokens of all data-parallel ranks reach divided experts.
+        everywhere = key.kind == "contribution" and key.name in divided
+        return is_held and (everywhere or scope.microbatch in own)
 
     return distribute_recording(recordings.get(kept), mesh, wanted)
 

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from math import prod
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -29,6 +30,7 @@ from plait.pictures.report.run_description import (
     TensorShard,
 )
 from plait.pictures.report.run_record import now
+from plait.plan.axes import LAYER_AXES
 from plait.plan.layout.layout import Flat, Layout
 from plait.plan.plan import Plan
 from plait.ranks.device import accelerator_versions, is_accelerator, name_of
@@ -222,22 +224,25 @@ def _tensors(blueprint: Blueprint) -> Iterator[PlannedTensor]:
     for layout in sorted(alike, key=lambda layout: (-prod(layout.shape), -len(layout.shape)))[:MOST_TENSORS]:
         names = alike[layout]
         ranks = sorted({rank for name in names for rank in blueprint.owners[name]})
-        shards = tuple(_shard(layout, index) for index in range(layout.axis_degrees["tp"]))
+        divided = [axis for axis in layout.axes if axis in LAYER_AXES]
+        shards = tuple(_shard(layout, where) for where in _places(layout, divided))
         yield PlannedTensor(names[0], layout.shape, tuple(ranks), shards, len(names))
 
 
-def _shard(layout: Layout, tp: int) -> TensorShard:
-    """Return the boxes of a rank of `tp`, and the intervals of its ranks of `shard` and `cp`, if any."""
-    degrees = layout.axis_degrees
-    where = dict.fromkeys(layout.axes, 0) | {"tp": tp}
+def _shard(layout: Layout, where: Mapping[str, int]) -> TensorShard:
+    """Return the boxes at `where`, and the intervals of the ranks between which a strategy shards them."""
     boxes = tuple((box.offsets, box.sizes) for box in layout.boxes(where))
-    if not any(isinstance(placement, Flat) for placement in layout.placements):
+    flat = [axis for axis, placement in layout.axis_placements.items() if isinstance(placement, Flat)]
+    if not flat:
         return TensorShard(boxes)
-    places: list[Mapping[str, int]] = [
-        where | {"shard": shard, "cp": cp} for shard in range(degrees["shard"]) for cp in range(degrees["cp"])
-    ]
-    intervals = [layout.interval(place) or range(0) for place in places]
+    intervals = [layout.interval(place) or range(0) for place in _places(layout, flat)]
     return TensorShard(boxes, tuple((interval.start, interval.stop) for interval in intervals))
+
+
+def _places(layout: Layout, moving: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yield all coordinates along the axes `moving`, row-major, at index 0 along the other axes."""
+    for indices in product(*(range(layout.axis_degrees[axis]) for axis in moving)):
+        yield dict.fromkeys(layout.axes, 0) | dict(zip(moving, indices, strict=True))
 
 
 def _predicted(memory: Memory) -> Iterator[PredictedRank]:

@@ -36,7 +36,7 @@ def counted_parameters(
     Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
     all parameters among them where none is sharded.
     """
-    along = mesh.axes_of(axis)
+    along = mesh.sizes if axis == "world" else mesh.axes_of(axis)
 
     def counts(name: str) -> bool:
         layout = layouts[name]

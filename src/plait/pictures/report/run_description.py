@@ -55,7 +55,7 @@ class PlannedTensor:
     pp: tuple[Count, ...]
     """The ranks of `pp` that hold it."""
     pieces: tuple[TensorShard, ...]
-    """One for each rank of `tp`."""
+    """One for each rank of `tp`; of experts, for each rank of `ep` × `etp`."""
     alike: Count = 1
     """Number of parameters of this shape and layout, with this one."""
 

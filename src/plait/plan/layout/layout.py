@@ -173,6 +173,12 @@ class Layout:
         """Placement by axis name."""
         return dict(zip(self.axes, self.placements, strict=True))
 
+    @property
+    def divides(self) -> bool:
+        """Whether a rank may hold less than the whole tensor."""
+        pairs = zip(self.degrees, self.placements, strict=True)
+        return any(degree > 1 and isinstance(one, Shard | Flat) for degree, one in pairs)
+
     def coordinates(self) -> Iterator[Coordinate]:
         """Yield all coordinates in row-major order: the last axis varies fastest, as in rank numbers."""
         return product(*map(range, self.degrees))

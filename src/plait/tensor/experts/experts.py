@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.plan.layout.layout import Shard
 from plait.ranks.group import Group
 
 
@@ -20,7 +21,7 @@ class ExpertRanks:
     """The ranks between which the experts of a layer are divided, and those that hold the same tokens."""
 
     group: Group
-    """Along `ep` × `etp`, row-major: the ranks of `etp` that hold parts of the same experts are neighbours."""
+    """Along `ep` × `etp`, row-major: ranks of `etp`, which hold parts of the same experts, are neighbours."""
     etp: int
     """How many ranks hold each expert, some of its inner features each."""
     tokens: Group
@@ -36,16 +37,28 @@ class Experts(nn.Module):
     """
 
     def __init__(self, hidden: int, inner: int, experts: int, **factory: Any) -> None:
-        """`factory`: device and dtype of the parameters, whose values are not set."""
+        """`factory`: device and dtype of the parameters."""
         super().__init__()
         self.num_experts = experts
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden, **factory))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner, **factory))
         self.ranks: ExpertRanks | None = None
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
+        self.inner_shards: dict[str, Shard | None] = {
+            "gate_up_proj": Shard(1, blocks=2),
+            "down_proj": Shard(2),
+        }
+        """By parameter, how `etp` divides its inner features; None: each rank has all of it."""
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to random values, as those of `nn.Linear`: uniform within 1 / sqrt(inputs)."""
+        for parameter in self.parameters():
+            bound = parameter.shape[-1] ** -0.5
+            nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """`hidden [T, H]`, the numbers of each token's experts `indices [T, k]` and their `weights [T, k]`."""
+        """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`."""
         result = torch.zeros_like(hidden)
         for expert in range(self.num_experts):
             token, place = (indices == expert).nonzero(as_tuple=True)

@@ -19,6 +19,12 @@ class Router(nn.Module):
         super().__init__()
         self.top_k, self.normalize = top_k, normalize
         self.weight = nn.Parameter(torch.empty(experts, hidden, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to random values, as that of `nn.Linear`: uniform within 1 / sqrt(inputs)."""
+        bound = self.weight.shape[1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]`, experts' numbers `[T, k]`, as transformers."""

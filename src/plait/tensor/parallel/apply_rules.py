@@ -21,6 +21,8 @@ from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.call_hooks import is_altered
 from plait.tensor.dropout import Dropout, set_region_part, set_sequence_part
+from plait.tensor.experts.expert_layouts import expert_layouts
+from plait.tensor.experts.experts import Experts
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm, VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 from plait.tensor.parallel.partition import (
@@ -68,15 +70,19 @@ def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     return matched
 
 
-def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[int, Layout]:
+def layouts_of(
+    layers: Layers, matched: Mapping[str, Rule], axes: Axes, expert_axes: Axes | None = None
+) -> dict[int, Layout]:
     """Return the layout over `axes` of each parameter by `id`; replicated where no rule partitions it.
 
-    PlanError where it cannot be partitioned over `tp`, and where two modules that share it have different
-    rules.
+    Experts have layouts over `expert_axes`, by default `axes`. PlanError where a parameter cannot be
+    partitioned over `tp` or `etp`, and where two modules that share it have different rules.
     """
     found: dict[int, tuple[str, Layout]] = {}
     for path, module, parent in _modules(layers):
         rule, layouts = matched.get(path), dict[str, Layout]()
+        if isinstance(module, Experts):
+            layouts = expert_layouts(module, expert_axes or axes, path)
         if rule is not None and rule.kind not in WITHOUT_LAYOUT:
             layouts = _layouts(path, module, _partition(path, rule, parent), rule, axes)
         for name, parameter in module.named_parameters(recurse=False):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlanError, listed
 from plait.plan.layout.layout import Layout, Shard, divide
 from plait.plan.layout.shards import shard
-from plait.ranks.group import Group, Traffic
+from plait.ranks.group import Group, alone
 
 AXIS = "tp"
 Axes = Mapping[str, int]
@@ -72,6 +72,8 @@ def row_layouts(
 
 def is_sharded(layout: Layout) -> bool:
     """Return whether a parameter is sharded over more than one rank of `tp`."""
+    if AXIS not in layout.axes:
+        return False
     tp = layout.axes.index(AXIS)
     return layout.degrees[tp] > 1 and isinstance(layout.placements[tp], Shard)
 
@@ -161,7 +163,7 @@ class Vocabulary:
     @staticmethod
     def of_one_rank(classes: int) -> Vocabulary:
         """Return the vocabulary of logits of all classes, over a group of one rank."""
-        return Vocabulary(classes, Group("tp", (0,), 0, None, Traffic(), 0.0))
+        return Vocabulary(classes, alone("tp"))
 
     @cached_property
     def own(self) -> range:

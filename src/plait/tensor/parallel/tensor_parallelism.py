@@ -22,6 +22,8 @@ from plait.plan.rules import Rule, join
 from plait.ranks.group import Group
 from plait.tensor.autograd.paired_collectives import to_parts, to_whole
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.experts.expert_layouts import experts_in, place_experts
+from plait.tensor.experts.experts import ExpertRanks
 from plait.tensor.layer_values import NamedLayer, RunOnParts, Value, tensors_of, with_tensors
 from plait.tensor.parallel.apply_rules import apply_rules
 from plait.tensor.parallel.linear import RegionBoundary
@@ -69,18 +71,23 @@ def summed_over_tp(
     """Return, by the `id` of each parameter, over how many ranks of `tp` its gradient has to be summed.
 
     Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on parts
-    of the sequence or its module has the rule `replicated`, else 1. Raises PlanError for a parameter that is
+    of the sequence or its module has the rule `replicated`, else 1. For experts that are not divided all
+    ranks, since each sends other tokens to them; for divided ones 1. Raises PlanError for a parameter that is
     whole in layers of both kinds.
     """
     found: dict[int, tuple[str, int]] = {}
     for path, layer in layers:
         on_parts = _dim(matched.get(path)) is not None
         replicated = [name for name, rule in matched.items() if rule.kind == "replicated"]
+        of_experts = {id(parameter) for _, module in experts_in(layer) for parameter in module.parameters()}
         for name, parameter in layer.named_parameters():
             layout, full = layouts[id(parameter)], join(path, name)
+            if AXIS not in layout.axes:
+                found[id(parameter)] = full, 1
+                continue
             tp = layout.axes.index(AXIS)
             placement = layout.placements[tp]
-            in_region = any(full.startswith(f"{name}.") for name in replicated)
+            in_region = any(full.startswith(f"{name}.") for name in replicated) or id(parameter) in of_experts
             ranks = layout.degrees[tp] if on_parts or in_region else 1
             if isinstance(placement, Shard):
                 ranks = placement.copies
@@ -130,6 +137,8 @@ class TensorParallelism:
     regathers: bool
     """Whether the input of a region is gathered again for weight gradients."""
     group: Group
+    experts: ExpertRanks | None = None
+    """The ranks between which experts and their tokens are divided; None: all are on each rank."""
 
     def apply(
         self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
@@ -139,6 +148,9 @@ class TensorParallelism:
         `layers` are private copies with this rank's shards; their modules are altered. `queue` may
         run while the gradient of a region's input is reduced.
         """
+        for layer in layers:
+            parts = self.sequence_dims[layer.path].input is not None
+            place_experts(layer.module, self.experts, has_own_tokens=parts)
         if self.group.size == 1:
             return list(layers)
         dims = [self.sequence_dims[layer.path] for layer in layers]

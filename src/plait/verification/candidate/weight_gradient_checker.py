@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from plait.engine.runner import Runtime
+from plait.plan.axes import EXPERT_DATA_AXES
 from plait.ranks.collectives import all_reduce
 from plait.ranks.group import Group
 from plait.schedules.action import Kind
@@ -67,8 +67,9 @@ class GradientTracker:
     gradients: Mapping[GradientKey, Tensor]
     """The accumulated gradients of the engine."""
     epsilon: float
-    total: Callable[[Tensor], Tensor] = lambda gradient: gradient
-    """Returns the sum of a gradient over the ranks that add to it in this backward; equal on all of them."""
+    total: Callable[[str, Tensor], Tensor] = lambda _, gradient: gradient
+    """Returns the sum of a parameter's gradient over the ranks that add to it in this backward; equal on all
+    of them."""
     settled: dict[GradientKey, tuple[Tensor, Tolerance]] = field(default_factory=dict)
     """The expected value from contributions that are known to be added."""
     open: dict[GradientKey, dict[ParameterUse, Contribution]] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class GradientTracker:
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
     def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
-        actual = self.total(self.gradients[gradient])
+        actual = self.total(gradient[0], self.gradients[gradient])
         before = self.settled.get(gradient)
         total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NO_TOLERANCE)
         for use in uses:
@@ -208,8 +209,7 @@ class WeightGradientChecker:
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 complete = [keys[name] for name in trained if self._is_complete(name)]
                 self.gradients_of[stage.number, number] = complete
-        over_cp = partial(sum_over, runtime.mesh.group("cp"))  # whose ranks add what their positions give
-        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, over_cp)
+        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon, self._total)
 
     def begin_step(self, step: int) -> None:
         """Start a step: expect all gradients to be zero."""
@@ -268,7 +268,7 @@ class WeightGradientChecker:
             parameter, formats = self.comparison.sequence.parameters[name], self.comparison.formats
             dtype = formats.gradient_of(parameter)
             expected, rounding = expected.to(dtype), epsilon_of(dtype)
-            if self.runtime.mesh.size("cp") > 1:  # a sum of a few products, each rounded as it was computed
+            if self._adding(name).size > 1:  # a sum of a few products, each rounded as it was computed
                 rounding = max(rounding, epsilon_of(formats.compute_of(parameter)))
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name),
@@ -289,9 +289,24 @@ class WeightGradientChecker:
             self.tracker.accept(key, exactly=True)
 
     def _overwrite(self, key: GradientKey, expected: Tensor) -> None:
-        """Overwrite a gradient, so that its sum over `cp` is `expected`."""
+        """Overwrite a gradient, so that its sum over the ranks that add to it is `expected`."""
         own = self.tracker.gradients[key]
-        own.copy_(expected if self.runtime.mesh.index("cp") == 0 else torch.zeros_like(expected))
+        own.copy_(expected if self._adding(key[0]).index == 0 else torch.zeros_like(expected))
+
+    def _total(self, name: str, gradient: Tensor) -> Tensor:
+        return sum_over(self._adding(name), gradient)
+
+    def _adding(self, name: str) -> Group:
+        """Return the ranks whose tokens' gradients add up to `_contribution`.
+
+        Those of `cp`, which add what their positions give; for divided experts, all that hold them: tokens
+        of other data-parallel ranks reach them, too.
+        """
+        return self.runtime.mesh.group(EXPERT_DATA_AXES if self._is_divided(name) else "cp")
+
+    def _is_divided(self, name: str) -> bool:
+        """Return whether a parameter belongs to experts that are divided over `ep` or `etp`."""
+        return "ep" in self.blueprint.whole_layouts[name].axes
 
     def _alternatives(self, name: str, use: ParameterUse, expected: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the values that the gradient would have after common mistakes."""
@@ -309,11 +324,25 @@ class WeightGradientChecker:
             yield "the gradient of the step before is still in it", expected + self.box(name).of(before)
 
     def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
-        """Return this rank's shard of the recorded gradient from one layer and micro-batch, or None."""
+        """Return this rank's shard of the recorded gradient from one layer and micro-batch, or None.
+
+        Of divided experts, that of the micro-batches that data-parallel ranks run at the same time.
+        """
         layer, microbatch = use
-        scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
-        whole = self.recording.find(scope, key)
-        return None if whole is None else (self.box(name).of(whole), self.recording.tolerances[scope][key])
+        key, plan = RecordKey("contribution", layer, name), self.blueprint.plan
+        together = [microbatch]
+        if self._is_divided(name):
+            together = [rank * plan.microbatches + microbatch % plan.microbatches for rank in range(plan.dp)]
+        total, (size, allowed) = None, NO_TOLERANCE
+        for number in together:
+            scope = RecordScope(self.step, number)
+            whole = self.recording.find(scope, key)
+            if whole is None:
+                return None
+            value, tolerance = self.box(name).of(whole), self.recording.tolerances[scope][key]
+            total = value if total is None else total + value
+            size, allowed = max(size, tolerance.size), allowed + tolerance.allowed
+        return None if total is None else (total, Tolerance(size, allowed))
 
     def _is_complete(self, name: str) -> bool:
         """Return whether a gradient is complete without a sum over `tp`."""

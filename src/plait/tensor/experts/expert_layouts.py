@@ -1,0 +1,57 @@
+"""The layouts of experts' parameters: whole experts over `ep`, the inner features of each over `etp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from plait.errors import PlanError
+from plait.plan.layout.layout import Layout, Placement, Shard
+from plait.ranks.group import alone
+from plait.tensor.experts.experts import ExpertRanks, Experts
+
+
+def experts_in(layer: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """Yield the name in `layer` and the module of all its `Experts`, once per name."""
+    for name, module in layer.named_modules(remove_duplicate=False):
+        if isinstance(module, Experts):
+            yield name, module
+
+
+def expert_layouts(module: Experts, axes: Mapping[str, int], path: str) -> dict[str, Layout]:
+    """Return the layout over `axes` of each parameter, by its name in the module.
+
+    Without the axes `ep` and `etp` every rank holds all. The first ranks of `ep` hold one expert more where
+    their number does not divide. Raises PlanError where `etp` does not divide the inner features.
+    """
+    layouts = {}
+    for name, parameter in module.named_parameters():
+        placements: dict[str, Placement] = {}
+        if "ep" in axes:
+            placements["ep"] = Shard(0)
+            inner = module.inner_shards[name]
+            if inner is not None:
+                placements["etp"] = inner
+                features = parameter.shape[inner.dim] // (
+                    inner.blocks if isinstance(inner.blocks, int) else 1
+                )
+                if features % axes["etp"]:
+                    raise PlanError(
+                        f"plan.etp = {axes['etp']} does not divide the {features} inner features of the "
+                        f"experts of {path}: choose a divisor."
+                    )
+        layouts[name] = Layout(parameter.shape, axes, placements)
+    return layouts
+
+
+def place_experts(layer: nn.Module, ranks: ExpertRanks | None, *, has_own_tokens: bool) -> None:
+    """Tell the experts of `layer`, whose parameters are this rank's, between which ranks they are divided.
+
+    `has_own_tokens`: whether each rank of `ranks.tokens` gives the layer tokens of its own.
+    """
+    if ranks is None:
+        return
+    for _, module in experts_in(layer):
+        module.ranks = replace(ranks, tokens=alone("tp")) if has_own_tokens else ranks

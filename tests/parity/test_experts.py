@@ -1,0 +1,131 @@
+"""A sparse model trains as on one rank, however experts, tokens and their state are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from parity.case import Batch, Case
+from parity.parity import check_parity
+from plait.plan import rules
+from plait.plan.plan import Plan
+from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
+
+LENGTH, WIDTH = 6, 8
+PLANS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "dp 2 ep 2": {"dp": 2, "ep": 2},
+    "dp 4 ep 2": {"dp": 4, "ep": 2},
+    "full": {"dp": 4, "ep": 2, "strategy": "full"},
+    "gradients, each": {"dp": 4, "ep": 2, "strategy": "gradients", "reduce": "each", "microbatches": 2},
+    "optimizer": {"dp": 2, "ep": 2, "strategy": "optimizer", "pp": 2, "microbatches": 2},
+    "hybrid": {"dp": 4, "replicate": 2, "ep": 2, "strategy": "full"},
+    "tp 2 ep 1": {"tp": 2},
+    "tp 2 ep 2": {"tp": 2, "ep": 2},
+    "tp 2 etp 2": {"tp": 2, "etp": 2},
+    "tp 2 ep 4": {"tp": 2, "dp": 2, "ep": 4},
+    "keep": {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": "keep"},
+    "keep, ep 1": {"tp": 2, "sequence_parallel": "keep"},
+    "cp 2 ep 2": {"cp": 2, "ep": 2, "strategy": "full"},
+    "ep 2 etp 2": {"dp": 4, "ep": 2, "etp": 2, "strategy": "full"},
+    "more ranks than experts": {"dp": 4, "ep": 4, "strategy": "full"},
+    "edp over tp": {"tp": 4, "ep": 2, "strategy": "full"},
+    "edp 3": {"dp": 3, "tp": 2, "ep": 2, "strategy": "full"},
+    "masters": {"dp": 2, "ep": 2, "strategy": "optimizer", "offload": "full"},
+    "zero bubble": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 4},
+    "recompute": {"dp": 2, "ep": 2, "recompute": "full", "strategy": "full"},
+    "replicated experts": {"dp": 4, "replicate": 2, "ep": 2},
+}
+
+
+class Sparse(nn.Module):
+    """x + experts(norm(x)), each position by itself."""
+
+    def __init__(self, experts: int = 5, top_k: int = 2) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.router = Router(WIDTH, experts, top_k)
+        self.experts = Experts(WIDTH, 6, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        _, weights, indices = self.router(rows)
+        return x + self.experts(rows, indices, weights).view_as(x)
+
+
+def build() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sparse(), Sparse(3, 1), nn.Linear(WIDTH, WIDTH))
+    model.rules = dict.fromkeys("0123", rules.sequence)  # type: ignore[assignment]
+    return model
+
+
+def draw(rows: int, generator: torch.Generator) -> Batch:
+    inputs = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(WIDTH, (rows, LENGTH), generator=generator)
+
+
+CASE = Case("sparse", build, draw)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_sparse_model_trains_as_on_one_rank(thread_ranks: Any, name: str) -> None:
+    check_parity(thread_ranks, CASE, Plan(precision="fp64", **PLANS[name]))
+
+
+def train(engine: plait.Engine, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs, targets = draw(8, torch.Generator().manual_seed(step))
+        rows = slice(*(8 // engine.plan.dp * (engine.mesh.index("dp") + end) for end in (0, 1)))
+        losses.append(engine.forward_backward(inputs[rows], targets[rows]).item())
+        engine.step(optimizer, 1.0)
+        optimizer.zero_grad()
+    return losses
+
+
+def in_a_rank(plan: Plan, source: Path | None, target: Path | None, steps: range) -> list[float]:
+    engine = plait.parallelize(build(), plan, plait.Mesh(plan), CASE.loss, seed=3)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    if source is not None:
+        plait.load(engine, optimizer, source)
+    losses = train(engine, optimizer, steps)
+    engine.check_replicas(optimizer)
+    if target is not None:
+        plait.save(engine, optimizer, target)
+    return losses
+
+
+def test_checkpoints_go_from_any_division_of_experts_to_any_other(thread_ranks: Any, tmp_path: Path) -> None:
+    """ep 4 → 1 → ep 2 × etp 2 → pp 2 × ep 2: as in one run on one rank."""
+    plans = (
+        Plan(dp=4, ep=4, precision="fp64", strategy="full"),
+        Plan(precision="fp64"),
+        Plan(dp=4, ep=2, etp=2, precision="fp64", strategy="optimizer"),
+        Plan(pp=2, dp=2, ep=2, precision="fp64"),
+        Plan(tp=2, dp=2, ep=2, precision="fp64", strategy="gradients"),
+    )
+    alone = in_a_rank(Plan(precision="fp64"), None, None, range(2 * len(plans)))
+    losses, before = list[float](), None
+    for number, plan in enumerate(plans):
+        after = tmp_path / str(number)
+        steps = range(2 * number, 2 * number + 2)
+        losses += thread_ranks.run(in_a_rank, plan, before, after, steps, ranks=plan.world)[0]
+        before = after
+    assert losses == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["full", "tp 2 ep 4"])
+def test_verify_finds_it_right(name: str) -> None:
+    model = build().to_empty(device="cpu")
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.normal_(parameter, 0, 0.3, generator=torch.Generator().manual_seed(number))
+    inputs, targets = draw(8, torch.Generator().manual_seed(0))
+    report = plait.verify(model.float(), Plan(**PLANS[name]), inputs.float(), targets, ranks_as="threads")
+    assert report.equal, report
