@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from plait.tensor.attention.attention import attention
     from plait.tensor.direct_preference import dpo_loss
     from plait.tensor.dropout import Dropout
+    from plait.tensor.experts.mixture import MixtureOfExperts
     from plait.tensor.losses import cross_entropy
     from plait.tensor.running_sequence import positions
     from plait.verification.verify import verify
@@ -61,6 +62,7 @@ _HOME = {
     "Hardware": "plait.estimate.time.hardware",
     "Loader": "plait.app.data.loader",
     "Mesh": "plait.ranks.mesh",
+    "MixtureOfExperts": "plait.tensor.experts.mixture",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
     "Stream": "plait.app.loop.stream",
@@ -90,6 +92,7 @@ __all__ = [
     "Hardware",
     "Loader",
     "Mesh",
+    "MixtureOfExperts",
     "PlaitError",
     "Plan",
     "Stream",

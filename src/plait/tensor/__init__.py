@@ -10,6 +10,9 @@ from typing import Any
 from plait.package import submodule
 from plait.tensor.autograd.redistribution import full_tensor, redistribute
 from plait.tensor.direct_preference import PreferenceLoss, answer_log_probs, preference_batch, token_log_probs
+from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
+from plait.tensor.experts.routing import Routing
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
 from plait.tensor.parallel.attention_and_mlp import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
@@ -21,10 +24,13 @@ __all__ = [
     "UNEVEN",
     "ColumnParallelLinear",
     "CrossEntropy",
+    "Experts",
     "Loss",
     "Partition",
     "PiecewiseLoss",
     "PreferenceLoss",
+    "Router",
+    "Routing",
     "RowParallelLinear",
     "SequenceLoss",
     "TensorParallelAttention",

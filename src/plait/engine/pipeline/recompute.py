@@ -5,7 +5,8 @@
     full        only the layer's input stays
 
 With `selective` and `full` a layer runs once more, inside `I`, and only up to the last tensor that its
-backward needs, so its last product is not computed again. Random numbers are those of the first run.
+backward needs, so its last product is not computed again. Random numbers and decisions, such as which experts
+a token is sent to, are those of the first run.
 (Korthikanti et al. 2022, arXiv:2205.05198, section 5, recompute attention and keep the rest; here it is the
 other way round, since a fused attention keeps next to nothing.)
 
@@ -36,7 +37,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.errors import ModelError
 from plait.plan.plan import Recompute
 from plait.ranks.device import random_state, set_random_state
-from plait.tensor.autograd.kept_results import KEPT_OPERATIONS, RECOMPUTED_RUN, Tensors
+from plait.tensor.autograd.kept_results import (
+    DECISIONS,
+    KEPT_OPERATIONS,
+    RECOMPUTED_RUN,
+    Decisions,
+    Tensors,
+)
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, tensors_of
 
 
@@ -255,8 +262,12 @@ class RecomputingLayer:
         The last argument is the layer's input.
         """
         call = _RecomputingCall(self, arguments)
-        with saved_tensors_hooks(call.pack, call.unpack):
-            return call.run_first() if self.keeps_results else self.run(*arguments)
+        token = DECISIONS.set(call.decisions)
+        try:
+            with saved_tensors_hooks(call.pack, call.unpack):
+                return call.run_first() if self.keeps_results else self.run(*arguments)
+        finally:
+            DECISIONS.reset(token)
 
     def note_no_second_run(self) -> None:
         """Keep no results in later calls: a first run has saved nothing that needs a second run."""
@@ -289,6 +300,7 @@ class _RecomputingCall:
         """The storages of the layer's input and parameters."""
         self._random_state = random_state()
         self._first = KeepingRun(layer)
+        self.decisions = Decisions()
 
     def pack(self, tensor: Tensor) -> int | Tensor:
         """Return what autograd stores for a saved tensor: an index, or the tensor if it is held anyway."""
@@ -344,7 +356,7 @@ class _RecomputingCall:
                 raise _AllSaved
             return saved[-1]
 
-        token = RECOMPUTED_RUN.set(second)
+        token, of_decisions = RECOMPUTED_RUN.set(second), DECISIONS.set(Decisions(self.decisions.made, 0))
         set_random_state(self._random_state)
         try:
             with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor), others:
@@ -354,5 +366,6 @@ class _RecomputingCall:
         finally:
             set_random_state(before)
             RECOMPUTED_RUN.reset(token)
+            DECISIONS.reset(of_decisions)
         layer.note(second)
         self._saved = dict(enumerate(saved))

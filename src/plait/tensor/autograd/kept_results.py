@@ -2,13 +2,15 @@
 
 While a layer runs under recomputation, `RECOMPUTED_RUN` holds the run. A function whose result should not be
 computed, or sent, a second time passes through `kept`. A function of torch that saves tensors for a backward
-of its own passes through `with_kept_operations`.
+of its own passes through `with_kept_operations`. A decision, such as which experts a token is sent to, passes
+through `decided_once`: in every mode of recomputation, the second run takes that of the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -63,3 +65,31 @@ def next_result_is_kept() -> bool:
     """Return whether the next call of `kept` will not compute anything."""
     run = RECOMPUTED_RUN.get()
     return run is not None and run.has_results
+
+
+@dataclass
+class Decisions:
+    """Results that a layer's first run has decided on, and that its second run repeats, in the same order."""
+
+    made: list[Tensors] = field(default_factory=list)
+    repeated: int | None = None
+    """How many of them a second run has repeated; None in the first run."""
+
+    def result(self, decide: Callable[[], Tensors]) -> Tensors:
+        """Return `decide()` in the first run; in the second, the next result of the first."""
+        if self.repeated is None:
+            self.made.append(decide())
+            return self.made[-1]
+        self.repeated += 1
+        # A layer that decides more often than before also saves other tensors, which is refused by name.
+        return self.made[self.repeated - 1] if self.repeated <= len(self.made) else decide()
+
+
+DECISIONS: ContextVar[Decisions | None] = ContextVar("plait_decisions", default=None)
+"""The decisions of the run in progress; None without recomputation."""
+
+
+def decided_once(decide: Callable[[], Tensors]) -> Tensors:
+    """Return `decide()`, or what it returned in the layer's first run; results have no gradient."""
+    decisions = DECISIONS.get()
+    return decide() if decisions is None else decisions.result(decide)

@@ -1,38 +1,123 @@
-"""`Router`: chooses the experts of each token, and their weights."""
+"""`Router`: a linear whose outputs choose the experts of each token, and their weights.
+
+Letters: T tokens, H hidden features, E experts, k experts of a token.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.errors import ModelError
+from plait.tensor.autograd.kept_results import decided_once, with_kept_operations
+from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.experts.routing import Routing
+
+Choose = Callable[[Tensor], Tensor]
+"""Returns experts `[T, k]` for scores `[T, E]`."""
+
 
 class Router(nn.Module):
-    """Chooses for each token the `top_k` experts of the largest softmax probability, ties by number."""
+    """Returns logits, weights and experts of each token, like the `gate` modules of transformers.
+
+    Logits and scores have at least float32: in bfloat16 4 to 7 % of tokens would tie with 64 experts. Of
+    equal scores that of the lowest number is chosen. Under recomputation experts are chosen once.
+    """
+
+    bias: nn.Parameter | None
+    e_score_correction_bias: Tensor | None
 
     def __init__(
-        self, hidden: int, experts: int, top_k: int, *, normalize: bool = True, **factory: Any
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        routing: Routing | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`normalize`: whether the weights of a token's experts add up to 1."""
+        """`routing`: how logits become weights; by default `Routing()`. `bias`: whether logits have one.
+
+        Raises ModelError where the sizes do not fit.
+        """
         super().__init__()
-        self.top_k, self.normalize = top_k, normalize
-        self.weight = nn.Parameter(torch.empty(experts, hidden, **factory))
+        self.top_k, self.routing = top_k, routing or Routing()
+        self.routing.require_sizes(experts, top_k)
+        self.weight = nn.Parameter(torch.empty(experts, hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, device=device, dtype=dtype)) if bias else None
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        correction = torch.zeros(experts, device=device, dtype=wide) if self.routing.corrected else None
+        self.register_buffer("e_score_correction_bias", correction)
+        self.given: Choose | None = None
+        """Gives the experts, for a replay, or balanced for timings; None: those that `routing` chooses."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to random values, as that of `nn.Linear`: uniform within 1 / sqrt(inputs)."""
-        bound = self.weight.shape[1] ** -0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        """Draw the weight as `nn.Linear` does; bias and correction are 0."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        for zeros in (self.bias, self.e_score_correction_bias):
+            if zeros is not None:
+                nn.init.zeros_(zeros)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]`, experts' numbers `[T, k]`, as transformers."""
-        logits = functional.linear(hidden, self.weight)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        scores = logits.to(wide).softmax(-1)
-        indices = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
-        weights = scores.gather(1, indices)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(hidden.dtype), indices
+        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]` like `hidden`, experts int64 `[T, k]`."""
+        logits = wide_linear(hidden, self.weight, self.bias)
+        scores = self.routing.scores_of(logits)
+        (indices,) = decided_once(lambda: (self._choose(scores.detach()),))
+        assert indices is not None
+        return logits, self.routing.weights(scores, indices).to(hidden.dtype), indices
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return the experts of each token, chosen by their scores unless they are `given`."""
+        if self.given is None:
+            return self.routing.choose(scores, self.e_score_correction_bias, self.top_k)
+        indices, expected = self.given(scores), [len(scores), self.top_k]
+        if indices.dtype != torch.int64 or list(indices.shape) != expected:
+            raise ModelError(
+                f"a router was given experts as {indices.dtype} {list(indices.shape)}: give torch.int64 "
+                f"{expected}, the numbers of the experts of each token."
+            )
+        return indices
+
+    def extra_repr(self) -> str:
+        """Return the text that `print` shows in the parentheses."""
+        experts, hidden = self.weight.shape
+        return f"{hidden}, {experts}, top_k={self.top_k}, {self.routing}"
+
+
+def wide_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `functional.linear` in float32 or wider, also under autocast; `input` is saved as it is.
+
+    `input [T, H]`, `weight [E, H]`, `bias [E]`.
+    """
+    wide = torch.promote_types(input.dtype, torch.float32)
+    with nullcontext() if input.is_meta else torch.autocast(input.device.type, enabled=False):
+        if input.dtype == weight.dtype == wide:
+            return with_kept_operations(partial(functional.linear, input, weight, bias))
+        product: Tensor = with_kept_operations(partial(apply_function, _WideLinear, input, weight, wide))
+        return product if bias is None else product + bias.to(wide)
+
+
+class _WideLinear(torch.autograd.Function):
+    """Autograd function of `x Wᵀ` in a wider dtype, which saves `x` in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        return input.to(wide) @ weight.to(wide).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input, weight = ctx.saved_tensors
+        of_input = (gradient @ weight.to(gradient.dtype)).to(input.dtype) if ctx.needs_input_grad[0] else None
+        of_weight = gradient.t() @ input.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+        return of_input, of_weight, None

@@ -1,0 +1,62 @@
+"""`Routing`: what is refused, each in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import ModelError
+from plait.tensor.experts.routing import Routing, balanced_indices
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"scores": "topk"}, "scores of a routing is 'topk': choose one of softmax, softmax_of_chosen"),
+        ({"normalized": 1}, "normalized of a routing is 1: give True or False"),
+        ({"scale": 0}, "scale of a routing is 0: give a number above 0"),
+        ({"corrected": None}, "corrected of a routing is None"),
+        ({"groups": 0}, "groups of a routing is 0"),
+        ({"groups": 2, "chosen_groups": 3}, "chosen_groups = 3 of groups = 2"),
+        ({"scores": "softmax_of_chosen", "normalized": False}, "whose weights always add up to 1"),
+        ({"capacity_factor": 1.25}, r"capacity_factor = 1\.25.*experts of plait compute every token"),
+        ({"jitter": 0.01}, r"jitter = 0\.01, with random factors that would differ between layouts"),
+    ],
+)
+def test_a_routing_that_does_not_exist_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        Routing(**given)
+
+
+@pytest.mark.parametrize(
+    ("routing", "experts", "top_k", "told"),
+    [
+        (Routing(), 8, 9, "top_k = 9 experts of a token are to be chosen among 8"),
+        (Routing(), 8, 0, "top_k is 0"),
+        (Routing(), True, 1, "experts is True"),
+        (Routing(groups=3), 8, 1, "groups = 3, but there are 8 experts"),
+        (Routing(groups=8), 8, 1, "groups = 8, but there are 8 experts: give a multiple .* at least 2"),
+        (Routing(groups=4, chosen_groups=1), 8, 3, "chosen among 2: set top_k to at most 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_a_routing_are_refused(
+    routing: Routing, experts: int, top_k: int, told: str
+) -> None:
+    with pytest.raises(ModelError, match=told):
+        routing.require_sizes(experts, top_k)
+
+
+def test_no_option_that_is_refused_is_a_part_of_a_routing() -> None:
+    assert Routing(capacity_factor=None, jitter=0.0) == Routing()
+    assert "jitter" not in repr(Routing())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(7, 5, 3), (8, 4, 4), (1, 6, 2), (0, 6, 2)])
+def test_balanced_experts_differ_by_one_token_at_most(tokens: int, experts: int, top_k: int) -> None:
+    indices = balanced_indices(tokens, experts, top_k, torch.device("cpu"))
+    assert (indices.shape, indices.dtype) == ((tokens, top_k), torch.int64)
+    assert all(len(set(row)) == top_k for row in indices.tolist())
+    counts = indices.flatten().bincount(minlength=experts)
+    assert counts.max() - counts.min() <= 1
