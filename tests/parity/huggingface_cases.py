@@ -6,6 +6,7 @@ transformers is imported when a model is built: that takes seconds, for which no
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -92,9 +93,25 @@ olmo2 = partial(_decoder, "Olmo2")
 smollm3 = partial(_decoder, "SmolLM3", no_rope_layer_interval=2)
 
 
+def _sparse(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:
+    """With experts, which transformers computes by default in a way that refuses float64."""
+    return _decoder(family, heads, kv_heads, **{"experts_implementation": "eager", **more})
+
+
+mixtral = partial(_sparse, "Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=3)
+QWEN_EXPERTS = {"num_experts": 5, "moe_intermediate_size": 12}
+qwen2_moe = partial(
+    _sparse, "Qwen2Moe", **QWEN_EXPERTS, num_experts_per_tok=2, shared_expert_intermediate_size=16
+)
+qwen3_moe = partial(
+    _sparse, "Qwen3Moe", **QWEN_EXPERTS, head_dim=8, num_experts_per_tok=3, norm_topk_prob=True
+)
+olmoe = partial(_sparse, "Olmoe", num_experts=16, num_experts_per_tok=8)
+
+
 @contextmanager
 def norms_in_float64() -> Iterator[None]:
-    """The norms of Gemma, OLMo 2 and Qwen3 with float64 in the code of transformers where it has float32.
+    """Norms and routers with float64 in the code of transformers where it has float32.
 
     In float32 they sum gradients, or here mean squares over ranks, whose order then shows in float64 runs.
     Gemma 2's capped scores likewise: only the eager attention, which takes the softmax in float32, has them.
@@ -102,11 +119,17 @@ def norms_in_float64() -> Iterator[None]:
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm, OlmoeTopKRouter
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
+    norms = (Gemma2RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm, OlmoeRMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm)
+    routers = (MixtralTopKRouter, OlmoeTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter)
     with ExitStack() as entered:
-        for kind in (Gemma2RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm, Qwen3RMSNorm):
+        for kind in (*norms, *routers):
             entered.enter_context(patch.object(kind, "forward", _in_float64(kind.forward)))
         eager = _in_float64(modeling_gemma2.eager_attention_forward)
         entered.enter_context(patch.object(modeling_gemma2, "eager_attention_forward", eager))
@@ -116,7 +139,7 @@ def norms_in_float64() -> Iterator[None]:
 def _in_float64(function: Any) -> Any:
     """The function with float64 in its code where it has float32."""
     written = inspect.getsource(function)
-    changed = written.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    changed = re.sub(r"torch\.float(32)?\b", "torch.float64", written).replace(".float()", ".double()")
     assert changed != written
     found: dict[str, Any] = {}
     exec(textwrap.dedent(changed), vars(sys.modules[function.__module__]), found)
@@ -127,6 +150,17 @@ def load() -> None:
     """Import transformers on a rank: this takes longer than all that comes after it."""
     llama()
 
+
+SPARSE: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": mixtral,
+    "mixtral-one-expert-a-token": partial(mixtral, num_experts_per_tok=1),
+    "qwen2-moe": qwen2_moe,
+    "qwen2-moe-partly-dense": partial(qwen2_moe, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen3-moe": qwen3_moe,
+    "qwen3-moe-partly-dense": partial(qwen3_moe, decoder_sparse_step=2, norm_topk_prob=False),
+    "olmoe": olmoe,
+}
+"""With mixtures of experts."""
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
@@ -155,6 +189,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "phi3-partly-rotated": partial(phi3, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
     "olmo2": olmo2,
     "smollm3": smollm3,
+    **SPARSE,
     "gpt-neox-in-turn": partial(gpt_neox, use_parallel_residual=False, attention_bias=False),
 }
 

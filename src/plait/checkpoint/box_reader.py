@@ -165,6 +165,12 @@ class MergedTensors:
         parts = (self._tensors.read(parameter_key(part)) for part in adapter.shapes)
         return adapter.added(self._tensors.read(self._saved[name]), *parts).to(dtype or self.dtype(name))
 
+    def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a box (a range per dim) of a tensor on the CPU. Otherwise as `read`."""
+        if name in self._adapters:
+            return self.read(name, dtype)[box.slices].contiguous()
+        return self._tensors.read_box(self._saved[name], box, dtype)
+
 
 def adapted_linears(names: Iterable[str]) -> list[str]:
     """Return the paths of the linears with an adapter, given the names of a model's parameters."""

@@ -168,7 +168,7 @@ def test_plait_computes_what_was_imported(name: str, shard: str, tmp_path: Path)
     "name",
     [
         *("gpt2", "llama-tied-biased", "qwen2", "gpt-neox", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
-        "smollm3",
+        *("smollm3", "mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe"),
     ],
 )
 def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_path: Path) -> None:
@@ -195,6 +195,37 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     assert again.config.a_key_of_others == 1
     tokens = TOKENS[:, :6] % 20
     assert torch.equal(again(tokens).logits, opened(tmp_path / "theirs")(tokens).logits)
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["an expert a tensor", "all experts in one"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe"])
+def test_experts_are_exported_as_transformers_saves_them(name: str, joined: bool, tmp_path: Path) -> None:
+    theirs = lively(cases.MODELS[name](), torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs", save_original_format=not joined)
+    adapted = model_in(tmp_path / "theirs")
+    path = saved(adapted, tmp_path / "ours", values=weights_in(tmp_path / "theirs", adapted))
+    export_adapted(FullTensors(path), tmp_path / "again", adapted, tmp_path / "theirs")
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("theirs", "again"))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[key]) for key, value in after.items())
+    assert any("experts.0." in key for key in after) != joined
+
+
+def test_experts_trained_from_random_values_are_exported_as_transformers_saves_a_new_model(
+    tmp_path: Path,
+) -> None:
+    theirs = lively(cases.MODELS["mixtral"](), torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    adapted = model_in(tmp_path / "theirs")
+    export_adapted(
+        FullTensors(saved(adapted, tmp_path / "ours")), tmp_path / "again", adapted, tmp_path / "theirs"
+    )
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert {key: value.shape for key, value in found.items()} == {
+        key: value.shape for key, value in expected.items()
+    }
 
 
 def test_export_to_hugging_face_converts_the_dtype_and_copies_the_tokenizer(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -26,9 +27,16 @@ from plait.checkpoint.rewriting import write_checkpoint
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_files
 from plait.errors import CheckpointError, ModelError, listed
 from plait.files import copy_file, make_folder
+from plait.models.huggingface.expert_tensors import (
+    SAVED_BY_TRANSFORMERS,
+    ExpertNames,
+    expert_names_in,
+    is_of_experts,
+)
 from plait.models.huggingface.weight_files import INDEX, NO_WEIGHTS, files_of_tensors
 from plait.package import VERSION
 from plait.plan.decoder import Decoder
+from plait.plan.layout.layout import Box
 from plait.plan.layout.shards import full_box
 
 COPIED = (
@@ -49,6 +57,17 @@ CHAT_TEMPLATES = "additional_chat_templates"
 
 Tensors: TypeAlias = FullTensors | MergedTensors
 """Of a checkpoint, by name."""
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """A tensor of transformers with a matrix of one expert, and the tensor of plait that has it in a box."""
+
+    theirs: str
+    ours: tuple[str]
+    shape: tuple[int, ...]
+    """Shape of the tensor of plait."""
+    box: Box
 
 
 def export_own(
@@ -85,21 +104,47 @@ def export_adapted(
     """Write the parameters of `model`, made by `from_huggingface`, to the new folder `target`.
 
     `folder`: of the original model. Its tokenizer files are copied, and its `config.json` with the new dtype.
-    Otherwise as `export_own`.
+    Experts have a tensor each if they have in `folder`; without weights there, if transformers saves such a
+    model so. Otherwise as `export_own`.
     """
     names: Mapping[str, str] = model.huggingface_names  # type: ignore[assignment]
+    config = read_config(folder)
+    experts = _expert_names(folder, config) if any(map(is_of_experts, names.values())) else None
     pairs = [
-        TensorPair(names[name], (name,), tuple(one.shape))
+        pair
         for name, one in model.named_parameters()
         if name in names
+        for pair in _pairs(name, names[name], tuple(one.shape), experts)
     ]
-    config = read_config(folder)
     config.pop("torch_dtype", None)  # the former name of dtype
     config.pop("transformers_weights", None)  # the name of a file that is not written here
     templates = [f"{CHAT_TEMPLATES}/{one.name}" for one in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))]
     copied = {name: folder / name for name in (*COPIED, *templates) if _is_own_file(folder, name)}
     config["dtype"] = _dtype_name(tensors, dtype)
     _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
+
+
+def _expert_names(folder: Path, config: Mapping[str, Any]) -> ExpertNames | None:
+    """Return how the folder names the tensors of single experts; None where one tensor has all of them."""
+    files = files_of_tensors(folder)
+    return expert_names_in(files) if files else SAVED_BY_TRANSFORMERS.get(str(config.get("model_type")))
+
+
+def _pairs(
+    ours: str, theirs: str, shape: tuple[int, ...], experts: ExpertNames | None
+) -> Iterator[TensorPair | ExpertMatrix]:
+    """Yield the tensors of files that hold the values of plait's tensor `ours`, `theirs` in transformers."""
+    if experts is None:
+        yield TensorPair(theirs, (ours,), shape)
+    elif not is_of_experts(theirs):
+        yield TensorPair(experts.in_files(theirs), (ours,), shape)
+    else:
+        path, _, tensor = theirs.rpartition(".")
+        matrices = experts.joined()[tensor]
+        count, rows, columns = shape[0], shape[1] // len(matrices), shape[2]
+        for number, (place, matrix) in product(range(count), enumerate(matrices)):
+            box = Box((number, place * rows, 0), (1, rows, columns))
+            yield ExpertMatrix(experts.key(path, number, matrix), (ours,), shape, box)
 
 
 def _is_own_file(folder: Path, name: str) -> bool:
@@ -112,7 +157,7 @@ def _is_own_file(folder: Path, name: str) -> bool:
 def _export(
     tensors: Tensors,
     target: Path,
-    pairs: Sequence[TensorPair],
+    pairs: Sequence[TensorPair | ExpertMatrix],
     config: Mapping[str, Any],
     copied: Mapping[str, Path],
     dtype: torch.dtype | None,
@@ -134,10 +179,17 @@ def _export(
             copy_file(path, folder / name)
 
 
-def _item(tensors: Tensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:
+def _item(tensors: Tensors, pair: TensorPair | ExpertMatrix, dtype: torch.dtype | None) -> BoxToWrite:
     to = dtype or tensors.dtype(parameter_key(pair.ours[0]))
+    if isinstance(pair, ExpertMatrix):
+        read_one = partial(_of_one_expert, tensors, pair, to)
+        return BoxToWrite(pair.theirs, full_box(pair.box.sizes[1:]), to, read_one, name=pair.theirs)
     read = partial(_theirs, tensors, pair, to)
     return BoxToWrite(pair.theirs, full_box(pair.their_shape), to, read, name=pair.theirs)
+
+
+def _of_one_expert(tensors: Tensors, pair: ExpertMatrix, dtype: torch.dtype) -> Tensor:
+    return tensors.read_box(parameter_key(pair.ours[0]), pair.box, dtype)[0]
 
 
 def _theirs(tensors: Tensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ configuration the model's code reads has to be declared: a configuration may hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,6 +32,13 @@ from plait.models.huggingface.common import (
     require_unmodified,
     residual,
     rotate_first,
+)
+from plait.models.huggingface.mixture import (
+    SparseMLP,
+    has_shared_expert,
+    is_mixture,
+    replaced_modules,
+    require_known_mixtures,
 )
 from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block
 from plait.plan.rules import Rule, Rules, column, entrance, norm, piece, replicated, row, sequence, vocabulary
@@ -80,13 +87,22 @@ class Family:
     """Whether the model's code takes angles for the first features of a head only."""
     ignored: tuple[str, ...] = ()
     """Values of the configuration that the model's code does not read, such as "sliding_window"."""
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values of the configuration that the model's code computes with and plait does not, with those that
+    change nothing."""
+    router: Literal["none", "softmax"] = "none"
+    """How the `gate` of an MLP with several `experts` chooses among them: "softmax", those of the largest
+    probabilities, which `gate.norm_topk_prob` normalizes, as it does where a gate has no such attribute."""
     mlp_rules: Mapping[str, Rule] = field(default_factory=lambda: GATED)
-    """The rules of the MLP's linears, by their names."""
+    """The rules of the linears of an MLP without a gate, by their names."""
     norm_start: float = 1.0
     """The first value of the norms' weights: 0 where a norm multiplies by 1 + weight."""
 
-    def rules(self) -> Rules:
-        """Return how the layers are partitioned over `tp`: by heads, features of the MLP and vocabulary."""
+    def rules(self, mlps: Sequence[nn.Module]) -> Rules:
+        """Return how the layers are partitioned over `tp`: by heads, features of the MLP and vocabulary.
+
+        `mlps`: of transformers, one a block.
+        """
         projections = {
             "q_proj": column.by(HEADS),
             "k_proj": column.by(KEY_HEADS, repeated=True),
@@ -107,12 +123,28 @@ class Family:
             **{f"blocks.*.attention.self_attn.{name}": rule for name, rule in of_attention.items()},
             "blocks.*.attention.attention_dropout": piece.along(1),
             "blocks.*.mlp": sequence,
-            f"blocks.*.mlp.{self.mlp.before or ENTRANCE}": entrance,
-            **{f"blocks.*.mlp.mlp.{name}": rule for name, rule in self.mlp_rules.items()},
+            **self._rules_of_mlps(mlps),
             "head": sequence,
             "head.norm": entrance,
             "head.lm_head": vocabulary,
         }
+
+    def _rules_of_mlps(self, mlps: Sequence[nn.Module]) -> Rules:
+        """Return the rules within MLPs. In those with experts only the shared one is a region of `tp`."""
+        dense = [number for number, mlp in enumerate(mlps) if not self.is_sparse(mlp)]
+        blocks = ["*"] if len(dense) == len(mlps) else dense
+        rules = {f"blocks.{one}.mlp.{self.mlp.before or ENTRANCE}": entrance for one in blocks}
+        if dense:
+            rules |= {f"blocks.*.mlp.mlp.{name}": rule for name, rule in self.mlp_rules.items()}
+        if any(self.is_sparse(mlp) and has_shared_expert(mlp) for mlp in mlps):
+            shared = "blocks.*.mlp.mlp.shared_expert"
+            rules |= {f"blocks.*.mlp.mlp.{ENTRANCE}": entrance}
+            rules |= {f"{shared}.{name}": rule for name, rule in self.mlp_rules.items()}
+        return rules
+
+    def is_sparse(self, mlp: nn.Module) -> bool:
+        """Return whether plait computes this MLP of transformers by experts of its own."""
+        return self.router != "none" and is_mixture(mlp)
 
 
 _GEMMA2 = Family(
@@ -129,11 +161,13 @@ DECODERS: Mapping[str, Family] = {
     "Gemma3ForCausalLM": replace(_GEMMA2, head_norms="each", score_cap=None),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(windows="all"),
+    "MixtralForCausalLM": Family(windows="all", router="softmax", refused={"router_jitter_noise": (None, 0)}),
     "Olmo2ForCausalLM": Family(
         attention=Branch(None, "post_attention_layernorm"),
         mlp=Branch(None, "post_feedforward_layernorm"),
         head_norms="joint",
     ),
+    "OlmoeForCausalLM": Family(head_norms="joint", router="softmax", refused={"clip_qkv": (None,)}),
     "Phi3ForCausalLM": Family(
         attention=Branch("input_layernorm", dropout="resid_attn_dropout"),
         mlp=Branch("post_attention_layernorm", dropout="resid_mlp_dropout"),
@@ -143,7 +177,9 @@ DECODERS: Mapping[str, Family] = {
         mlp_rules={"gate_up_proj": column.joined(2), "down_proj": row},
     ),
     "Qwen2ForCausalLM": Family(windows="by type"),
+    "Qwen2MoeForCausalLM": Family(windows="by type", router="softmax"),
     "Qwen3ForCausalLM": Family(head_norms="each", windows="by type"),
+    "Qwen3MoeForCausalLM": Family(head_norms="each", windows="all", router="softmax"),
     "SmolLM3ForCausalLM": Family(windows="by type"),  # some layers have no positions
 }
 """Families by class name of transformers."""
@@ -157,11 +193,18 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
     """
     config, body = model.config, model.model
     layers = body.layers[: config.num_hidden_layers]  # as transformers runs them
-    attentions = [one.self_attn for one in layers]
+    attentions, mlps = [one.self_attn for one in layers], [one.mlp for one in layers]
+    sparse = [mlp for mlp in mlps if family.is_sparse(mlp)]
     require_unmodified(
-        model, [body, body.rotary_emb, *layers, *attentions, *_rebuilt(body, attentions, family)]
+        model,
+        [
+            *(body, body.rotary_emb, *layers, *attentions, *_rebuilt(body, attentions, family)),
+            *(module for mlp in sparse for module in replaced_modules(mlp)),
+        ],
     )
     require_causal(config, attentions, family.bidirectional)
+    _require_computed(config, family)
+    require_known_mixtures(model, sparse)
     std, context = config.initializer_range, config.max_position_embeddings
     rotaries = Rotary.by_layer_type(body.rotary_emb)
     windows = _windows(config, family, len(layers))
@@ -169,11 +212,23 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
     for index, one in enumerate(layers):
         rotary = rotaries[None if None in rotaries else config.layer_types[index]]
         attention = Attention(one, family, rotary, windows[index], std)
-        blocks.append(block(attention, MLP(one, family.mlp, std, norm_start=family.norm_start)))
+        kind = SparseMLP if family.is_sparse(one.mlp) else MLP
+        blocks.append(block(attention, kind(one, family.mlp, std, norm_start=family.norm_start)))
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
     cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
     head = Head("norm", body.norm, model.lm_head, std, cap=cap, norm_start=family.norm_start)
-    return assemble(embedding, blocks, head, context=context, rules=family.rules())
+    return assemble(embedding, blocks, head, context=context, rules=family.rules(mlps))
+
+
+def _require_computed(config: Any, family: Family) -> None:
+    """Raise ModelError where the configuration sets a value that `family` says plait does not compute."""
+    for key, neutral in family.refused.items():
+        value = getattr(config, key, None)
+        if value not in neutral:
+            raise ModelError(
+                f"the configuration has {key} = {value!r}, by which transformers changes what the model "
+                f"computes and plait does not: give a model without it, with {neutral[-1]!r}."
+            )
 
 
 def _rebuilt(body: Any, attentions: list[Any], family: Family) -> Iterator[nn.Module]:
@@ -193,7 +248,7 @@ def _windows(config: Any, family: Family, count: int) -> list[int | None]:
         return [window] * count
     types = config.layer_types[:count]
     for index, one in enumerate(types):
-        if one not in LAYER_TYPES or (one == LAYER_TYPES[1] and window is None):
+        if one not in LAYER_TYPES or (one == LAYER_TYPES[1] and not window):
             raise ModelError(
                 f"layer_types has {one!r} for layer {index}, with sliding_window = {window!r}: give "
                 f"{' or '.join(map(repr, LAYER_TYPES))}, the second with a sliding_window."

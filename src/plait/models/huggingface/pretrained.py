@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, listed, missing_package
 from plait.models.huggingface import FAMILIES, from_huggingface
+from plait.models.huggingface.expert_tensors import joined_experts
 from plait.models.huggingface.weight_files import CONFIG, NO_WEIGHTS, SIZE_KEYS, config_in, files_of_tensors
 from plait.models.lora import adapters_of
 from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE
@@ -116,16 +117,17 @@ def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
     if not file_of:
         return None
     opened = {name: safe_open(folder / name, framework="pt") for name in sorted(set(file_of.values()))}
+    slices = joined_experts(folder, {key: opened[file].get_slice(key) for key, file in file_of.items()})
     names: dict[str, str] = model.huggingface_names  # type: ignore[assignment]
     found, used = {}, set()
     for name, full in names.items():
         headless = full.partition(".")[2]  # the name in files of models without a head
         older = full.replace("lm_head.", "embed_out.")  # GPT-NeoX's name in files
-        key = next((key for key in (full, headless, older) if key in file_of), None)
+        key = next((key for key in (full, headless, older) if key in slices), None)
         if key is not None:
-            found[name] = opened[file_of[key]].get_slice(key)
+            found[name] = slices[key]
             used.add(key)
-    unused = [key for key in file_of if key not in used and not key.endswith(NO_WEIGHTS)]
+    unused = [key for key in slices if key not in used and not key.endswith(NO_WEIGHTS)]
     _require_fit(folder, model, found, unused)
     _require_tied(folder, model, found)
     return found
