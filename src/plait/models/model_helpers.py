@@ -26,7 +26,8 @@ class InitializedLayer(nn.Module):
     def __init__(
         self, std: float, exceptions: Mapping[str, float] | None = None, *, norm_start: float = 1.0
     ) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module.
+        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module, and
+        those of vectors that are drawn, by their own names.
 
         `norm_start`: the initial weight of norms.
         """
@@ -41,6 +42,8 @@ class InitializedLayer(nn.Module):
             if parameter.dim() > 1:
                 named = (self.exceptions[module] for module in around if module in self.exceptions)
                 found[name] = Normal(next(named, self.std))
+            elif (own := name.rpartition(".")[2]) in self.exceptions:
+                found[name] = Normal(self.exceptions[own])
             else:
                 found[name] = Constant(self.norm_start if name.endswith(".weight") else 0.0)
         return found

@@ -98,7 +98,7 @@ def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
 
 
 def attention_parts(attn: Any, *, plain_norms: bool = False) -> Any:
-    """Return an attention's modules and attributes, with `layer_type` (or None) in place of its number.
+    """Return an attention's modules, parameters and attributes; `layer_type` (or None) replaces its number.
 
     Layers that differ in their number alone are alike then: those of each type are traced, proved and
     compiled once. With `plain_norms`, `q_norm` and `k_norm` are norms of torch with the same weights, which
@@ -108,6 +108,8 @@ def attention_parts(attn: Any, *, plain_norms: bool = False) -> Any:
     for name, module in attn.named_children():
         plain = plain_norms and name in ("q_norm", "k_norm")
         result.add_module(name, _plain_norm(module) if plain else module)
+    for name, parameter in attn.named_parameters(recurse=False):
+        result.register_parameter(name, parameter)
     for name, value in vars(attn).items():
         if not name.startswith("_") and name != "layer_idx":
             setattr(result, name, value)

@@ -1,7 +1,7 @@
-"""Sparse MLPs of transformers (a router `gate`, `experts`, perhaps a `shared_expert`) as a layer of plait.
+"""Sparse MLPs of transformers (a router, `experts`, perhaps a shared expert) as a layer of plait.
 
-The parameters are those of the model, under their names there. The code of the block, of its gate and of its
-experts is replaced by plait's, and what a user changed there is refused.
+The parameters are those of the model, under their names there. The code of the block, of its router and of
+its experts is replaced by plait's, and what a user changed there is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
 
 _LIBRARY = "transformers."
-_SHARED, _SHARED_GATE = "shared_expert", "shared_expert_gate"
+_ROUTERS = ("gate", "router")
+"""Names of a router in transformers."""
+_SHARED = ("shared_expert", "shared_experts")
+"""Names of the expert that every token runs through."""
 
 
 def is_mixture(mlp: nn.Module) -> bool:
@@ -30,12 +33,21 @@ def is_mixture(mlp: nn.Module) -> bool:
 
 def has_shared_expert(mlp: nn.Module) -> bool:
     """Return whether the MLP of a block in transformers has an expert that every token runs through."""
-    return hasattr(mlp, _SHARED)
+    return shared_name(mlp) is not None
+
+
+def shared_name(mlp: nn.Module) -> str | None:
+    """Return the name of the expert that every token runs through, or None if there is none."""
+    return next((name for name in _SHARED if hasattr(mlp, name)), None)
+
+
+def _router_name(mlp: nn.Module) -> str:
+    return next(name for name in _ROUTERS if hasattr(mlp, name))
 
 
 def replaced_modules(mlp: Any) -> Iterator[nn.Module]:
     """Yield the modules of a sparse MLP whose code plait replaces."""
-    yield from (mlp, mlp.gate, mlp.experts)
+    yield from (mlp, getattr(mlp, _router_name(mlp)), mlp.experts)
 
 
 class SparseMLP(InitializedLayer):
@@ -55,7 +67,7 @@ class SparseMLP(InitializedLayer):
         experts = self.mlp.experts
         stored = sum(one.numel() for one in experts.parameters() if one.dim() > 2)
         others = sum(one.numel() for one in self.parameters() if one.dim() == 2)
-        return float(1 + others + stored // experts.num_experts * self.mlp.gate.top_k)
+        return float(1 + others + stored // experts.num_experts * self.mlp.router_of_tokens.top_k)
 
 
 class Mixture(nn.Module):
