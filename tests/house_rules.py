@@ -322,9 +322,9 @@ READS_THE_PLAN = {
     "estimate/search/plan_changes.py": "chooses among plans",
     "estimate/time/operation_times.py": "places of ranks on hosts, by stride, and the type of an axis",
     "pictures/report/sections.py": "draws a run's files",
-    "pictures/report/run_description.py": "the format of a run's files, which may be older than the mesh",
+    "pictures/report/run_file.py": "the format of a run's files, which may be older than the mesh",
     "pictures/report/plan_pictures.py": "draws a run's files",
-    "pictures/report/recorded_step.py": "draws a run's files",
+    "pictures/report/step_file.py": "draws a run's files",
     "app/train/predicted_run.py": "prints a plan",
     "app/train/reference_steps.py": "the plan of one rank, and its tolerance",
     "verification/diagnosis/cause.py": "the order in which causes are suspected",
@@ -646,7 +646,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def units_are_decided_once(source: Source, house: House) -> Iterator[str]:
+def units_are_computed_once(source: Source, house: House) -> Iterator[str]:
     """No module but those listed reads how a plan shards and casts, or spells out several axes."""
     if source.path in READS_THE_PLAN:
         return
@@ -682,6 +682,6 @@ RULES: tuple[Rule, ...] = (
     shallow,
     no_state,
     private_names_are_listed,
-    units_are_decided_once,
+    units_are_computed_once,
     tidy,
 )

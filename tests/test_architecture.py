@@ -30,7 +30,7 @@ from house_rules import (
     small,
     tidy,
     torch_stays_in_its_rooms,
-    units_are_decided_once,
+    units_are_computed_once,
 )
 
 MOST_PUBLIC_NAMES = 28
@@ -177,11 +177,11 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (private_names_are_listed, "ranks/x.py", "from torch._utils import f", "private name torch._utils.f"),
     (private_names_are_listed, "ranks/x.py", "import torch._dynamo", "private name torch._dynamo"),
     (private_names_are_listed, "ranks/x.py", "load('torch._dynamo')", "private name torch._dynamo"),
-    (units_are_decided_once, "engine/x.py", "x = runner.plan.shards", "reads a plan's shards"),
-    (units_are_decided_once, "engine/x.py", "x = other.strategy == 'full'", "reads a plan's strategy"),
-    (units_are_decided_once, "engine/x.py", "x = plan.master_precision", "reads a plan's master_precision"),
-    (units_are_decided_once, "engine/x.py", "x = ('shard', 'cp')", "spells out the axes"),
-    (units_are_decided_once, "engine/x.py", "x = {'shard': 2, 'cp': 1}", "spells out the axes"),
+    (units_are_computed_once, "engine/x.py", "x = runner.plan.shards", "reads a plan's shards"),
+    (units_are_computed_once, "engine/x.py", "x = other.strategy == 'full'", "reads a plan's strategy"),
+    (units_are_computed_once, "engine/x.py", "x = plan.master_precision", "reads a plan's master_precision"),
+    (units_are_computed_once, "engine/x.py", "x = ('shard', 'cp')", "spells out the axes"),
+    (units_are_computed_once, "engine/x.py", "x = {'shard': 2, 'cp': 1}", "spells out the axes"),
     (tidy, "ranks/x.py", "x = 1  # TO" + "DO: more", "unfinished work"),
     (tidy, "ranks/x.py", "x = '/" + "home/me/data'", "an absolute path"),
 )

@@ -39,7 +39,7 @@ _MOST_SHOWN = 80
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading. Raises OSError, for pipes and devices too."""
+    """Open a regular file, or a link to one, for reading. Raises OSError, also for pipes and devices."""
     return os.fdopen(_opened(path, os.O_RDONLY), "rb")
 
 
@@ -61,7 +61,7 @@ def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
 
 
 def write_bytes(path: Path, data: bytes, *, synchronised: bool = False) -> None:
-    """Write a file; `synchronised`: it is on the disk then. Raises OSError, also where `path` is a link."""
+    """Write a file; if `synchronised`, block until it is on the disk. Raises OSError, also for a link."""
     with open_to_write(path) as file:
         view = memoryview(data)
         while view:
@@ -99,7 +99,7 @@ def make_folder(path: Path) -> None:
 
 
 def try_lock(path: Path) -> BinaryIO | None:
-    """Lock a file (flock) without waiting, and return it open; None if another process of the host has it.
+    """Lock a file (flock) without waiting, and return it open; None if another process holds the lock.
 
     The file then contains this process's id and host, and the time; the lock ends with the process. Raises
     OSError where the folder of `path` takes no files or locks, and where `path` is a link.
@@ -178,7 +178,7 @@ def read_json(path: Path) -> Any:
 
 
 def adapter_of(kind: type[T]) -> TypeAdapter[T]:
-    """Return pydantic's reader and writer of a type, made once in a process: making it takes milliseconds."""
+    """Return pydantic's `TypeAdapter` of a type, which reads and writes it; made once, since that is slow."""
     hashable: Any = kind  # as every class is; mypy asks the metaclass
     return _adapter_of(hashable)
 
@@ -191,7 +191,7 @@ def _adapter_of(kind: type) -> TypeAdapter[Any]:
 
 
 def validated(kind: type[T], text: str | bytes) -> T:
-    """Return the value of a type that a JSON text has. ValueError: the first fault, as "KEY: …"."""
+    """Return the object of class `kind` that a JSON text describes. ValueError names the first fault."""
     from pydantic import ValidationError
 
     try:
@@ -201,7 +201,7 @@ def validated(kind: type[T], text: str | bytes) -> T:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the first fault of data that pydantic has refused, as "KEY: …"."""
+    """Return the first fault that pydantic found in data, as text: "KEY: …"."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part)[:_MOST_SHOWN] for part in first["loc"]) or "content"
     return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}"

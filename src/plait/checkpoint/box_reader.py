@@ -107,7 +107,7 @@ class FullTensors:
         return found
 
     def items(self) -> list[BoxToWrite]:
-        """Return a `BoxToWrite` of each non-empty tensor, which is read only when it is written."""
+        """Return the non-empty tensors as `BoxToWrite`s: each is read only when it is written."""
         return [
             BoxToWrite(name, full_box(one.shape), one.torch_dtype, partial(self.read, name))
             for name, one in self.manifest.tensors.items()
@@ -121,7 +121,7 @@ _MOST_LISTED = 3
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a linear in a checkpoint: the names of its tensors, and how they are added."""
+    """A linear's LoRA adapter in a checkpoint: its tensors' names, and how they are added to the weight."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """By name, in the order of the arguments of `added` after the weight."""
@@ -130,7 +130,7 @@ class Adapter:
 
 
 class MergedTensors:
-    """The tensors of a model without adapters, read by name from a checkpoint with them; as `FullTensors`."""
+    """Reads a model's tensors by name, with LoRA adapters in the checkpoint added to their linears."""
 
     def __init__(self, tensors: FullTensors, adapters: Mapping[str, Adapter]) -> None:
         """`adapters`: those of all adapted linears, by path. CheckpointError where others are saved."""

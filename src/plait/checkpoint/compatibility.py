@@ -172,7 +172,7 @@ def _require_states_shardable(
 
 
 def group_sources(optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any]) -> Sources:
-    """Return each group's options, and the saved groups that had its parameters; `names`: of these, by id."""
+    """Return each parameter group's options, and the saved groups in which its parameters were."""
     found = []
     for group in optimizers.param_groups:
         sources: dict[str, str] = {}

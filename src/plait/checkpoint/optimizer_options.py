@@ -25,7 +25,7 @@ _CYCLED = ("momentum", "betas")
 
 
 def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a torch scheduler added to a saved group, such as `initial_lr`, to be restored.
+    """Return the options in a saved group that a torch scheduler had added, such as `initial_lr`.
 
     That is its learning rate, where the group starts from the same one as when it was saved.
     """
@@ -96,7 +96,7 @@ def _like(value: Any, now: Any) -> Any:
 
 
 def differences(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the options in which groups differ from those saved, each with the value now and the saved one.
+    """Return the options, by name, that differ from the saved ones: the value now, and the saved value.
 
     `ranks`: the `group_sources` of each rank. Left out is what a scheduler goes on with. Of several groups
     the first value counts.
@@ -113,7 +113,7 @@ def differences(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> dict[str,
 
 
 def option_line(found: Mapping[str, tuple[Any, Any]], options: Options) -> str:
-    """Return a line that says which of the options that differ count."""
+    """Return a sentence on options that differ from the saved ones: which values are used."""
     kept = 1 if options == "saved" else 0
     each = ", ".join(f"{key} {both[kept]} in place of {both[1 - kept]}" for key, both in found.items())
     whose = "of the checkpoint" if options == "saved" else "given, not those of the checkpoint"

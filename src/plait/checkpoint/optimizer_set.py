@@ -65,7 +65,7 @@ class OptimizerSet:
             owner.state[parameter] = state
 
     def members_of(self, names: Mapping[int, str]) -> dict[str, str]:
-        """Return the class of each parameter's optimizer, by name; `names`: of parameters, by id."""
+        """Return the class of each parameter's optimizer by parameter name; `names`: names by `id`."""
         return {
             name: type(self._owners[number]).__name__
             for number, name in names.items()

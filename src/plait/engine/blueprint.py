@@ -127,7 +127,7 @@ class Blueprint:
 
     @cached_property
     def buffer_specs(self) -> BufferSpecs:
-        """The flat buffers of each unit."""
+        """Sizes, dtypes and offsets of the flat buffers of each unit (parameters gathered together)."""
         return build_buffer_specs(self.units, self.whole_layouts)
 
     @cached_property
@@ -143,7 +143,7 @@ class Blueprint:
 
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
-        """Input of `lower` besides the schedule: layers per stage and parameter unit, timing, overlap."""
+        """What `lower` needs besides the schedule: layers per stage, units per layer, timing, overlap."""
         counts = enumerate(self.layers_per_stage)
         places = [LayerIndex(stage, layer) for stage, count in counts for layer in range(count)]
         return LoweringSpec(
@@ -162,14 +162,14 @@ class Blueprint:
 
     @cached_property
     def output_classes(self) -> int | None:
-        """The number of classes of all logits, where the loss computes these; else None."""
+        """The size of the last linear's output, if the loss computes the logits itself, else None."""
         if self.output_linear is None:
             return None
         return cast(nn.Linear, self.sequence.layers[-1].module.get_submodule(self.output_linear)).out_features
 
     @cached_property
     def structures(self) -> tuple[Hashable, ...]:
-        """A key of each layer, equal for layers that run alike on the meta device; see `structure_of`."""
+        """A key per layer, equal for layers whose runs on the meta device give the same results."""
         return tuple(structure_of(layer.module) for layer in self.sequence.layers)
 
     @cached_property
@@ -212,7 +212,7 @@ class Blueprint:
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
-        """Return the stages among `stages` whose layers use the parameters of `unit`, in model order."""
+        """Return those of `stages` whose layers use the parameters of `unit`, in model order."""
         users = {place.stage for place in self.lowering_spec.units[unit]}
         return tuple(sorted(users.intersection(stages)))
 
@@ -239,7 +239,7 @@ class Blueprint:
     def meta_layers(
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
     ) -> MetaLayers:
-        """Return the layers on the meta device, as the rank at `coordinate` holds them; see `MetaLayers`."""
+        """Return the layers on the meta device, with the parameter shards of the rank at `coordinate`."""
         return MetaLayers(
             self.sequence,
             self.structures,
@@ -315,7 +315,7 @@ def build_blueprint(
 
 
 def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:
-    """Return the assumed costs of the layers; those of `output_linear` all belong to `I`."""
+    """Return assumed costs of the layers; all of `output_linear`'s count as input gradient (action `I`)."""
     costs = LayerCosts.evenly(layer_costs(sequence.layers))
     if output_linear is None:
         return costs
@@ -336,7 +336,7 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
 
 
 def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
-    """Return how each unit of the model's parameters is stored, gathered and reduced under `plan`."""
+    """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced."""
     of_experts = {
         id(parameter)
         for layer in sequence.layers

@@ -318,7 +318,7 @@ class Engine:
         return self._runner.steps.schedule
 
     def follow(self, order: Schedule) -> None:
-        """Set the schedule of later steps: the same actions on the same ranks, in another order.
+        """Set the schedule of later steps: `order` has the same actions on the same ranks in another order.
 
         Parameters, their gradients and the optimizer's state stay where they are, and gradients have the same
         bits (except those of a parameter with users on two stages of one rank). All ranks pass the same

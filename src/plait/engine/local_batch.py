@@ -33,7 +33,7 @@ class LocalInputs:
 
 @dataclass(frozen=True, eq=False)
 class SequencePart:
-    """A batch of which a data loader has kept the positions of one rank of `cp`; made by `sequence_part`."""
+    """A batch of which a data loader has kept only one `cp` rank's positions; made by `sequence_part`."""
 
     value: Value
     """Without the other ranks' positions; document ids are whole."""
@@ -46,7 +46,7 @@ class SequencePart:
 
 
 def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
-    """Return the part of `batch` that the rank with `index` along `cp` holds, for the methods of its engine.
+    """Return the part of `batch` that the rank with `index` along `cp` holds, to be given to its engine.
 
     For data loaders; an engine cuts whole batches by itself. Inputs and targets are both given as parts.
     Dim 1 of all tensors is the sequence. Raises DataError for tensors that have no such dim, or another
@@ -75,7 +75,7 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
 def without_part(
     parallelism: ContextParallelism, *given: Value
 ) -> tuple[list[Value], int | None, str | None]:
-    """Return the values inside `SequencePart`s, and for parts the length and description of the whole batch.
+    """Return the values without their `SequencePart`s, and of these the whole batch's length and description.
 
     The description is the same on every rank of `cp`. Raises DataError where only some values are parts, and
     for parts of another rank or layout.

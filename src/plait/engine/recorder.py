@@ -104,7 +104,7 @@ class Recorder:
 
     @contextmanager
     def recording_step(self) -> Iterator[AroundSegment]:
-        """Context manager of one step; yields a function from a segment to the context that times it.
+        """Context of one step; yields a function that returns a context to time a segment's instructions.
 
         A step that fails is not recorded.
         """

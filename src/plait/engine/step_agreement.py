@@ -59,7 +59,7 @@ class StepAgreement:
         self._latest[optimizer] = self._calls["forward_backward"]
 
     def note_gradients(self) -> None:
-        """Count a call of `forward_backward` since gradients were None, for the next comparison."""
+        """Count one more `forward_backward` whose gradients add up, for the next comparison."""
         self._accumulated = self._accumulated + 1 if self._has_gradients() else 1
 
     def _has_gradients(self) -> bool:

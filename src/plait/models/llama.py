@@ -77,7 +77,7 @@ def llama(
 
 
 def llama_of(sizes: Decoder) -> nn.Sequential:
-    """Return Llama with these sizes on the meta device, see `llama`."""
+    """Return Llama with these sizes on the meta device, as `llama` does."""
     hidden, vocab, context = sizes.hidden, sizes.vocab, sizes.context
     # A smaller start for residual projections, as in GPT-2 (Radford et al. 2019, section 2.3).
     std = INITIAL_STD / math.sqrt(2 * sizes.layers)

@@ -83,7 +83,7 @@ class LoraLinear(nn.Module):
         return torch.add(self.base(input), update, alpha=self.scale)
 
     def initial_values(self) -> dict[str, Initial]:
-        """Return the distributions of the adapter: `down` normal, with the variance of peft's; `up` zero."""
+        """Return the initial distributions of the adapter: `down` normal as in peft, `up` zero."""
         std = 1 / math.sqrt(3 * self.in_features)
         return {"down.weight": NormalValues(std), "up.weight": Constant(0.0)}
 
@@ -125,7 +125,7 @@ def adapt(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> None:
-    """Give the linears `chosen`, by path, adapters and freeze all other parameters; see `lora`."""
+    """Add LoRA adapters to the linears `chosen` (by path), and freeze all other parameters, in place."""
     require_sizes(rank, alpha, dropout)
     _refuse_shared(model, chosen)
     rules = getattr(model, "rules", None)
@@ -174,7 +174,7 @@ def copy_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def merged_values(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the values of the model without adapters, by its names: adapters are added to their linears.
+    """Return the model's values without adapters, which are added to the weights of their linears.
 
     `values` are those of the adapted `model`, such as `engine.state_dict()`; None: its own.
     """

@@ -91,7 +91,7 @@ def attention_cost(layer: nn.Module, context: int, width: int) -> float:
 
 
 def require_length(tokens: Tensor, context: int) -> None:
-    """Raise ModelError where a document of `tokens` `[rows, length]` is longer than the context.
+    """Raise ModelError if `tokens` `[rows, length]` have a document longer than the context.
 
     Without packed documents each sequence is one. In a layer that is traced, each of its calls checks that.
     """

@@ -47,7 +47,7 @@ _OFF: tuple[Any, ...] = (None, False, {}, [], "")
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
-    """Give `model` the adapters in a folder of peft, as `lora` does; return their values by its new names.
+    """Add the adapters in a folder of peft to `model`, as `lora` does; return their values by name.
 
     A model with values also gets them; one on the meta device is given them with its other values:
     `parallelize(model, …, values={**weights, **adapter})`. Raises ModelError for files that cannot be read,
@@ -81,7 +81,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
 
 
 def values_in(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """Return the values in a folder of peft by their names in `model`, which has adapters like these.
+    """Return the adapter's values in a folder of peft, by their names in `model`, which has such adapters.
 
     Raises ModelError as `load_adapter`.
     """

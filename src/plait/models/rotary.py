@@ -30,7 +30,7 @@ class ResultCache:
         self._latest: tuple[Hashable, Any] | None = None
 
     def get(self, key: Hashable, like: Tensor, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()`, or its latest result if that was for an equal `key`, on the device of `like`.
+        """Return `compute()`, or the cached result of the latest call if its `key` was equal.
 
         The result must depend on `key` and that device only; nobody may write to it. It is not kept where
         `like` is of a subclass of `Tensor`, nor within `torch.compile` or the capture of a CUDA graph: its

@@ -87,7 +87,7 @@ TERMINAL = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (
 
 
 def shade(kind: Kind, part: float) -> str:
-    """Return the colour of a kind of action as `#rrggbb`; `part`: from 0, first micro-batch, to 1, last."""
+    """Return the colour of an action as `#rrggbb`, by its kind and `part` (0: first micro-batch, 1: last)."""
     (hue, saturation), (low, high) = _HUES[kind], _LIGHTNESS
     lightness = low + part * (high - low)
     red, green, blue = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)

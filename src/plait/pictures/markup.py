@@ -60,7 +60,7 @@ def page_file(path: str) -> str:
 
 
 def figure(name: str, text: str, about: str | None = None) -> str:
-    """Return a named figure as an entry of a list `dl`; `about`: shown when pointed at."""
+    """Return a named number as an entry of an HTML list `dl`; `about`: text shown on hovering."""
     title = "" if about is None else f' title="{escape(about)}"'
     return f"<div{title}><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
 
@@ -71,7 +71,7 @@ def wrappable(name: str) -> str:
 
 
 def section(title: str, body: str, about: str = "", name: str = "") -> str:
-    """Return a section of the page as HTML; `about`: sentences below the title; `name`: the section's id."""
+    """Return a section of a page as HTML; `about`: sentences below the title; `name`: the section's id."""
     told = f"<p class=about>{about}</p>" if about else ""
     return f'<section id="{name or title.lower()}"><h2>{escape(title)}</h2>{told}\n{body}</section>'
 

@@ -19,7 +19,7 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-
 
 
 def element(tag: str, inside: str = "", title: str = "", /, **attributes: str | float) -> str:
-    """Return an SVG element around the SVG `inside`; `title`: text that is shown when it is pointed at.
+    """Return an SVG element around the SVG text `inside`; `title`: shown on hovering.
 
     Attributes are in pixels, rounded to hundredths, or text; those that are "" are left out. `class_` is
     written as `class`, and `_` within a name as `-`.
@@ -36,22 +36,22 @@ def element(tag: str, inside: str = "", title: str = "", /, **attributes: str | 
 def rect(
     x: float, y: float, width: float, height: float, title: str = "", /, **attributes: str | float
 ) -> str:
-    """Return a rectangle whose upper left corner is at `x`, `y`; `title`: shown when it is pointed at."""
+    """Return an SVG rectangle whose upper left corner is at `x`, `y`; `title`: shown on hovering."""
     return element("rect", "", title, **attributes, x=x, y=y, width=width, height=height)
 
 
 def text_at(x: float, y: float, text: str, title: str = "", /, **attributes: str | float) -> str:
-    """Return a line of text whose baseline begins, or by its class has its middle or end, at `x`, `y`."""
+    """Return a line of SVG text at `x`, `y`: where its baseline begins, or as its class aligns it."""
     return element("text", escape(text), title, **attributes, x=x, y=y)
 
 
 def path(line: str, **attributes: str | float) -> str:
-    """Return a path along `line`, in the commands of SVG."""
+    """Return an SVG path along `line`, which is in SVG's path commands."""
     return element("path", **attributes, d=line)
 
 
 def inline_svg(name: str, width: float, height: float, elements: Iterable[str]) -> str:
-    """Return a picture of a page, styled by the page; `name`: its accessible name; sizes are in pixels."""
+    """Return an SVG element for an HTML page, whose styles apply; `name`: its accessible name."""
     box = f"0 0 {width:g} {height:g}"
     inside = "\n".join(["", *elements, ""])
     return element(

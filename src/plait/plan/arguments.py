@@ -17,7 +17,7 @@ Kind = type[PlaitError]
 
 
 def whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1) -> int:
-    """Return `value`, an int or a NumPy integer of at least `least`, as an int. Raises an error of `kind`."""
+    """Return `value`, a Python or NumPy integer of at least `least`, as an int; else raise a `kind` error."""
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
     require_whole(name, number, kind, least=least)
     assert isinstance(number, int)
@@ -25,7 +25,7 @@ def whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1)
 
 
 def require_whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1) -> None:
-    """Raise an error of `kind` unless `value` is an int of at least `least`."""
+    """Raise an error of class `kind` unless `value` is an int of at least `least`."""
     if isinstance(value, Integral) and not isinstance(value, int) and int(value) >= least:
         raise kind(f"{name} is {value!r}, a number of {type(value).__module__}: give int(…) of it.")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -35,7 +35,7 @@ def require_whole(name: str, value: object, kind: Kind = ConfigError, *, least: 
 def require_number(
     name: str, value: object, kind: Kind = ConfigError, *, positive: bool = False, infinite: str = ""
 ) -> None:
-    """Raise an error of `kind` unless `value` is a finite number of at least 0, or above 0 if `positive`.
+    """Raise an error of class `kind` unless `value` is finite, and at least 0 (above 0 if `positive`).
 
     `infinite`: what infinity means, where it is allowed.
     """
@@ -48,13 +48,13 @@ def require_number(
 
 
 def require_flag(name: str, value: object, kind: Kind = ConfigError) -> None:
-    """Raise an error of `kind` unless `value` is True or False."""
+    """Raise an error of class `kind` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise kind(f"{name} is {value!r}: give True or False.")
 
 
 def require_path(name: str, value: object, kind: Kind = ConfigError) -> None:
-    """Raise an error of `kind` unless `value` is a path: text that is not empty, or a `Path`."""
+    """Raise an error of class `kind` unless `value` is a path: text that is not empty, or a `Path`."""
     if not isinstance(value, str | PathLike) or not str(value) or "\0" in str(value):
         raise kind(f"{name} is {value!r}: give a path, as text or as a pathlib.Path.")
 
@@ -62,7 +62,7 @@ def require_path(name: str, value: object, kind: Kind = ConfigError) -> None:
 def require_choice(
     name: str, value: object, choices: Sequence[str], kind: Kind = ConfigError, *, also: str = ""
 ) -> None:
-    """Raise an error of `kind` unless `value` is one of `choices`; `also`: other values, which it names."""
+    """Raise an error of class `kind` unless `value` is in `choices`; `also`: others, for the message."""
     if value not in choices:
         near = get_close_matches(str(value).lower(), choices, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"choose one of {also}{', '.join(choices)}."
@@ -72,7 +72,7 @@ def require_choice(
 def require_instance(
     name: str, value: object, of: type | tuple[type, ...], remedy: str, kind: Kind = ConfigError
 ) -> None:
-    """Raise an error of `kind`, which ends with `remedy`, unless `value` is an object of the class `of`."""
+    """Raise an error of class `kind`, which ends with `remedy`, unless `value` is an instance of `of`."""
     if not isinstance(value, of):
         what = (
             f"the class {value.__name__}"

@@ -119,7 +119,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each combined axis: all of `COMBINED` if `axes` are a plan's, else only `world`."""
+    """Return which axes each combined axis (such as `dp`) stands for, in a mesh with these `axes`."""
     return COMBINED if views(axes)[0] == AXES else {"world": tuple(axes)}
 
 
@@ -140,7 +140,7 @@ def axes_of(axis: str | Collection[str], axes: Collection[str] = AXES) -> tuple[
 
 
 def name_of(axis: str | Collection[str], axes: Collection[str] = AXES) -> str:
-    """Return the name of several axes together: that of `combined_axes`, or theirs, joined by `_`."""
+    """Return the name of several axes together: a combined axis, or their names joined by `_`."""
     if isinstance(axis, str):
         return axis
     along = axes_of(axis, axes)
@@ -153,7 +153,7 @@ def size_along(axis: str | Collection[str], sizes: Mapping[str, int]) -> int:
 
 
 def index_along(axis: str | Collection[str], coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the index of `coordinate` along an axis; several axes together are row-major."""
+    """Return the index of `coordinate` along an axis; along several axes together, row-major."""
     index = 0
     for name in axes_of(axis, sizes):
         index = index * sizes[name] + coordinate[name]

@@ -39,7 +39,7 @@ MOST_PADDING = 0.005
 
 @dataclass(frozen=True)
 class Slot:
-    """The range of one parameter's elements in a flat tensor: `start … start + numel`."""
+    """The range of a parameter's elements in a flat buffer: `start … start + numel`."""
 
     name: str
     shape: torch.Size
@@ -69,7 +69,7 @@ class Offsets:
         return self.size // self.shards
 
     def bounds(self, slot: Slot) -> tuple[int, ...]:
-        """Return where a parameter is cut: rank `i` holds its elements `bounds[i] … bounds[i + 1]`."""
+        """Return the bounds at which shards cut a parameter: rank `i` has `bounds[i] … bounds[i + 1]`."""
         cuts = (number * self.shard_size - slot.start for number in range(1, self.shards))
         within = (min(max(cut, 0), slot.shape.numel()) for cut in cuts)
         return (0, *within, slot.shape.numel())
@@ -115,7 +115,7 @@ def _round_up(size: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """Size, dtype and device of one flat tensor of a buffer."""
+    """Size, dtype and device of one of a buffer's flat tensors, such as the whole parameters or a shard."""
 
     elements: int
     dtype: Dtype
@@ -227,7 +227,7 @@ def build_buffer_specs(units: Mapping[str, UnitSpec], layouts: Mapping[str, Layo
 
 
 def shard_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the shards that optimizers update: over `tp`, and over the axes of their kind."""
+    """Return the layouts of the parameter shards that optimizers update, over `tp` and the sharding axes."""
     shards = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:

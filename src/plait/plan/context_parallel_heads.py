@@ -21,7 +21,7 @@ def heads_of_ranks(query_heads: int, kv_heads: int, ranks: int) -> Heads:
 def vectors_sent(
     query_heads: int, kv_heads: int, ranks: int, *, keeps_keys: bool
 ) -> tuple[float, float | None]:
-    """Return how many vectors of a head's size a rank sends for each position, by "ring" and by "ulysses".
+    """Return how many vectors of a head's size a rank sends per position, by ring and by Ulysses (or None).
 
     Forward and backward, on average over the ranks, without a mask. "ring": a key and a value of each head
     go to every other rank and their gradients return, `4 · kv_heads · (ranks - 1)`; half as much again where

@@ -30,7 +30,7 @@ FLOPS = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Sizes of a decoder-only transformer, as plait's `gpt2` and `llama` are.
+    """Sizes of a decoder-only transformer like plait's `gpt2` and `llama`: layers, width, heads, vocabulary.
 
     `layers` counts transformer blocks. `kv_heads`: key and value heads; None: as many as heads. `inner`: the
     width inside the MLP; None: 4 · hidden, or Llama's rule where the MLP is `gated`. `biases`: linears and
@@ -100,7 +100,7 @@ class Decoder:
 
     @property
     def inside(self) -> int:
-        """The width inside the MLP."""
+        """The number of features inside the MLP."""
         if self.inner is not None:
             return self.inner
         return default_inner(self.hidden) if self.gated else 4 * self.hidden
@@ -123,7 +123,7 @@ class Decoder:
 
     @property
     def layer_costs(self) -> tuple[float, ...]:
-        """The multiplications a token of each layer, by which plait cuts a model into stages.
+        """Multiplications per token of each layer, by which plait divides layers into stages.
 
         One more of layers without attention, so that an embedding has a cost, as in `layer_costs` of modules.
         """
@@ -132,7 +132,7 @@ class Decoder:
 
     @property
     def operations_per_token(self) -> float:
-        """Floating-point operations of forward and backward a token, without recomputation.
+        """Floating-point operations per token, forward and backward, without recomputation.
 
         As `plait train` counts them (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): six for each
         element of a matrix, and twelve for each feature and position of attention, masked or not.
@@ -155,7 +155,7 @@ class Decoder:
         return self.hidden * self.vocab
 
     def parameters(self, kind: LayerKind, tp: int = 1) -> float:
-        """Return the parameters of a layer on a rank of `tp`; a tied head counts as if it had its own."""
+        """Return the number of parameters of a layer on a `tp` rank; a tied head counts its own copy."""
         matrices, norm = self._matrices(kind, tp) / tp, (2 if self.biases else 1) * self.hidden
         if kind == "embedding":
             return matrices + (self.context * self.hidden if self.positions else 0)
@@ -167,14 +167,14 @@ class Decoder:
         return matrices + biases + norm
 
     def parameters_of(self, kinds: Sequence[LayerKind], tp: int = 1) -> float:
-        """Return the parameters of several layers on a rank of `tp`; a tied table counts once."""
+        """Return the number of parameters of several layers on a `tp` rank; a tied table counts once."""
         shared = self.hidden * self.vocab / tp if self.tied and {"embedding", "head"} <= {*kinds} else 0
         counts = Counter(kinds)
         return sum(count * self.parameters(kind, tp) for kind, count in counts.items()) - shared
 
     @property
     def total_parameters(self) -> float:
-        """The parameters of the whole model."""
+        """The number of parameters of the whole model."""
         return self.parameters_of(self.kinds)
 
 
@@ -219,7 +219,7 @@ def _block_sizes(block: Any) -> tuple[int, int, int, float | None]:
 
 
 def multiplications(matrices: float, *, context: float, width: float) -> float:
-    """Return the multiplications a token of a layer whose matrices have `matrices` elements: one for each.
+    """Return the multiplications per token of a layer: one per matrix element, and attention's.
 
     And of attention two for each of its `width` features and each position of `context`: of the scores, and
     of the weighted values.

@@ -48,7 +48,7 @@ FLOAT16 = PRECISIONS["fp16"]
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """A parameter as `resolve_units` sees it: its dtype, whether it trains, summands of its gradient."""
+    """A parameter, as a plan is resolved for it: its dtype, whether it trains, its gradient's summands."""
 
     dtype: Dtype = PRECISIONS["fp32"]
     """In the model, before the plan's precisions."""
@@ -101,13 +101,13 @@ class BufferKind:
 
     @cached_property
     def reduced_neighbours(self) -> int:
-        """How many neighbours along `tp` the all-reduce includes too: none where they reduce-scatter."""
+        """Over how many neighbours along `tp` the gradient all-reduce sums too, if it does."""
         return 1 if "tp" in self.sharded_over else self.summands
 
 
 @dataclass(frozen=True)
 class UnitTiming:
-    """When a unit is gathered, released and reduced."""
+    """When a unit (parameters gathered together) is gathered, released and reduced."""
 
     gathers: Literal["never", "once", "each use"] = "never"
     """Whether parameters are gathered once per step, or before each use and released after it."""
@@ -141,7 +141,7 @@ def resolve_units(
     members: Mapping[str, Sequence[str]],
     users: Mapping[str, Sequence[int]],
 ) -> dict[str, UnitSpec]:
-    """Return by name the `UnitSpec` of each unit of a model under `plan`.
+    """Return by name how each unit (parameters gathered together) is sharded, gathered and reduced.
 
     `members`: the parameters of each unit. `users`: the numbers of the layers that use each unit. Raises
     PlanError where sharded gradients would be accumulated in less precision than the plan asks.
@@ -157,7 +157,7 @@ def resolve_units(
 
 
 def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
-    """Return how `plan` stores, gathers and reduces a parameter; by default one in fp32 that trains."""
+    """Return how `plan` stores, gathers and reduces `parameter`, by default one in fp32 that trains."""
     given = parameter or ModelParameter()
 
     def chosen(asked: Precision | None, default: Dtype) -> Dtype:
@@ -190,7 +190,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
 
 
 def timing_of(plan: Plan) -> UnitTiming:
-    """Return when a plan's units are gathered, released and reduced.
+    """Return when a plan's units (parameters gathered together) are gathered, released and reduced.
 
     A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
     """
@@ -205,7 +205,7 @@ def timing_of(plan: Plan) -> UnitTiming:
 
 
 def shards_of(kind: BufferKind, plan: Plan) -> int:
-    """Return the number of ranks between which a buffer of this kind is cut; 1 where it is not sharded."""
+    """Return over how many ranks a flat buffer of this kind is sharded; 1 where it is not sharded."""
     return size_along(kind.sharded_over, sizes_of_plan(plan))
 
 

@@ -225,7 +225,7 @@ class Plan:
 
     @property
     def shards(self) -> bool:
-        """Whether the optimizer updates shards, or offloaded copies, of the parameters."""
+        """Whether the optimizer updates shards of parameters, or offloaded copies."""
         return self.strategy != "none" and (self.state_ranks > 1 or self.offload != "none")
 
     @property
@@ -234,7 +234,7 @@ class Plan:
         return self.tp > 1 and self.sequence_parallel != "none"
 
     def weights_at_once(self, *, sends: bool) -> bool:
-        """Return whether a stage's full backward goes layer by layer, see the function `weights_at_once`."""
+        """Return whether a stage's full backward computes both gradients layer by layer."""
         return weights_at_once(self.overlap, sends=sends)
 
     @property
@@ -249,7 +249,7 @@ class Plan:
 
 
 def weights_at_once(overlap: bool | None, *, sends: bool) -> bool:
-    """Return whether a stage's full backward goes layer by layer, both gradients of each at once.
+    """Return whether a full backward computes both gradients of a layer before the next layer's.
 
     Else all input gradients come first. `overlap`: that of the plan; `sends`: whether another rank waits for
     the gradient of the stage's input.

@@ -31,7 +31,7 @@ NEAREST = 3
 
 @dataclass(frozen=True)
 class Rule:
-    """The partitioning of one module over `tp`: which features, rows or positions a rank holds.
+    """How one module is partitioned over `tp`: which features, rows or positions each rank holds.
 
     What each kind does is said at its name: `entrance`, `column`, `row`, `vocabulary`, `sequence`, `piece`,
     `replicated`, `partitioned`, `norm`.
@@ -99,15 +99,15 @@ class Rule:
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """Return a copy that divides no part, such as a head; `parts`: module attribute with their number."""
+        """Return a copy that divides no part, such as a head; `parts`: the attribute with their number."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:
-        """Return a copy of the rule with `dim`, the partitioned dim, set."""
+        """Return a copy of the rule that partitions the dim `dim`."""
         return replace(self, dim=dim)
 
     def joined(self, blocks: int | str, *more: str) -> Rule:
-        """Return the rule for a linear that concatenates the features of `blocks` linears.
+        """Return a copy for a linear whose output features are those of `blocks` linears, concatenated.
 
         Their number; or, where they differ in size, for each the module attribute with the number of its
         parts: `column.joined("heads", "key_heads", "key_heads")`.
@@ -158,7 +158,7 @@ weight · x / sqrt(mean(x²) + eps); its weight is partitioned with them, its me
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
-    """Return the rule of each module path that a pattern of `rules` matches.
+    """Return by path the rule whose pattern in `rules` matches, for each module path that one matches.
 
     Raises PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
     """

@@ -33,6 +33,6 @@ class ShardPlan:
 def replica_ranks(
     layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ranks in pipeline `stages` that hold the same shard of a `layout` tensor as `coordinate`."""
+    """Return the ranks, in pipeline `stages`, that hold the same shard as the rank at `coordinate`."""
     alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
     return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))

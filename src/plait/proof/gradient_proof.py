@@ -57,7 +57,7 @@ ONLY_NEUTRAL: frozenset[ValueState] = frozenset({"neutral"})
 
 @dataclass(frozen=True)
 class Claims:
-    """What rules and layouts claim about a layer: which parameters and inputs are whole, sharded or summed.
+    """What rules and layouts claim of a layer's parameters and inputs: whole, sharded over `tp`, or summed.
 
     Names are as in the model or as in the layer.
     """
@@ -162,7 +162,7 @@ class _Proof:
         self.states: dict[Node, ValueState] = {}
 
     def visit(self, node: Node) -> None:
-        """Compute the `ValueState` of `node`, whose inputs have been visited."""
+        """Derive the state (whole, partitioned, …) of an autograd node's value from those of its inputs."""
         leaf = _leaf(node)
         if leaf is not None:
             self.states[node] = self.leaves.get(id(leaf), "neutral")
@@ -223,7 +223,7 @@ class _Proof:
         return next((state for state in order if state in read), "constant")
 
     def require_outside(self, outputs: Iterable[Node], not_allowed: ValueState) -> None:
-        """Raise ModelError if an output leaves the layer in state `inside`, `summed` or `not_allowed`."""
+        """Raise ModelError if an output is partitioned, a summand, or in the state `not_allowed`."""
         for node in outputs:
             if self.states[node] in (not_allowed, "summed"):
                 raise self._other_parts(node)

@@ -71,7 +71,7 @@ class MetaLayers:
 
     @property
     def are_proved(self) -> bool:
-        """Whether gradients need a proof: if a parameter, sequence or dropout is divided over `tp`."""
+        """Whether gradients need a proof: if a parameter, the sequence or dropout is divided over `tp`."""
         rules, sequence_dims = self._rules.cuts.values(), self._rules.sequence_dims.values()
         return (
             any(self._sharded)
@@ -93,7 +93,7 @@ class MetaLayers:
             pass
 
     def prove_positions_apart(self, microbatch: Value) -> None:
-        """Prove that no layer mixes positions of the sequence but by `plait.attention`. Raises ModelError.
+        """Raise ModelError if a layer mixes positions of the sequence other than by `plait.attention`.
 
         `microbatch`: dim 1 of its tensors is the sequence. For context parallelism; tensor parallelism's
         rules are not applied.
@@ -201,7 +201,7 @@ class MetaLayers:
 
     @cached_property
     def structures(self) -> list[Hashable]:
-        """Per layer, a cache key of all that its runs on the meta device depend on, except the inputs.
+        """Per layer a cache key: equal for layers whose runs on meta are the same for equal inputs.
 
         Layers with equal keys have the same graphs, too.
         """
@@ -216,6 +216,7 @@ class MetaLayers:
                 tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
+                rules.experts and (rules.experts.group.size, rules.experts.group.index, rules.experts.etp),
                 (self._sharded[number], self._summed[number], self._frozen[number]),
                 self._output_inside and number == last,
                 self._output_linear if number == last else None,

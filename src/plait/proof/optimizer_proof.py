@@ -59,7 +59,7 @@ Division: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
 
 
 def probe(optimizer: Optimizer, reach: Reach) -> str | None:
-    """Test whether updates depend on no more than `reach`; return None, or else the reason as text.
+    """Return None if updates of `optimizer` depend on no more than `reach` allows, else the reason as text.
 
     Tested with the settings of all of its groups together, on the device of its first parameter. Neither the
     optimizer nor random states change.
@@ -245,7 +245,7 @@ class Partitioning:
 
     @staticmethod
     def of(plan: Plan, kinds: Iterable[BufferKind]) -> Partitioning:
-        """Return the partitioning of parameters of `kinds`; offload without sharding divides none."""
+        """Return how `plan` divides parameters of `kinds`; offload without sharding divides none."""
         return Partitioning(plan.pp, plan.tp > 1 or any(shards_of(kind, plan) > 1 for kind in kinds))
 
 
@@ -332,7 +332,7 @@ class OptimizerGuard:
             self.check_once(optimizer)
 
     def check_once(self, optimizer: Optimizer) -> None:
-        """Raise PlanError as `check`; an optimizer is checked once, and again after groups were added."""
+        """Raise PlanError as `check` does, but test each optimizer once, and again after new groups."""
         groups = len(optimizer.param_groups)
         if self._checked.get(optimizer) != groups:
             require_elementwise(optimizer, self._partitioning)

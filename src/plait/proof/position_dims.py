@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PositionDim:
-    """The dim of a tensor that contains the positions of a sequence, possibly merged with other dims.
+    """The sequence dim of a tensor: it contains the positions of a sequence, perhaps merged with other dims.
 
     The dim has size `outer · length · inner`, and its index is `(o · length + position) · inner + i`.
     """
@@ -23,20 +23,20 @@ class PositionDim:
     inner: int = 1
 
     def at(self, dim: int) -> PositionDim:
-        """Return the same positions in another dim."""
+        """Return this sequence dim as if it were dim number `dim`."""
         return PositionDim(dim, self.outer, self.inner)
 
     def without(self, dims: Iterable[int]) -> PositionDim | None:
-        """Return the positions after `dims` are removed from the tensor; None if theirs is one of them."""
+        """Return the sequence dim after `dims` are removed from the tensor; None if it is one of them."""
         removed = set(dims)
         return None if self.dim in removed else self.at(self.dim - sum(dim < self.dim for dim in removed))
 
     def fits(self, shape: Sequence[int], length: int) -> bool:
-        """Return whether a tensor of `shape` can contain `length` positions in this way."""
+        """Return whether a tensor of `shape` can have this sequence dim, for `length` positions."""
         return self.dim < len(shape) and shape[self.dim] == self.outer * length * self.inner
 
     def viewed(self, old: Sequence[int], new: Sequence[int], length: int) -> PositionDim | None:
-        """Return the positions after a view from shape `old` to shape `new`; None if no dim contains them."""
+        """Return the sequence dim after a view from shape `old` to `new`; None if no dim contains it."""
         step = self.inner * prod(old[self.dim + 1 :])  # from a position to the next, in row-major order
         below = 1
         for dim in reversed(range(len(new))):
@@ -49,7 +49,7 @@ class PositionDim:
 
 @dataclass(frozen=True)
 class OperationCall:
-    """A call of an aten operation on at least one tensor with positions."""
+    """A call of an ATen operation, of which at least one argument has a sequence dimension."""
 
     name: str
     """Without the underscore of a variant that works in place."""
@@ -63,27 +63,27 @@ class OperationCall:
     """Of each tensor with positions, by its `id`."""
 
     def of(self, name: str) -> PositionDim | None:
-        """Return the positions of an argument; None where it is no tensor or has none."""
+        """Return the sequence dim of the argument `name`; None where it is no tensor or has none."""
         return self.positions.get(id(self.arguments.get(name)))
 
     def tensor(self, name: str) -> Tensor:
-        """Return an argument that is a tensor."""
+        """Return the argument `name`, which is a tensor."""
         tensor = self.arguments[name]
         assert isinstance(tensor, Tensor)
         return tensor
 
     def only(self, name: str) -> PositionDim | None:
-        """Return the positions of an argument; None where another argument has some, too."""
+        """Return the sequence dim of the argument `name`; None where another argument has one, too."""
         known = [one for one in tensors_among(self.arguments.values()) if id(one) in self.positions]
         return self.of(name) if len(known) == 1 else None
 
     def dims(self, name: str, count: int) -> list[int]:
-        """Return an argument that names dims of a tensor with `count` dims, as indexes from 0."""
+        """Return the dims that the argument `name` lists, for a tensor of `count` dims, as numbers from 0."""
         given = self.arguments.get(name)
         return [dim % max(count, 1) for dim in ([given] if isinstance(given, int) else given or [])]
 
     def aligned(self, tensors: Iterable[Tensor], ndim: int) -> PositionDim | None:
-        """Return the positions of `tensors` broadcast to `ndim` dims; None where they are not aligned."""
+        """Return the common sequence dim of `tensors` broadcast to `ndim` dims; None if they differ."""
         given = list(tensors)
         found = {
             (at.dim - tensor.dim(), at.outer, at.inner)
@@ -99,7 +99,7 @@ class OperationCall:
         return PositionDim(ndim + back, outer, inner)
 
     def repeats(self, tensor: Tensor, at: PositionDim, ndim: int) -> bool:
-        """Return whether `tensor`, broadcast to `ndim` dims, has the positions `at` or is the same at all."""
+        """Return whether `tensor`, broadcast to `ndim` dims, has the sequence dim `at`, or size 1 there."""
         if id(tensor) in self.positions:
             return self.aligned([tensor], ndim) == at
         back = ndim - at.dim
@@ -116,7 +116,7 @@ def tensors_among(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def positions_by_size(shape: Sequence[int], length: int, rows: int) -> list[PositionDim]:
-    """Return the dims of a tensor whose size is a multiple of `length`, as if they contained positions.
+    """Return the dims of a tensor that could be its sequence dim, as `length` divides their size.
 
     The rest of such a dim is `rows` before the positions if `rows` divides it, and other dims behind them.
     """
@@ -134,7 +134,7 @@ MASKS = (torch.bool, torch.uint8)
 
 @dataclass(frozen=True)
 class Selection:
-    """Which dims of a tensor are indexed in `tensor[indices]`, and where the result has the others."""
+    """Which dims of a tensor `tensor[indices]` indexes, and where the result has its other dims."""
 
     dims: Sequence[int]
     """The dims that are indexed; a mask indexes as many as it has."""
@@ -143,7 +143,7 @@ class Selection:
 
     @classmethod
     def of(cls, indices: Sequence[Tensor | None]) -> Selection:
-        """Return the selection by tensors of numbers, masks, and None for all of a dim."""
+        """Return the selection that `tensor[indices]` makes: by numbers, masks, and None for all of a dim."""
         dims, ndims, dim = list[int](), list[int](), 0
         for index in indices:
             is_mask = index is not None and index.dtype in MASKS
@@ -156,12 +156,12 @@ class Selection:
 
     @property
     def first(self) -> int:
-        """Return the first dim of the indices in the result."""
+        """Return the first of the result's dims that come from the indices."""
         is_one_block = self.dims[-1] - self.dims[0] == len(self.dims) - 1
         return self.dims[0] if is_one_block else 0
 
     def of_others(self, at: PositionDim) -> PositionDim | None:
-        """Return where the dim `at` of `self` is in the result; None where it is indexed."""
+        """Return where the sequence dim `at` of `self` is in the result; None where it is indexed."""
         other = at.without(self.dims)
         return other if other is None or other.dim < self.first else at.at(other.dim + self.index_ndim)
 
@@ -171,7 +171,7 @@ class Selection:
 
 
 def indexed_along(call: OperationCall) -> PositionDim | None:
-    """Rule of `gather` and `scatter`: `self` is read or written along `dim` at `index`, of as many dims."""
+    """Return the sequence dim of `gather`'s or `scatter`'s result, or None where positions are mixed."""
     at, index = call.of("self"), call.of("index")
     (dim,) = call.dims("dim", call.tensor("self").dim())
     if at is None:  # a table that is read, and may be larger than the index along other dims
@@ -182,7 +182,7 @@ def indexed_along(call: OperationCall) -> PositionDim | None:
 
 
 def selected(call: OperationCall) -> PositionDim | None:
-    """Rule of `index_select`: `self` is read along `dim` at the numbers in the 1-d tensor `index`."""
+    """Return the sequence dim of the result of `index_select`, or None where positions are mixed."""
     at, index = call.of("self"), call.of("index")
     (dim,) = call.dims("dim", call.tensor("self").dim())
     if at is None:
@@ -191,7 +191,7 @@ def selected(call: OperationCall) -> PositionDim | None:
 
 
 def written_along(call: OperationCall) -> PositionDim | None:
-    """Rule of `index_add`, `index_copy`, `index_fill`: `self` is written along `dim` at `index`."""
+    """Return the sequence dim of the result of `index_add`, `index_copy` or `index_fill`, or None."""
     at, count = call.of("self"), call.tensor("self").dim()
     (dim,) = call.dims("dim", count)
     source = call.arguments.get("source", call.arguments.get("value"))
@@ -201,7 +201,7 @@ def written_along(call: OperationCall) -> PositionDim | None:
 
 
 def part_replaced(call: OperationCall) -> PositionDim | None:
-    """Rule of `select_scatter` and `slice_scatter`: `src` is written to a part of `self` along `dim`."""
+    """Return the sequence dim of the result of `select_scatter` or `slice_scatter`, or None."""
     at, (dim,) = call.of("self"), call.dims("dim", call.tensor("self").dim())
     if at is None or at.dim == dim:
         return None
@@ -210,7 +210,7 @@ def part_replaced(call: OperationCall) -> PositionDim | None:
 
 
 def indexed(call: OperationCall) -> PositionDim | None:
-    """Rule of `self[indices]`: tensors of numbers, masks, or None (all), for the first dims of `self`."""
+    """Return the sequence dim of `self[indices]` (numbers, masks, None for all), or None where unclear."""
     at, given = call.of("self"), call.arguments["indices"]
     indices: list[Tensor] = [index for index in given if index is not None]
     has_positions = any(id(index) in call.positions for index in indices)
@@ -224,7 +224,7 @@ def indexed(call: OperationCall) -> PositionDim | None:
 
 
 def written_at(call: OperationCall) -> PositionDim | None:
-    """Rule of `index_put`: `values` are written to `self` at `indices`, which are as in `indexed`."""
+    """Return the sequence dim of `index_put`'s result, or None where `indices` mix positions."""
     at, values, given = call.of("self"), call.tensor("values"), call.arguments["indices"]
     indices: list[Tensor] = [index for index in given if index is not None]
     if at is None or _has_scalar_mask(indices):

@@ -1,4 +1,4 @@
-"""Rules of aten operations: in which dim of the result the positions of a sequence are.
+"""Rules of ATen operations: in which dim of the result the positions of a sequence are.
 
 A rule applies to a call with positions in at least one argument. It returns the dim of the result whose
 index is the position, where each element of the result is computed from elements of its own position only.
@@ -29,12 +29,12 @@ Dims = Callable[[OperationCall, int], Collection[int]]
 
 
 def elementwise(call: OperationCall) -> PositionDim | None:
-    """Each element of the result is computed from one element of each argument, after broadcasting."""
+    """Return the sequence dim of an element-wise operation's result, or None if arguments disagree."""
     return call.aligned(tensors_among(call.arguments.values()), len(call.result))
 
 
 def reads(argument: str, along: Dims = lambda call, count: ()) -> Rule:
-    """Return a rule: the result has the positions of `argument`, unless they lie along the dims `along`.
+    """Return a rule: the result has the sequence dim of `argument`, unless that is one of the dims `along`.
 
     For operations that read `argument` along these dims (none: a look-up). The result has the same dims,
     perhaps one more behind (softmax, unfold).
@@ -48,34 +48,34 @@ def reads(argument: str, along: Dims = lambda call, count: ()) -> Rule:
 
 
 def named_dims(call: OperationCall, count: int) -> Collection[int]:
-    """Return the dims that the arguments name; all where they name none."""
+    """Return the dims given by the arguments `dim`, `dims` or `dimension`; all dims where none is given."""
     names = ("dim", "dims", "dimension")
     return [dim for name in names for dim in call.dims(name, count)] or range(count)
 
 
 def cut_dims(call: OperationCall, count: int) -> Collection[int]:
-    """Return the dim along which `self` is cut; none where the slice is all of it."""
+    """Return the dim of which a slice of `self` takes a part; none where it takes all."""
     return () if tuple(call.tensor("self").shape) == call.result else call.dims("dim", count)
 
 
 def padded_dims(call: OperationCall, count: int) -> Collection[int]:
-    """Return the dims at whose ends elements are added, of which `pad` names the last first."""
+    """Return the dims that the argument `pad` makes longer; its numbers begin with the last dim."""
     pad = call.arguments["pad"]
     return [count - 1 - back for back in range(count) if any(pad[2 * back : 2 * back + 2])]
 
 
 def normalized_dims(call: OperationCall, count: int) -> Collection[int]:
-    """Return the last dims of `input`, which `normalized_shape` counts."""
+    """Return the dims that a layer norm normalises over: as many last ones as `normalized_shape` has."""
     return range(count - len(call.arguments["normalized_shape"]), count)
 
 
 def batch_dims(call: OperationCall, count: int) -> Collection[int]:
-    """Return the dims over which a batch norm normalises; in evaluation mode it scales dim 1 by constants."""
+    """Return the dims over which a batch norm averages; in evaluation mode, dim 1, which it scales."""
     return [1] if call.arguments.get("training") is False else range(count)
 
 
 def reduced(call: OperationCall) -> PositionDim | None:
-    """`self` is read along `dim`, by default along all dims, which are removed unless `keepdim` is true."""
+    """Return the sequence dim of the result of a reduction over `dim`, or None if it is reduced."""
     at, count = call.only("self"), call.tensor("self").dim()
     dims = call.dims("dim", count) or range(count)
     other = None if at is None else at.without(dims)
@@ -83,7 +83,7 @@ def reduced(call: OperationCall) -> PositionDim | None:
 
 
 def viewed(call: OperationCall) -> PositionDim | None:
-    """`self` in row-major order has another shape."""
+    """Return the sequence dim of the result of a view or reshape, or None if no dim contains it."""
     at, shape = call.only("self"), call.tensor("self").shape
     if call.arguments.get("dtype") is not None:  # view(dtype), which changes the size of the last dim
         return at if at is not None and at.dim < len(shape) - 1 else None
@@ -91,7 +91,7 @@ def viewed(call: OperationCall) -> PositionDim | None:
 
 
 def permuted(call: OperationCall) -> PositionDim | None:
-    """Dims are permuted: `permute`, `transpose`, `t`."""
+    """Return the sequence dim of the result of `permute`, `transpose` or `t`, or None."""
     at, count = call.only("self"), call.tensor("self").dim()
     order = list(range(count))
     if call.name == "permute":
@@ -105,20 +105,20 @@ def permuted(call: OperationCall) -> PositionDim | None:
 
 
 def unsqueezed(call: OperationCall) -> PositionDim | None:
-    """A dim of size 1 is inserted."""
+    """Return the sequence dim of the result of `unsqueeze`, which inserts a dim of size 1, or None."""
     at, (dim,) = call.only("self"), call.dims("dim", len(call.result))
     return None if at is None else at.at(at.dim + (dim <= at.dim))
 
 
 def squeezed(call: OperationCall) -> PositionDim | None:
-    """Dims of size 1 are removed: those in `dim`, by default all."""
+    """Return the sequence dim of the result of `squeeze`, which removes dims of size 1, or None."""
     at, shape = call.only("self"), call.tensor("self").shape
     dims = call.dims("dim", len(shape)) if "dim" in call.arguments else list(range(len(shape)))
     return None if at is None else at.at(at.dim - sum(shape[dim] == 1 for dim in dims if dim < at.dim))
 
 
 def expanded(call: OperationCall) -> PositionDim | None:
-    """Elements are repeated: `expand`, `repeat`. Not as often as there are positions: ranks have fewer."""
+    """Return the sequence dim after `expand` or `repeat`; None if repeated as many times as positions."""
     at, shape = call.only("self"), call.tensor("self").shape
     if at is None:
         return None
@@ -131,13 +131,13 @@ def expanded(call: OperationCall) -> PositionDim | None:
 
 
 def diagonal(call: OperationCall) -> PositionDim | None:
-    """Dims `dim1` and `dim2` are removed, and their diagonal is the new last dim."""
+    """Return the sequence dim of the result of `diagonal`, or None if it is one of the two dims it reads."""
     at, count = call.only("self"), call.tensor("self").dim()
     return None if at is None else at.without([*call.dims("dim1", count), *call.dims("dim2", count)])
 
 
 def concatenated(call: OperationCall) -> PositionDim | None:
-    """`tensors` are joined along `dim`, which is a new one for `stack`."""
+    """Return the sequence dim of the result of `cat` or `stack`, or None if tensors are joined along it."""
     tensors = [tensor for tensor in call.arguments["tensors"] if tensor.shape != (0,)]
     found = {call.positions.get(id(tensor)) for tensor in tensors}
     at, (dim,) = found.pop(), call.dims("dim", len(call.result))
@@ -149,7 +149,7 @@ def concatenated(call: OperationCall) -> PositionDim | None:
 
 
 def matrix_product(call: OperationCall) -> PositionDim | None:
-    """Two factors are contracted: the last dim of the left with the last but one of the right."""
+    """Return the sequence dim of a matrix product's result, or None if the product sums over it."""
     left, right, added = _factors(call)
     at = _product(call, left, right)
     if at is None or added is None:
@@ -176,7 +176,7 @@ def _product(call: OperationCall, left: Tensor, right: Tensor) -> PositionDim | 
 
 
 def convolution(call: OperationCall) -> PositionDim | None:
-    """`input` is convolved along dims from 2 on, over all of dim 1. A kernel of size 1 reads one position."""
+    """Return the sequence dim of a convolution's result, or None if it combines positions."""
     at, arguments = call.only("input"), call.arguments
     if at is None or at.dim == 1:
         return None
@@ -192,7 +192,7 @@ def _entry(numbers: list[int], index: int) -> int:
 
 
 def attention(call: OperationCall) -> PositionDim | None:
-    """Attention over dim 2 of query, key and value, by itself for each index of dims 0 and 1."""
+    """Return the sequence dim of attention's result, or None if attention combines its positions."""
     at, mask = call.of("query"), call.of("attn_bias") or call.of("attn_mask")
     same = at == call.of("key") == call.of("value") and mask is None
     return at if at is not None and same and at.dim < 2 else None
@@ -285,7 +285,7 @@ SHAPE_IN_PLACE = frozenset({"squeeze_", "t_", "transpose_", "unsqueeze_"})
 
 
 def rule_of(name: str, *, is_pointwise: bool) -> Rule | None:
-    """Return the rule of an aten operation; None where the operation is unknown.
+    """Return the rule of an ATen operation; None where the operation is unknown.
 
     `name` is without the underscore of a variant in place; `is_pointwise`: whether torch tags it so.
     """

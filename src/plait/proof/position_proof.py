@@ -45,13 +45,13 @@ SMALLEST_LENGTH = 5
 FROM_NUMBERS = frozenset({"as_tensor", "new_tensor", "tensor"})
 """Functions of torch that make tensors of numbers, without an operation that shows the numbers."""
 SIZES = frozenset({"size", "split_sizes", "repeats", "stride", "N", "HxW"})
-"""Arguments of aten operations that are sizes: those of results are compared instead."""
+"""Arguments of ATen operations that are sizes: those of results are compared instead."""
 SLICES = frozenset({"slice", "slice_scatter"})
 SOME_POSITIONS = "with context parallelism a rank has some of the positions"
 
 
 def distinctive_sizes(path: str, module: nn.Module, like: Value) -> tuple[int, int, int]:
-    """Return two lengths and a number of rows for a layer: different primes that divide no other size of it.
+    """Return two lengths and a row count to run a layer with: primes that divide no other size in it.
 
     The lengths are up to that of the input `like` where there are such primes, the largest first. Raises
     ModelError unless all tensors in `like` with two or more dims have the same size in dim 1.
@@ -146,7 +146,7 @@ def _run(layer: NamedLayer, like: Value, rows: int, length: int) -> tuple[Positi
 
 @contextmanager
 def tracking(tracker: PositionTracker) -> Iterator[None]:
-    """Within the context, give every operation to `tracker`, and every call of a marked function."""
+    """Context: report each operation, and each call of a marked function, to `tracker`."""
     functions = _Functions(tracker)
     with functions, _Operations(functions):
         yield
@@ -182,7 +182,7 @@ class _Functions(TorchFunctionMode):
             self.tracker.follow_result(call)
 
     def place(self, operation: Any) -> str:
-        """Return the name of an operation, and of torch's function that calls it where that is another."""
+        """Return the name of an operation, with that of the torch function that calls it, for errors."""
         name, function = str(operation.overloadpacket), self._name
         is_same = function.rstrip("_") == name.partition(".")[2].rstrip("_")
         return name if is_same or not function or function.startswith("_") else f"{name} of {function}"
@@ -211,7 +211,7 @@ class _Operations(TorchDispatchMode):
 
 
 class PositionTracker:
-    """Follows positions through the operations of one run of a layer on the meta device."""
+    """Tracks which dim is the sequence dim through the operations of a layer's run on the meta device."""
 
     def __init__(self, path: str, rows: int, length: int) -> None:
         """`path` is the layer's; `rows` and `length` are the sizes of dims 0 and 1 of its input."""
@@ -223,18 +223,18 @@ class PositionTracker:
         self._error: ModelError | None = None  # the first one: a layer might catch it
 
     def follow(self, tensor: Tensor, at: PositionDim) -> None:
-        """Set the positions in a tensor."""
+        """Set the sequence dim of a tensor."""
         self._positions[id(tensor)] = at
         self._followed.append(tensor)
 
     def of(self, tensor: Tensor) -> PositionDim | None:
-        """Return the positions in a tensor, or None."""
+        """Return the sequence dim of a tensor, or None."""
         return self._positions.get(id(tensor))
 
     def visit(
         self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, place: str
     ) -> None:
-        """Set the positions in the results of an operation. Raises ModelError where it mixes positions.
+        """Set the sequence dims of an operation's results. Raises ModelError if it mixes positions.
 
         `place` names the operation in errors.
         """
@@ -286,7 +286,7 @@ class PositionTracker:
                 raise self._mixes(place)
 
     def require_arguments(self, call: MarkedCall) -> None:
-        """Raise ModelError unless the arguments of a marked function have positions as its mark says."""
+        """Raise ModelError unless arguments of a marked function have the sequence dim of its mark."""
         if call.mark.dim is None or not call.mark.arguments:
             return
         given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
@@ -295,7 +295,7 @@ class PositionTracker:
                 self._require(tensor, call.mark.dim, f"gives {call.function.__name__} as {name}")
 
     def follow_result(self, call: MarkedCall) -> None:
-        """Set the positions in the result of a marked function."""
+        """Set the sequence dim of a marked function's result."""
         for tensor in tensors_of(call.result):
             at = None if call.mark.dim is None else PositionDim(call.mark.dim)
             if at is not None and at.fits(tensor.shape, self._length):
@@ -304,7 +304,7 @@ class PositionTracker:
                 self._follow_by_size(tensor, call.function.__name__)
 
     def record_numbers(self, place: str, arguments: Iterable[Any]) -> None:
-        """Record the numbers among the arguments of a call, for `require_same_constants`."""
+        """Record the numbers among a call's arguments, which must not depend on the sequence length."""
         numbers: list[object] = []
         for argument in arguments:
             if isinstance(argument, list | tuple):
@@ -315,7 +315,7 @@ class PositionTracker:
             self.constants.append((place, repr(numbers)))  # as text: NaN differs from itself
 
     def require_output(self, output: Value) -> None:
-        """Raise the first error that the layer caught; ModelError unless dim 1 of outputs is the sequence."""
+        """Raise an error that the layer caught, or ModelError unless dim 1 of outputs is the sequence."""
         if self._error is not None:
             raise self._error
         for tensor in tensors_of(output):
@@ -381,7 +381,7 @@ class PositionTracker:
 
 
 def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of an aten operation by their names, with defaults.
+    """Return the arguments of a call of an ATen operation by their names, with defaults.
 
     `_schema` is private: torch has no public way to the names.
     """

@@ -229,7 +229,7 @@ def barrier(group: Group, *, checked: bool = True) -> Handle[None]:
 
 
 def shared_zeros(size: int, dtype: torch.dtype, device: torch.device, group: Group | None) -> Tensor:
-    """Return zeros `[size]`; if large and where supported, in memory that the ranks of `group` share.
+    """Return a tensor of zeros `[size]`, if large and supported in memory shared by the group's ranks.
 
     Over Gloo the ranks of one host send through the loopback interface, which copies each byte several times
     and takes processor time from the step itself. Every rank of the group maps the tensors made here; in

@@ -45,7 +45,7 @@ SIZE_BYTES = 16
 def require_same_text(
     text: str, group: Group, device: torch.device, *, doing: str = "", remedy: str = SAME_CALL
 ) -> None:
-    """Block until all ranks of `group` make this call, and raise unless their `text` is the same.
+    """Block until all ranks of `group` call this; raise on all of them unless their `text` is the same.
 
     Communication: one all-gather of 256 bytes per rank over the group, not counted as traffic; on CUDA
     without Gloo it synchronises the host. Raises `CommunicationError` on every rank, with each rank's text:
@@ -63,7 +63,7 @@ def require_same_text(
 def different_texts(
     text: str, group: Group, device: torch.device, *, about: str = "", optional: bool = False
 ) -> dict[str, list[int]]:
-    """Return, on every rank, the ranks with each `text` of the group, in order; empty if all have the same.
+    """Return, on every rank, which ranks have which `text`; empty if all ranks have the same.
 
     Of long texts that part which differs: see `require_same_text`, whose communication it has; where they
     differ, also a broadcast of the first text and 264 bytes a rank. With `optional` a rank without a text
@@ -90,7 +90,7 @@ def different_texts(
 
 
 def require_matching_sizes(sizes: RangeSizes, call: str, group: Group, device: torch.device) -> None:
-    """Block until all ranks of `group` make this call, and raise unless each receives what the others send.
+    """Block until all ranks of `group` call this; raise unless each receives what the others send.
 
     `call` describes the operation. Communication: one all-gather of `SIZE_BYTES * group.size` per rank, as
     that of `require_same_text`. Raises `CommunicationError` on every rank, with the first sizes that differ.
@@ -111,7 +111,7 @@ def require_matching_sizes(sizes: RangeSizes, call: str, group: Group, device: t
 
 
 def all_numbers(number: int, group: Group, device: torch.device, about: str) -> list[int]:
-    """Return, on every rank, the `number` of each rank of `group`; `about` names the call, for errors.
+    """Return on every rank the list of all ranks' `number`; `about` names the call, for errors.
 
     Communication: one all-gather of 8 bytes a rank, as that of `require_same_text`.
     """

@@ -36,7 +36,7 @@ def captures_graph(device: torch.device) -> bool:
 
 
 def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a device adds a product of `dtype` matrices to a float32 matrix in one operation.
+    """Return whether a device can add a product of `dtype` matrices to a float32 one in one step.
 
     That is `torch.addmm` with `out_dtype`: for 16-bit matrices, on CUDA of compute capability 8.0 or higher,
     unless torch tunes its products (`PYTORCH_TUNABLEOP_ENABLED`).
@@ -77,7 +77,7 @@ def computation_settings() -> dict[str, object]:
 
 
 def product_precision(precision: str) -> str:
-    """Return in which precision a GPU multiplies matrices of `precision`: fp32 as `tf32` if torch is set so.
+    """Return the precision in which a GPU multiplies matrices: "tf32" for fp32 if torch is set so.
 
     By `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul`; by default fp32 stays fp32.
     """
@@ -111,7 +111,7 @@ def accelerator_of_rank(local_rank: int, ranks_per_gpu: int = 1) -> torch.device
 
 
 def keep_stand_in_for_gpus() -> None:
-    """Initialise torch 2.11's dummy CUDA guard in a thread that never ends: it is freed with its thread.
+    """Work around a crash of torch 2.11 without GPUs: make its dummy CUDA guard in a lasting thread.
 
     torch 2.11 for CUDA makes one on a machine without GPUs, in the memory of the first thread that traces,
     and reads it when that thread has ended: a segmentation fault. Later versions keep it.
@@ -217,7 +217,7 @@ def moved_later(tensor: Tensor, device: torch.device, *, copy: bool = False) -> 
 
 
 def sent(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `tensor` on `device`, cast to `dtype` if given, without blocking the host.
+    """Return `tensor` on `device`, cast to `dtype` if given, copied without blocking the host.
 
     A tensor in CPU memory goes to a GPU through a pinned copy: from pageable memory the host would wait.
     Later writes to `tensor` do not change the result on a GPU.
@@ -288,7 +288,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def limit_memory(device: torch.device, ranks: int, besides: int) -> None:
-    """Limit this process's tensors on a GPU to its part, where `ranks` processes share it.
+    """Limit this process's tensors on a GPU that `ranks` processes share to an equal part of its memory.
 
     `besides`: bytes that each process takes there besides tensors. More raises torch's out-of-memory error.
     """
@@ -314,7 +314,7 @@ def nccl_version(library: str = "libnccl.so.2") -> tuple[int, ...]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of units of a GPU that compute tiles of a product side by side; 0 on a CPU."""
+    """Return the number of multiprocessors (SMs) of a GPU; 0 on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if is_accelerator(device) else 0
 
 

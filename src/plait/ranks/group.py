@@ -47,7 +47,7 @@ class Traffic:
         """Waits are added to this list, if there is one."""
 
     def record_wait(self, axis: str, start: int, end: int) -> None:
-        """Count a wait of the host for an operation along `axis`, in nanoseconds of `perf_counter_ns`."""
+        """Count the nanoseconds from `start` to `end`, in which the host waited for an operation."""
         self.blocked_nanoseconds += end - start
         if self.waits is not None:
             self.waits.append((axis, start, end))
@@ -130,7 +130,7 @@ class Group:
         return torch.device("cpu") if on_cpu else device
 
     def skip(self, kind: str, tensor: Tensor) -> None:
-        """Call `on_skip` for a collective that does not run, because `tensor`, its input, is on meta."""
+        """Report a collective that does not run, since its input `tensor` is on the meta device."""
         if self.on_skip is not None and self.size > 1:
             self.on_skip(self, kind, tensor)
 

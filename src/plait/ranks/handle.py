@@ -31,7 +31,7 @@ class GroupOperation:
     group: Group
 
     def record_failure(self, cause: Exception) -> None:
-        """Write this rank's record to the failure log, and make the group's other operations fail soon."""
+        """Write this rank's failure to the log, and make the group's other operations fail soon."""
         if self.group.failure_log is not None:
             self.group.failure_log.record(self.awaited, self.suspects)
         if self.group.transport is not None:
@@ -129,7 +129,7 @@ class Handle(Generic[T]):
         return cls(lambda: None, lambda: result, "nothing", group)
 
     def about(self, what: str) -> Self:
-        """Set the purpose of the operation, shown in its errors; return this handle."""
+        """Set what the operation is for, as text that its errors show; return this handle."""
         self._about = f" ({what})"
         return self
 

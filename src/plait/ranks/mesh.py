@@ -168,7 +168,7 @@ class GridMesh:
         return self._make_group(groups, name)
 
     def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
-        """Return torch's `DeviceMesh` of the `axes` with several ranks, at this rank's index on other axes.
+        """Return a torch `DeviceMesh` of those `axes` that have several ranks, through this rank.
 
         It uses the groups of this mesh, in the order and with the names of `axes`; where no axis has more
         than one rank, it holds this rank only, under the last name. Without communication; messages that
@@ -192,7 +192,7 @@ class GridMesh:
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
 
     def neighbours(self, axis: str, size: int, name: str = "copies") -> Group:
-        """Make groups of `size` consecutive ranks along an axis, and return this rank's.
+        """Make a group of each `size` consecutive ranks along an axis, and return this rank's group.
 
         All ranks of the world call it with the same arguments; traffic is counted as `name`. Raises
         `MeshError` unless `size` divides the ranks along the axis.

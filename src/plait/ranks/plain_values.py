@@ -34,11 +34,11 @@ _NUMPY_KINDS = "biufc"
 
 
 class NotPlainError(TypeError):
-    """A value is of another type; the message is the name of that type."""
+    """Raised for a value of a type that `encode` does not know; the message is the type's name."""
 
 
 def encode(value: object) -> str:
-    """Return `value` as text that `decode` reads. Raises `NotPlainError` for other types.
+    """Return `value` as JSON text that `decode` reads. Raises `NotPlainError` for unknown types.
 
     Tensors are read on the CPU afterwards. Subclasses count as other types, and so do tensors that require
     gradients.

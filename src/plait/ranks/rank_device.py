@@ -41,7 +41,7 @@ _CONTEXT = 2**30
 
 
 def device_of_rank(device: str | torch.device | None, ranks: RankTransports | None) -> torch.device:
-    """Return this rank's device: `device`, or if None a GPU where `ranks` use NCCL or are none, else the CPU.
+    """Return this rank's device: `device`, or by default its GPU if there is NCCL for it, else the CPU.
 
     `cuda` without an index is this rank's GPU.
     """
@@ -78,7 +78,7 @@ def ranks_per_gpu() -> int:
 
 
 def ranks_that_share(most: int, local_size: int, gpus: int) -> int:
-    """Return how many of `local_size` ranks share each of a host's `gpus`, on which they are spread evenly.
+    """Return how many of a host's `local_size` ranks share each of its `gpus`. Raises `MeshError`.
 
     Raises `MeshError` if that are more than `most`, or not the same number on each.
     """
@@ -101,7 +101,7 @@ def ranks_that_share(most: int, local_size: int, gpus: int) -> int:
 
 
 def newer_nccl() -> str | None:
-    """Return the path of an NCCL that ranks must preload to share a GPU; None where theirs is new enough.
+    """Return the path of an NCCL to preload so that ranks can share a GPU; None if theirs can.
 
     Searched: the path in `PLAIT_NCCL_LIBRARY`, then the system's libraries. None also where there is no such
     library, so that the ranks refuse it.

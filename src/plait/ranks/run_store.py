@@ -79,7 +79,7 @@ def listen(host: str, port: int) -> Store | None:
 
 
 def server_at(host: str, port: int, listener: int | None = None) -> Store:
-    """Return the store server that this process runs at `port`: started now by a `listener`, or before."""
+    """Return this process's store server at `port`, which is started on the socket `listener` if new."""
     own, limit = host if _is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
     store: Store = TCPStore(
         own, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
@@ -88,7 +88,7 @@ def server_at(host: str, port: int, listener: int | None = None) -> Store:
 
 
 def connect(host: str, port: int) -> Store | str:
-    """Return a client of the store at `port` of `host`, or why there is none, as text."""
+    """Return a client of the store at `port` of `host`, or a text that says why there is none."""
     where = f"port {port} of {host}"
     if _is_loopback(host) and (users := users_listening_at(port)) and not users & {os.geteuid(), 0}:
         return f"{where} belongs to user {users.pop()}"
@@ -104,7 +104,7 @@ def connect(host: str, port: int) -> Store | str:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T | None:
-    """Return the result of `function`, called in a thread; None if it fails or exceeds `seconds`."""
+    """Return the result of `function`, called in a thread; None if it fails or takes more than `seconds`."""
     results: list[T] = []
 
     def call() -> None:

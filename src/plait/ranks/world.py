@@ -228,14 +228,14 @@ def run_of_launcher(mark: str) -> str:
 
 
 def process_of_launcher(mark: str) -> str:
-    """Return the id and start time of the launcher's process on this host, which identify one run of it."""
+    """Return the process id and start time of the launcher on this host, as text: its identity."""
     launcher = _launcher(mark)
     started = _process_file(launcher, "stat").rpartition(")")[2].split()[19:20]
     return "-".join([str(launcher), *started])
 
 
 def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return parent ids by process id, from this process up to the launcher, which lacks the variable `mark`.
+    """Return the parent of each process from this one to the launcher; that lacks variable `mark`.
 
     The launcher is the first ancestor that was started without the environment variable `mark`, or whose
     environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the

@@ -10,7 +10,7 @@ from plait.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """Kind of work of an action: forward, input gradient, weight gradient, or both gradients."""
+    """Kind of work of an action: forward `F`, input gradient `I`, weight gradient `W`, or both `B`."""
 
     F = "F"
     """forward"""
@@ -41,7 +41,7 @@ class Action(NamedTuple):
 
     @property
     def message_key(self) -> Action:
-        """The action under which messages are matched: the `I` of a full backward `B`, else this action."""
+        """The action under which a message is looked up: a full backward's input gradient, else itself."""
         return Action(self.stage, Kind.I, self.microbatch) if self.kind is Kind.B else self
 
     def source_stage(self, stages: int) -> int | None:
@@ -52,7 +52,7 @@ class Action(NamedTuple):
         return source if 0 <= source < stages else None
 
     def consumer(self, stages: int) -> Action | None:
-        """Return the action of the neighbour stage, `F` or `I`, that needs this action's result, or None."""
+        """Return the action that needs this one's result, on a neighbour stage (`F` or `I`), or None."""
         if self.kind is Kind.F and self.stage + 1 < stages:
             return Action(self.stage + 1, Kind.F, self.microbatch)
         if self.kind in (Kind.I, Kind.B) and self.stage > 0:

@@ -17,7 +17,7 @@ from plait.schedules.schedule import Schedule, draw_grid
 
 
 class Violation(NamedTuple):
-    """A broken rule: the rank, its action, the reason, and the index around which to show its actions."""
+    """A broken rule: which rank and action break it, why, and where to show the schedule."""
 
     rank: int
     action: Action
@@ -26,7 +26,7 @@ class Violation(NamedTuple):
 
 
 def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCosts | None = None) -> None:
-    """Raise ScheduleError if `schedule` breaks a rule; the text shows the rank, the action and those near it.
+    """Raise ScheduleError, which shows rank and action, if `schedule` is not legal or exceeds `limit`.
 
     `limit` is the most that a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds,
     by default its share from the forward to the weight gradient.

@@ -23,7 +23,7 @@ TOLERANCE = Fraction(1, 10**9)
 
 
 class MemoryCosts(NamedTuple):
-    """Activation memory of one micro-batch on each stage, in integer multiples of `unit`.
+    """Activation memory of one micro-batch on each stage, as integers, in multiples of `unit`.
 
     1 is the memory of a micro-batch on all stages of a rank.
     """
@@ -36,7 +36,7 @@ class MemoryCosts(NamedTuple):
 
 
 def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[int, int]]:
-    """Yield for each action of a rank the peak memory during it and the memory after it, in `costs.unit`."""
+    """Yield the peak memory during each action of a rank and the memory after it, in units of `costs`."""
     use = 0
     for stage, kind, _ in actions:
         if kind is Kind.F:
@@ -53,7 +53,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
-    """Return each rank's peak activation memory; 1 is that of a micro-batch on all stages of one rank."""
+    """Return each rank's peak activation memory; 1 is what a micro-batch holds on all stages of a rank."""
     costs = costs or Costs().memory(schedule.ranks, schedule.stages)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)
@@ -62,7 +62,7 @@ def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[F
 
 
 def is_within(schedule: Schedule, limit: float, costs: MemoryCosts) -> bool:
-    """Return whether each rank's peak activation memory is at most `limit`, see `plait.schedule`."""
+    """Return whether each rank's peak activation memory is at most `limit`, in the unit of `peak_memory`."""
     return max(peak_memory(schedule, costs)) <= limit_in_units(limit, costs.unit) * costs.unit
 
 
@@ -96,7 +96,7 @@ class Ticks(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a micro-batch: times in any unit, and memory.
+    """Costs of the stages for one micro-batch: times in any unit, and activation memory.
 
     `F`, `I`, `W`: a forward, an input gradient, a weight gradient. A full backward `B` costs `I + W`.
     `comm`: a message between different ranks; it blocks neither of them. `until_I`, `until_W`: memory from

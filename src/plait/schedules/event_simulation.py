@@ -25,7 +25,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class EventOrder:
-    """The actions of all ranks in one sequence, in which every action follows those that it needs."""
+    """All ranks' actions in one sequence in which they can run: each after the actions it needs."""
 
     ranks: int
     stages: int
@@ -36,11 +36,11 @@ class EventOrder:
     """For each rank in a deadlock, the action that it waits for; its own from there on are left out."""
 
     def durations(self, timing: Timing) -> list[int]:
-        """Return the durations of actions, by the indices in `steps`."""
+        """Return all durations, by kind and stage, as one list; `steps` have the index of each action's."""
         return [time for kind in Kind for time in timing.durations[kind]]
 
     def ends(self, timing: Timing) -> list[list[int]]:
-        """Return the end of each rank's actions, if each runs its own in order, as early as possible."""
+        """Return when each rank's actions end, if each rank runs its own in order, as early as possible."""
         durations, hops = self.durations(timing), [*timing.forward_hops, *timing.backward_hops]
         rows: list[list[int]] = [[] for _ in range(self.ranks)]
         now, ends = [0] * self.ranks, list[int]()
@@ -58,12 +58,12 @@ class EventOrder:
         return rows
 
     def last_ends(self, timing: Timing) -> list[int]:
-        """Return the end of each rank's last action, 0 for a rank without actions."""
+        """Return when each rank's last action ends, 0 for a rank without actions."""
         return [row[-1] if row else 0 for row in self.ends(timing)]
 
 
 def event_order(rows: ActionRows, stages: int) -> EventOrder:
-    """Return the actions of `rows` in an order in which they can run, and what ranks in a deadlock wait for.
+    """Return an order in which the actions of `rows` can run, and what ranks in a deadlock wait for.
 
     A forward needs the previous stage's, a backward its own forward and the next stage's backward, a weight
     gradient its own input gradient. Linear in the number of actions.
@@ -107,7 +107,7 @@ def event_order(rows: ActionRows, stages: int) -> EventOrder:
 
 
 class SharedTimes(NamedTuple):
-    """Starts and ends of the actions of each rank, in the order of its actions."""
+    """When each rank's actions start and end, if all ranks share CPU cores."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -118,7 +118,7 @@ class SharedTimes(NamedTuple):
 
 
 def simulate_shared(order: EventOrder, timing: Timing, speedup: float) -> SharedTimes:
-    """Return when each action of a schedule starts and ends, if ranks share CPU cores.
+    """Return when each action starts and ends if ranks share CPU cores: waiting ranks speed up others.
 
     Each rank runs its actions in order, as early as possible.
 

@@ -21,7 +21,7 @@ MOST_COMPARED = 64
 
 
 class ActionStart(NamedTuple):
-    """Identifies actions of a rank that start alike: same stage, same kind, before or after a backward."""
+    """A class of actions of a rank: those of one stage and kind, before or after its first backward."""
 
     place: int
     """Which of the rank's stages it is, by its number among them."""
@@ -31,7 +31,7 @@ class ActionStart(NamedTuple):
 
 
 class HeldCounts(NamedTuple):
-    """How many micro-batches, receive buffers and sent gradients one rank holds during a step."""
+    """The most micro-batches, receive buffers and sent gradients that one rank holds during a step."""
 
     stages: tuple[int, ...]
     starts: Mapping[ActionStart, tuple[Held, ...]]
@@ -45,7 +45,7 @@ class HeldCounts(NamedTuple):
     """Gradients that are being sent, after the first backwards."""
 
     def covers(self, other: HeldCounts) -> bool:
-        """Return whether all counts of this rank are at least those of another with equal stages."""
+        """Return whether each count is at least that of `other`, a rank whose stages have equal layers."""
         return all(map(ge, self[2:], other[2:])) and all(
             _covered(held, self.starts.get(start, ()))
             for start, most in other.starts.items()
@@ -65,7 +65,7 @@ class HeldMicrobatches:
         return tuple(_rank_held(self.schedule, rank) for rank in range(self.schedule.ranks))
 
     def largest(self, alike: Sequence[object]) -> list[HeldCounts]:
-        """Return the ranks that may need most memory: those whose counts no rank with equal stages exceeds.
+        """Return the ranks that may need most memory: no other rank with equal stages holds more.
 
         `alike`: for each rank a value that is equal for ranks with equal stages.
         """

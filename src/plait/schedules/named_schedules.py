@@ -44,7 +44,7 @@ PerStage = Sequence[int]
 
 
 class Lengths(NamedTuple):
-    """Lengths in time cells of the forward, input gradient and weight gradient of each stage."""
+    """Lengths of each stage's forward, input gradient and weight gradient, in cells (time steps)."""
 
     F: PerStage
     I: PerStage  # noqa: E741 (the field's letter)
@@ -52,7 +52,7 @@ class Lengths(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Minimum idle time, in cells, between consecutive actions of micro-batch 0."""
+    """Least idle time, in cells (time steps), between consecutive actions of a building block."""
 
     forward: Sequence[int]
     """Per chunk: before each forward but that of the chunk's first stage."""
@@ -64,7 +64,7 @@ class Delays(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Schedule that starts a micro-batch every `period` cells; `starts`: cells of micro-batch 0's actions."""
+    """One micro-batch's actions by time, repeated every `period` cells (time steps) without collisions."""
 
     rank_of: tuple[int, ...]
     lengths: Lengths
@@ -73,11 +73,11 @@ class BuildingBlock:
 
     @property
     def latency(self) -> int:
-        """Time cells from the start of a micro-batch's first forward to its last input gradient's end."""
+        """Cells (time steps) from a micro-batch's first forward to the end of its last input gradient."""
         return self.starts.I[0] + self.lengths.I[0]
 
     def peak(self, until_input: PerStage, until_weight: PerStage) -> int:
-        """Return the largest peak memory of any rank in the steady state, in the unit of the arguments.
+        """Return the largest memory of any rank once the block repeats, in the unit of the arguments.
 
         A micro-batch takes `until_input[s]` on stage `s` from its forward to its input gradient, and from
         there to its weight gradient `until_weight[s]`.
@@ -106,7 +106,7 @@ class BuildingBlock:
         return most
 
     def orders(self, microbatches: int) -> list[list[Action]]:
-        """Return the actions of each rank for `microbatches` micro-batches, in the order of their starts."""
+        """Return each rank's actions for `microbatches` repetitions, in the order of their starts."""
         rows: list[list[tuple[int, Action]]] = [[] for _ in range(max(self.rank_of) + 1)]
         for stage, rank in enumerate(self.rank_of):
             for kind, starts in zip(SPLIT_KINDS, self.starts, strict=True):
@@ -119,7 +119,7 @@ class BuildingBlock:
 def build_block(
     rank_of: Sequence[int], lengths: Lengths, period: int, delays: Delays
 ) -> BuildingBlock | None:
-    """Return the building block with these delays, or None if `period` is too short for its actions."""
+    """Return the building block (one micro-batch's actions) with these delays, None if they do not fit."""
     stages, ranks = len(rank_of), max(rank_of) + 1
     taken, full = [0] * ranks, False  # per rank, the occupied cells of the period as bits of an integer
     turns = iter(delays.turns)
@@ -158,7 +158,7 @@ def build_block(
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
-    """Return the building block of least peak memory for 2 chunks per rank in a V, given a delay `pause`.
+    """Return the building block of least memory for 2 stages per rank in a V, given a delay `pause`.
 
     Every action takes one cell. `pause` is the delay before the forwards of the second chunk and the input
     gradients of the first: the larger it is, the longer a micro-batch of either chunk stays on a rank, the
@@ -174,7 +174,7 @@ def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
 
 
 class RankPosition(NamedTuple):
-    """Input of a policy: a rank, and its pipeline's numbers of ranks, micro-batches and chunks per rank."""
+    """What a policy decides from: a rank's number, and the sizes of its pipeline."""
 
     rank: int
     ranks: int
@@ -183,7 +183,7 @@ class RankPosition(NamedTuple):
 
     @property
     def groups(self) -> list[range]:
-        """Ranges of micro-batches that a rank runs chunk by chunk: of `ranks` or more, or a single range."""
+        """Groups of micro-batches that run through one chunk of the model before the next chunk."""
         count = max(self.microbatches // self.ranks, 1)
         firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
         return [range(first, after) for first, after in pairwise(firsts)]
@@ -191,7 +191,7 @@ class RankPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class AlternatingPolicy:
-    """Policy by which a rank runs forwards, then backwards and forwards in turn, then backwards."""
+    """Policy by which a rank runs warm-up forwards, then backwards and forwards in turn (1F1B)."""
 
     placement: Placement
     chunks: int
@@ -204,7 +204,7 @@ class AlternatingPolicy:
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """Schedule policy for two stages per rank in V placement: every rank repeats its `smallest_block`."""
+    """Policy for two stages per rank in a V: each rank repeats the actions of `smallest_block`."""
 
     pause: int
     peak: Callable[[int], int]

@@ -28,14 +28,14 @@ _AROUND = 6
 
 @dataclass(frozen=True)
 class Grid:
-    """The time step of each action that can run, per rank; the remaining actions are in a deadlock."""
+    """The time step of each rank's actions that can run; in a deadlock, the actions that ranks wait for."""
 
     steps: tuple[tuple[int, ...], ...]
     missing: Mapping[int, Action]
     """For each rank in the deadlock, the action that it waits for."""
 
     def step(self, cell: GridCell) -> int:
-        """Return the time step of an action; for one in a deadlock, count on from the rank's last step."""
+        """Return the time step of an action; those in a deadlock follow their rank's last one."""
         rank, position = cell
         steps = self.steps[rank]
         if position < len(steps):
@@ -44,7 +44,7 @@ class Grid:
 
 
 def fill_grid(rows: ActionRows, stages: int) -> Grid:
-    """Return the time steps of actions; a row ends before its first action on a stage that does not exist."""
+    """Return the time step of each action in `rows`, if each takes one step and runs as early as possible."""
     ones, zeros = (1,) * stages, (0,) * stages
     known = [list(takewhile(lambda action: 0 <= action.stage < stages, row)) for row in rows]
     order = event_order(known, stages)
@@ -55,7 +55,7 @@ def fill_grid(rows: ActionRows, stages: int) -> Grid:
 def draw_grid(
     rows: ActionRows, grid: Grid, around: GridCell | None = None, mark: Action | None = None
 ) -> str:
-    """Return the grid as text, a line per rank: all steps or those around a cell; `mark` is in brackets."""
+    """Return the grid as text, a line per rank; `around`: only near a cell, `mark`: a cell in brackets."""
     cells = {
         (rank, grid.step((rank, position))): f"[{action}]" if action == mark else str(action)
         for rank, row in enumerate(rows)

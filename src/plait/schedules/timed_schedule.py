@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An action with its start and end, in ticks."""
+    """An action with its start and end, in ticks (integer units of time)."""
 
     action: Action
     start: int
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """Memory of a rank from `tick` on, until the next point, in units of `memory_costs`."""
+    """A rank's activation memory from `tick` on, until the next point."""
 
     tick: int
     held: int
@@ -71,7 +71,7 @@ class TimedSchedule:
 
     @property
     def span(self) -> float:
-        """The longest time of a rank from its first start to its last end."""
+        """The longest time that a single rank takes from its first start to its last end."""
         return self.time(self.longest)
 
     @property
@@ -81,7 +81,7 @@ class TimedSchedule:
 
     @property
     def bubble_span(self) -> float:
-        """The zero-bubble papers' measure: `1 − work / span`; work: the busy time of the busiest rank."""
+        """Idle fraction as the zero-bubble papers measure it: `1 − largest busy time / longest span`."""
         return _idle_part(max(self._busy), self.longest)
 
     @property
@@ -96,7 +96,7 @@ class TimedSchedule:
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """The peak of each rank's activation memory, in micro-batches that are held.
+        """The peak of each rank's activation memory, in micro-batches.
 
         Each from the start of F to the end of W or B. In units of one rank's micro-batch: with several chunks
         per rank, a chunk counts as its part of one.
@@ -121,7 +121,7 @@ class TimedSchedule:
 
     @property
     def longest(self) -> int:
-        """The span in ticks, as an exact integer."""
+        """The span in ticks: the longest time a rank takes from its first start to its last end."""
         return max(self._spans)
 
     def time(self, ticks: int) -> float:

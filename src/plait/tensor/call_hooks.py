@@ -59,7 +59,7 @@ def has_load_hooks(module: nn.Module) -> bool:
 
 
 def computed_by_hooks(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors with a graph that hooks of the modules in `module` compute before each forward.
+    """Yield the tensors, such as a `weight`, that hooks in `module` compute before each forward.
 
     Those of `nn.utils.weight_norm` and `nn.utils.prune`, which compute `weight` from other parameters.
     Private to torch: that such a hook has the name of what it computes as `name` or `_tensor_name`.
@@ -72,7 +72,7 @@ def computed_by_hooks(module: nn.Module) -> Iterator[Tensor]:
 
 
 def weight_utility(module: nn.Module) -> str | None:
-    """Return the utility of torch that computes parameters of `module` itself from others, or None.
+    """Return the torch utility (such as `weight_norm`) that computes parameters of `module`, or None.
 
     Such as `torch.nn.utils.weight_norm`, the older one, which has a hook, or `parametrizations.weight_norm`.
     """
@@ -82,7 +82,7 @@ def weight_utility(module: nn.Module) -> str | None:
 
 
 def hook_objects(module: nn.Module) -> Iterator[object]:
-    """Yield the objects that are hooks on calls of `module`, or that have methods which are.
+    """Yield the objects that are hooks on calls of `module`, or whose methods are.
 
     A copy of the module has to call the same object, such as one that records what the module gives. Those
     that hold modules or tensors are left out: they have to be copied with these.

@@ -81,7 +81,7 @@ def output_linear_name(
 
 
 def return_features(layer: nn.Module, name: str, returned: list[Tensor] | None = None) -> OutputLinear:
-    """Make `layer`, a private copy, return the input of its output linear `name`; return that linear.
+    """Change `layer`, a private copy, to return the input of its output linear; return that linear.
 
     Where the linear enters a region of tensor parallelism, the features are what is inside. `returned` gets
     what the linear returns.
@@ -101,7 +101,7 @@ def _features(linear: OutputLinear, returned: list[Tensor] | None, input: Tensor
 
 
 def require_features(output: object, returned: list[Tensor], layer: NamedLayer, name: str) -> None:
-    """Raise PlanError unless `output` of the last layer is what its output linear has `returned`."""
+    """Raise PlanError unless `output` of the last layer is the input of its output linear, `returned`."""
     if not returned or output is not returned[-1]:
         raise PlanError(
             f"plan.loss_rows is set, but the output of the last layer {layer.path!r} is not that of its last "
@@ -162,7 +162,7 @@ class ChunkedCrossEntropy:
 
     @torch.no_grad()
     def gradient(self, features: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the summed loss, 0-d, and the gradient of `features`; add that of weight and bias.
+        """Return the summed loss and the gradient of `features`; add weight and bias gradients.
 
         Arguments and errors as for `total`. The gradients are those of the loss times `scale`, 0-d. That of
         `features` is None where they need none; where classes are partitioned it is this rank's summand.

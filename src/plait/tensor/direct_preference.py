@@ -164,7 +164,7 @@ def dpo_loss(
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log-probability of each of `tokens`, `[rows, length]`, 0 for those of -100.
+    """Return the log-probability of each token in `tokens`, `[rows, length]`; 0 where it is -100.
 
     `logits` are whole, `[rows, length, classes]`.
     """

@@ -74,13 +74,13 @@ class Dropout(nn.Module):
         return tag_dropout(torch.where(keep, input, 0.0).mul_(scale), self)
 
     def next_mask_maker(self, shape: Sequence[int], device: torch.device) -> Callable[[], Tensor]:
-        """Draw this call's random key, and return a function that computes its mask, bool of `shape`."""
+        """Return a function that computes the mask of this call, bool of `shape`."""
         key, parts = self.next_mask(shape, device)
         ranges = self._position_ranges(shape, parts)
         return partial(keep_mask_of_ranges, key, shape, self.p, parts, ranges, device)
 
     def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPart]]:
-        """Return the random key of this call's mask for a tensor of `shape`, and the rank's parts by dim."""
+        """Return the random seed of this call's mask, and which part of the mask this rank needs, by dim."""
         assert TRACE.get() is None, "the mask would be the same in each step"
         parts = {dim: locate(shape[dim]) for dim, locate in self.parts.items()}
         key = 0
@@ -163,7 +163,7 @@ def set_sequence_part(module: Dropout, dim: int, locate: LocatePart) -> None:
 
 @dataclass
 class DropoutGenerator:
-    """Source of one rank's dropout masks: the seed, step, batch rows and running layer that determine it."""
+    """Determines one rank's dropout masks by seed, step, batch rows and the layer that runs."""
 
     seed: int
     step: int = 0
@@ -180,7 +180,7 @@ class DropoutGenerator:
 
     @contextmanager
     def running(self, microbatch: int, path: str, names: Mapping[int, str]) -> Iterator[None]:
-        """Within the context, set the running layer: its path, and its dropouts' names (see `names_of`)."""
+        """Context in which the layer at `path` runs: masks depend on it, and on its dropouts' `names`."""
         # An evaluation sets no rows: its dropouts need no mask.
         rows = self.rows[microbatch] if microbatch < len(self.rows) else range(0)
         before, self._layer = self._layer, _RunningLayer(rows, path, names, {})
@@ -190,7 +190,7 @@ class DropoutGenerator:
             self._layer = before
 
     def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPart]:
-        """Return the random key of the mask for this call of `module`, and the mask's start in dim 0."""
+        """Return the random seed of this call's mask, and at which row of the batch the mask starts."""
         if self._layer is None:
             raise ModelError(
                 f"a dropout with p = {module.p} runs outside of its layer's forward, as in a "
@@ -207,13 +207,13 @@ class DropoutGenerator:
         return key_of(self.seed, self.step, path, call), DimPart(shape[0] // len(rows) * rows.start, 0)
 
     def path_and_rows(self, module: Dropout) -> tuple[str, int]:
-        """Return the path of a dropout in the running layer, and the number of the micro-batch's rows."""
+        """Return the path of a dropout in the model, and the number of rows of the micro-batch."""
         assert self._layer is not None
         return self._layer.path_of(module), len(self._layer.rows)
 
 
 def key_of(seed: int, step: int, path: str, call: int) -> int:
-    """Return the random key for the mask of one call of a dropout in a step: a signed 64-bit integer."""
+    """Return the random seed of the mask of one dropout call in a step: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed}/{step}/{path}/{call}".encode(), digest_size=8, person=b"plait.dropout")
     return int.from_bytes(digest.digest(), "little", signed=True)
 

@@ -30,7 +30,7 @@ BLOCK_ON_ACCELERATORS = 2**21
 
 
 class DimPart(NamedTuple):
-    """The first index of a part of a dim, and the size of the whole dim (which is not used for dim 0)."""
+    """A range of a tensor's dim that a rank holds: its first index, and the size of the whole dim."""
 
     start: int
     whole: int
@@ -161,7 +161,7 @@ class _Blocks(NamedTuple):
 
     @staticmethod
     def of(dims: Sequence[_Dim], most: int) -> _Blocks:
-        """Return blocks of at most `most` elements."""
+        """Return the division of a tensor part into blocks of at most `most` elements."""
         dims = dims or [_Dim(1, 0, 1)]
         strides = [1]
         for dim in reversed(dims[1:]):
@@ -175,7 +175,7 @@ class _Blocks(NamedTuple):
         return _Blocks(dims, start, strides, cut, min(dims[cut].size, most // inner), inner)
 
     def tile(self, device: torch.device) -> Tensor:
-        """Return the indexes of a block's elements in the whole tensor, less the first, times `_GOLDEN`."""
+        """Return each block element's index in the whole tensor, less the first one's, times `_GOLDEN`."""
         tile = _steps(self.rows, self.strides[self.cut], device)
         for number in range(self.cut + 1, len(self.dims)):
             tile = tile.unsqueeze(1) + _steps(self.dims[number].size, self.strides[number], device)

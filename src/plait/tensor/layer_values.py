@@ -21,7 +21,7 @@ Value: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class Microbatches:
-    """A batch that is already split: one value per micro-batch, with its own shapes.
+    """A batch that the user has split already: one value per micro-batch, each with its own shapes.
 
     `engine.forward_backward(Microbatches([x0, x1]), Microbatches([y0, y1]))` runs `x0` and `x1`
     as the two micro-batches of a step. Dim 0 of their tensors need not be a batch.
@@ -55,7 +55,7 @@ def list_of_tensors(value: Value) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Value:
-    """Return `value` with `function` applied to each tensor, in the order of `tensors_of`."""
+    """Return `value` with `function` applied to each tensor in it."""
     if isinstance(value, Tensor):  # the common case, kept cheap
         return function(value)
     return map_leaves(lambda leaf: isinstance(leaf, Tensor), function, value)
@@ -75,7 +75,7 @@ def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], va
 
 
 def row_count(value: Value, what: str) -> int:
-    """Return the size of dim 0, the batch, of the tensors in `value`.
+    """Return the number of rows of a batch: the size of dim 0 of its tensors. DataError if they differ.
 
     Raises DataError where they differ in it, and where no row has an element.
     """
@@ -156,7 +156,7 @@ def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Val
 def counted_microbatches(
     inputs: Value, targets: Value, microbatches: int, rows: int | None
 ) -> tuple[Value, Value, int]:
-    """Return inputs and targets in micro-batches, and how many of these count, from the first on.
+    """Return inputs and targets in micro-batches, and how many of the first ones count.
 
     `rows`: how many rows of the batch count, from the first on; None: all. They are cut into micro-batches of
     about equal size; where there are fewer rows than micro-batches, the others hold the first row again, and
@@ -206,7 +206,7 @@ def detached(value: Value) -> Value:
 
 
 def signatures(values: Sequence[Value]) -> str:
-    """Return the `signature` that all values share; if they differ, a hash followed by all signatures."""
+    """Return the structure, shapes and dtypes that all values share, or if they differ, all of these."""
     each = [signature(value) for value in values]
     if len(set(each)) == 1:
         return each[0]

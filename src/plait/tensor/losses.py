@@ -35,13 +35,13 @@ WIDE = (torch.float32, torch.float64)
 
 
 def wide(logits: Tensor) -> Tensor:
-    """Return `logits` in float32 or float64: themselves, or a copy."""
+    """Return `logits` in float32, or in float64 if they are; a copy only if the dtype changes."""
     return logits if logits.dtype in WIDE else logits.float()
 
 
 @dataclass(frozen=True)
 class LocalTargets:
-    """For each of `n` rows, whether its target is one of this rank's classes, and in which column."""
+    """For each of `n` targets, whether this rank has its class, and in which column of the logits."""
 
     counted: Tensor
     """bool `[n]`: not `ignore_index`."""
@@ -58,7 +58,7 @@ class LocalTargets:
         return LocalTargets(self.counted[chunk], self.known[chunk], self.here[chunk], self.columns[chunk])
 
     def pick(self, part: Tensor) -> Tensor:
-        """Return each row's element of `part` at its target's column, `[n]`.
+        """Return, for each row, the element of `part` in its target's column: `[n]`.
 
         0 where the target belongs to another rank or is ignored. `part` is `[n, len(own)]`.
         """
@@ -101,7 +101,7 @@ def local_targets(
 def softmax_terms(
     part: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's loss, 0 where it does not count, and the factor of exp(s) in its gradient: `[n]`.
+    """Return each row's cross-entropy (0 if ignored), and the factor of its softmax gradient: `[n]`.
 
     Overwrites `part` `[n, len(own)]` with exp(s). Communication: the two all-reduces above.
     """
@@ -153,7 +153,7 @@ class Loss(Protocol):
 
 @runtime_checkable
 class PiecewiseLoss(Loss, Protocol):
-    """A loss that also accepts logits partitioned by class, without gathering them."""
+    """A loss that can also be computed from logits partitioned by class over `tp`, without a gather."""
 
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
         """Return `total` of the full logits, given only this rank's classes: `[..., len(vocabulary.own)]`.
@@ -218,7 +218,7 @@ class CrossEntropy:
 def token_losses_over_vocabulary(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> Tensor:
-    """Return the cross-entropy of each target, `[n]`, 0 where it is ignored; see `total_of_pieces`."""
+    """Return the cross-entropy of each target, `[n]`, 0 if ignored, from this rank's classes."""
     found = local_targets(targets, logits.shape, vocabulary, terms.ignore_index)
     values = wide(logits)
     if values is logits and not (torch.is_grad_enabled() and logits.requires_grad):
@@ -234,7 +234,7 @@ cross_entropy = CrossEntropy()
 
 @dataclass(frozen=True)
 class LossOverVocabulary:
-    """A loss as one whose `total` takes this rank's shard of the logits, partitioned by class.
+    """Adapts a loss so that its `total` takes this rank's part of the logits, partitioned by class.
 
     Uses `total_of_pieces` where the loss has it, else gathers the logits. Communication: then one all-gather
     of the logits over the group. `total` raises ModelError if the output is not such a part.

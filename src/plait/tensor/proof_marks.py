@@ -26,7 +26,7 @@ _ASK_MODES = (None,)
 
 @dataclass(frozen=True)
 class PositionMark:
-    """In which dims a marked function takes and returns positions."""
+    """The sequence dim of the arguments and results of a function that is marked for proofs."""
 
     dim: int | None = None
     """The sequence dim of `arguments` and results; None: in results, the dim whose size shows it."""
@@ -36,7 +36,7 @@ class PositionMark:
 
 @dataclass
 class MarkedCall:
-    """A call of a marked function."""
+    """A call of a function that is marked for proofs, with its arguments and result."""
 
     mark: PositionMark
     function: Callable[..., object]
@@ -47,7 +47,7 @@ class MarkedCall:
 
 
 def positions_may_mix(dim: int, *arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that marks a function which combines positions of a sequence.
+    """Return a decorator: the function may combine positions of a sequence, so proofs allow it.
 
     `dim` is the sequence dim of the tensors that it returns, and of its arguments named in `arguments`; other
     arguments may be anything.
@@ -56,7 +56,7 @@ def positions_may_mix(dim: int, *arguments: str) -> Callable[[Callable[P, R]], C
 
 
 def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function`, marked as one that returns values for the positions that this rank holds.
+    """Return `function`, marked for proofs: its result has a value for each position of this rank.
 
     Such are position numbers, rotary angles or dropout masks. Each result has at most one dim with positions.
     """
@@ -64,13 +64,13 @@ def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def call_begins(call: MarkedCall) -> None:
-    """Do nothing; a mode of torch sees this call, as a sign that a marked function begins."""
+    """Do nothing; torch's function modes see this call as the beginning of a marked function."""
     if has_torch_function(_ASK_MODES):
         handle_torch_function(call_begins, _ASK_MODES, call)
 
 
 def call_ends(call: MarkedCall) -> None:
-    """Do nothing; a mode of torch sees this call, as a sign that a marked function has ended."""
+    """Do nothing; torch's function modes see this call as the end of a marked function."""
     if has_torch_function(_ASK_MODES):
         handle_torch_function(call_ends, _ASK_MODES, call)
 
@@ -92,7 +92,7 @@ def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
 
 
 def tag(result: Tensor, key: str, value: object) -> Tensor:
-    """Return `result`; if it is on the meta device, first set tag `key` of its autograd node to `value`."""
+    """Return `result`; on the meta device, also store `value` under `key` on its autograd node."""
     if result.is_meta and result.grad_fn is not None:
         metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
         metadata[key] = value
@@ -100,7 +100,7 @@ def tag(result: Tensor, key: str, value: object) -> Tensor:
 
 
 def tag_of(node: Node, key: str) -> Any:
-    """Return the value of tag `key` of an autograd node, or None if the node has no such tag."""
+    """Return the value that `tag` stored under `key` on an autograd node, or None."""
     metadata: Any = node.metadata
     return metadata.get(key)
 
@@ -111,7 +111,7 @@ _REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements"
 
 
 class Replaceable(Generic[P, R]):
-    """Decorator of a function that a verification's reference run replaces by its definition, by `replacing`.
+    """Decorator of a function that `replacing` can replace by its plain definition, for a reference run.
 
     Layers call such functions by name, so that a run which is to compute something in another way, and not in
     another model, says which functions it replaces, for as long as its layers run.
@@ -137,7 +137,7 @@ class Replaceable(Generic[P, R]):
 
 @contextmanager
 def replacing(replacements: Replacements) -> Iterator[None]:
-    """Within the context, call for each `Replaceable` function in `replacements` the one it is mapped to."""
+    """Context: calls of each `Replaceable` function in `replacements` call the one it maps to."""
     token = _REPLACEMENTS.set(replacements)
     try:
         yield

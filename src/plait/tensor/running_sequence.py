@@ -61,7 +61,7 @@ class ContextParallelism:
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """Where the documents of a micro-batch's rows begin: equal for equal documents, whatever their ids."""
+    """Where the documents of a micro-batch's rows begin; equal documents compare equal."""
 
     length: int
     """Of each row."""
@@ -90,7 +90,7 @@ class DocumentBounds:
 
 @dataclass(frozen=True, eq=False)
 class LocalSequence:
-    """The positions of a micro-batch's sequences that this rank holds."""
+    """Which positions of a micro-batch's sequences this rank of `cp` holds, for layers that run on them."""
 
     parallelism: ContextParallelism
     layout: SequenceLayout
@@ -110,12 +110,12 @@ class LocalSequence:
 
     @property
     def packed(self) -> DocumentBounds | None:
-        """The documents, or None where each row is one."""
+        """Where documents begin, or None where each row is one document."""
         return self.documents if self.documents is not None and self.documents.are_packed else None
 
     @property
     def shape(self) -> tuple[SequenceLayout, bool]:
-        """The values on which the shapes of positions depend, as a hashable key."""
+        """A hashable key: equal for sequences whose layers run on tensors of the same shapes."""
         return self.layout, self.documents is not None
 
     @cached_property
@@ -147,7 +147,7 @@ class LocalSequence:
 
     @property
     def results(self) -> Mapping[Hashable, Any]:
-        """The results that layers have computed for this micro-batch's sequences, by key; see `result`."""
+        """Results that layers share for this micro-batch's sequences, such as rotary angles, by key."""
         return self._results
 
     def result(self, key: Hashable, compute: Callable[[], Result]) -> Result:
@@ -165,7 +165,7 @@ _RUNNING: ContextVar[LocalSequence | None] = ContextVar("plait_running_sequence"
 
 @contextmanager
 def running(sequence: LocalSequence | None) -> Iterator[None]:
-    """Within the context, layers work on this rank's part of `sequence`."""
+    """Context in which layers read `sequence` as the running one, by `running_sequence()`."""
     token = _RUNNING.set(sequence)
     try:
         yield
@@ -174,7 +174,7 @@ def running(sequence: LocalSequence | None) -> Iterator[None]:
 
 
 def running_sequence() -> LocalSequence | None:
-    """Return the sequence on which a layer works; None outside an engine, and for whole plain sequences."""
+    """Return which part of the sequences this rank runs; None outside an engine, or if all is whole."""
     return _RUNNING.get()
 
 

@@ -17,7 +17,7 @@ LENGTH_STEP = 64
 
 
 def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
-    """Return the last `context` tokens of `sequence` `[rows, length]`, right-padded, and their number.
+    """Return the last `context` tokens of `sequence` `[rows, length]`, padded on the right, and their count.
 
     A causal model does not see the padding. Without a context returns `sequence` itself.
     """

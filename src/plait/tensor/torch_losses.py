@@ -206,7 +206,7 @@ class ClassLoss(TorchLoss):
         return known.double().where(counted, 0).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits, given this rank's classes of them, `[rows, len(own)]`.
+        """Return the summed loss, given only this rank's classes of the logits, `[rows, len(own)]`.
 
         Uses `CrossEntropy`, with its communication, for class numbers without class weights; else one
         all-gather of the logits.
@@ -225,7 +225,7 @@ class ClassLoss(TorchLoss):
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """Loss that turns the mean that `function` returns into a sum, by the number that it is `over`."""
+    """A `Loss` made of a function that returns a mean, which is multiplied by the number averaged `over`."""
 
     function: Callable[[Any, Any], Tensor]
     over: Over | Callable[[Any], Tensor | float] = "rows"

@@ -90,13 +90,13 @@ def prepared(case: Case) -> Iterator[Case]:
 
 
 def rows_of(inputs: Value) -> int:
-    """Return the number of rows of a batch; DataError if its tensors differ in it, PlanError if it is 0."""
+    """Return the number of rows of a batch. Raises DataError if its tensors differ in it, PlanError for 0."""
     split(inputs, 1, "inputs")
     return next(tensors_of(inputs)).shape[0]
 
 
 def batches_of_steps(inputs: Value, targets: Value, steps: int, microbatches: int) -> list[Batch]:
-    """Return a global batch for each step: the given one, then its rows rolled by as many more each time.
+    """Return a global batch for each step: the given one, then the same with its rows rolled on.
 
     If each step had the same batch, nobody could see that a rank took that of an earlier step. Rows keep
     their targets. They are rolled so that, if possible, each of the `microbatches` has other inputs and

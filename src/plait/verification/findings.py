@@ -31,7 +31,7 @@ INCONCLUSIVE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class ComparedBox:
-    """A rank's part of a global tensor of `shape`; `of` extracts it from any tensor of that shape."""
+    """Which part of a global tensor a rank holds; `of` extracts it from any tensor of that shape."""
 
     shape: tuple[int, ...]
     of: Callable[[Tensor], Tensor]
@@ -77,7 +77,7 @@ class Difference:
 
 @dataclass
 class Tally:
-    """Counts of the compared tensors of a phase, and the largest differences within tolerance."""
+    """How many tensors of a phase were compared, and the largest differences within tolerance."""
 
     compared: int = 0
     different: int = 0
@@ -202,7 +202,7 @@ def _is_near(actual: Tensor, expected: Tensor, narrower: str) -> bool:
 
 
 def has_only_small_digits_of_float16(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether elements too small for all digits of float16 have only those that it has for them.
+    """Return whether tiny elements have lost the digits that float16 cannot represent there.
 
     Not where they are also off by more than one such digit, as small sums of large summands in float16 are.
     """

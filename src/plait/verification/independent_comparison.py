@@ -73,7 +73,7 @@ def compare(
 
 
 def compare_with_reference(case: Case, plan: Plan, reference: IndependentReference) -> IndependentReport:
-    """Return the report of this rank on `plan` beside an independent reference, for each batch of `case`.
+    """Return this rank's report: `plan` compared with an independent model on each batch of `case`.
 
     Communication: that of the training, all parameters once, and the reference's outputs and loss.
     """
@@ -94,7 +94,7 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
 
 
 class PlanSide:
-    """One rank of the plan's run, beside the reference on rank 0."""
+    """One rank of the plan's run, to be compared with an independent reference model on rank 0."""
 
     def __init__(self, case: Case, model: nn.Module, engine: Engine, reference: IndependentReference) -> None:
         self.case, self.model, self.engine, self.mesh = case, model, engine, engine.mesh

@@ -34,7 +34,7 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class Float64Mode(TorchFunctionMode):
-    """Context in which operations on float64 tensors give float64, also where they ask for less."""
+    """Context in which float64 operations stay in float64, even where the model casts to less."""
 
     narrow = False
     """Whether a tensor that depends on parameters was narrower all the same."""
@@ -102,7 +102,7 @@ class IndependentReference:
 
 @dataclass
 class Expected:
-    """The reference's results for a batch, and their changes under rounding errors in its parameters."""
+    """The reference's results for a batch, and how much rounding errors in parameters change them."""
 
     outputs: list[Tensor]
     loss: Tensor
@@ -113,7 +113,7 @@ class Expected:
     accuracy: float = 0.0
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, each with a name of its own."""
+        """Yield all tensors of the results, each with a unique name."""
         for what, tensors in (("output", self.outputs), ("input gradient", self.input_gradients)):
             yield from ((f"{what} {number}", one) for number, one in enumerate(tensors))
         yield "loss", self.loss
@@ -124,7 +124,7 @@ class Expected:
         return max(FACTOR * max(self.deviations.get(name, 0.0), self.epsilon * size), self.accuracy * size)
 
     def smallest_size(self) -> float:
-        """Return the least magnitude against which a gradient's difference is measured."""
+        """Return the least magnitude relative to which differences of gradients are measured."""
         return PART_OF_LARGEST * max(map(largest_magnitude, self.gradients.values()), default=0.0)
 
 

@@ -68,7 +68,7 @@ class VerifyOptions:
 
     @property
     def resynchronizes(self) -> bool:
-        """Whether gradients and parameters are reset to the reference's after each comparison.
+        """Whether each comparison of gradients and parameters also resets them to the reference's.
 
         In 16 bits gradients have a large tolerance, which all that is computed from them would inherit.
         """

@@ -174,7 +174,7 @@ def record(
     microbatches: int,
     tick: Callable[[], None],
 ) -> ReferenceRecording:
-    """Record one reference run, and widen its tolerances by `runs - 1` perturbed runs.
+    """Record a reference run; perturbed runs (`runs - 1`) widen its tolerances.
 
     `tick` is called after each micro-batch and step.
     """
@@ -201,7 +201,7 @@ def record(
 def settled_scale(
     make: MakeReference, clip: float | None, batches: Sequence[Batch], microbatches: int
 ) -> float:
-    """Return half of the largest dynamic loss scale with which no step of the reference overflows.
+    """Return a dynamic loss scale that no step of the reference overflows, with a margin of 2.
 
     Training in fp16 halves its scale until nothing overflows; a verification starts there, with a factor of 2
     as a margin for rounding. Runs the reference once per halving.

@@ -38,7 +38,7 @@ BYTES_OF_PARAMETER = 32
 
 
 def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> CandidateRun | None:
-    """Save a candidate, load it in both ways, and return the run of the new engine under the same plan.
+    """Save a candidate run, load it into a new engine and under another plan; return the new engine's run.
 
     `step`: the number of the step that comes next, in which differences are reported. None where no
     checkpoint can be written, for the reason in `Findings.left_out`. Communication: that of `save`, of two
@@ -130,7 +130,7 @@ def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, st
 
 
 def another_plan(plan: Plan, layers: int) -> Plan | None:
-    """Return a plan of as many ranks whose ranks hold other parts; None: there is none of the usual kinds.
+    """Return a plan of as many ranks that hold other shards or layers; None if there is no usual one.
 
     Data parallelism alone, or if `plan` is that, a stage of the `layers` on each rank.
     """

@@ -55,7 +55,7 @@ class Location:
     """Whether it belongs to the evaluation that follows the last step but those after loading."""
 
     def order(self, layers: int) -> tuple[int, bool, int, int, int, int, str]:
-        """Return a sort key, for a model of `layers` layers, that orders causes before consequences."""
+        """Return a key by which locations are sorted, causes before consequences, in a model of `layers`."""
         layer = -1 if self.layer is None else self.layer
         microbatch = -1 if self.microbatch is None else self.microbatch
         if self.phase is StepPhase.LOAD:
@@ -73,7 +73,7 @@ class Location:
 
 
 class RecordKey(NamedTuple):
-    """Identifies a recorded tensor of one step or micro-batch: by kind, layer and name."""
+    """Identifies a recorded tensor within a step or micro-batch: by kind, layer and name."""
 
     kind: str
     """`output`, `gradient` (of that output), `logits` (of a last layer whose output is features),

@@ -34,14 +34,14 @@ SCHEDULE_WIDTH = max(map(len, POLICY_NAMES))
 
 @dataclass(frozen=True)
 class RefusedPlan:
-    """Outcome of a plan that cannot run this model: the reason."""
+    """Why a plan in a sweep cannot run this model."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The reports on all plans. Its truth value is `equal`; `print` shows a headline, and a line per plan."""
+    """The reports of all plans of `verify --all`; true if all are equal. `print` shows a line per plan."""
 
     ranks: int
     rows: tuple[tuple[Plan, VerificationReport | RefusedPlan], ...]

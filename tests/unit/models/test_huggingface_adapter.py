@@ -44,7 +44,8 @@ def test_the_layers_hold_the_models_own_parameters(name: str) -> None:
     assert sequence.context == cases.GPT2_CONTEXT
     heads = model.config.num_attention_heads
     width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
-    costs = [one for one in sequence_of(sequence).layers if hasattr(one.module, "cost")]
+    layers = sequence_of(sequence).layers
+    costs = [one for one in layers if hasattr(one.module, "cost") and not one.path.endswith("mlp")]
     assert len(costs) >= model.config.num_hidden_layers
     for layer, cost in zip(costs, layer_costs(costs), strict=True):
         matrices = sum(one.numel() for one in layer.module.parameters() if one.dim() > 1)
@@ -77,8 +78,10 @@ def test_a_model_on_meta_begins_as_transformers_would_begin(name: str) -> None:
         else:
             other = theirs[names[key]].detach()
             assert value.shape == other.shape
-            assert float(value.mean()) == pytest.approx(float(other.mean()), abs=0.01)
-            assert float(value.std()) == pytest.approx(float(other.std()), abs=0.006)
+            few = 5 * 0.02 * (2 / other.numel()) ** 0.5  # five deviations of a mean of so many values
+            assert float(value.mean()) == pytest.approx(float(other.mean()), abs=max(0.01, few))
+            if other.numel() >= 64 or other.dim() == 1:
+                assert float(value.std()) == pytest.approx(float(other.std()), abs=0.006)
     spreads = [
         float(initial_value(p.layer, p.path, p.name, 7).std()) for k, p in places.items() if "c_proj.w" in k
     ]

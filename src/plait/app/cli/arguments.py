@@ -53,7 +53,7 @@ class CommandParser(ArgumentParser):
         self._choice: Any = None
 
     def add_action(self, name: str, summary: str, **options: Any) -> CommandParser:
-        """Return the new parser of an action, which the first argument names: `.action` once it is parsed."""
+        """Add the parser of the action (subcommand) `name` and return it; parsed arguments have `.action`."""
         if self._choice is None:
             self._choice = self.add_subparsers(
                 dest="action", metavar="ACTION", required=True, prog=self.prog, parser_class=type(self)
@@ -63,7 +63,7 @@ class CommandParser(ArgumentParser):
         return self.actions[name]
 
     def require_together(self, options: Namespace, belongs_to: Mapping[str, str]) -> None:
-        """Raise ConfigError for an option with a value of its own without the option that it belongs to."""
+        """Raise ConfigError where an option in `belongs_to` was given, but not the option it belongs to."""
         for name, other in belongs_to.items():
             is_given = getattr(options, name) != self.get_default(name)
             if is_given and getattr(options, other) == self.get_default(other):
@@ -176,7 +176,7 @@ def _described(section: str) -> str:
 
 
 def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the command's own arguments, and the options of a run, such as `--config FILE`."""
+    """Return the arguments of the command itself, and those of the configuration, such as `--config FILE`."""
     own: list[str] = []
     of_run: list[str] = []
     words = iter(argv)

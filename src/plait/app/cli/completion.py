@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def command_line() -> CommandParser:
-    """Return one parser of all commands, with their actions, options and fields of the configuration."""
+    """Return a parser of the whole command line: all commands, actions, options and configuration fields."""
     made = CommandParser("plait")
     for name, summary in COMMANDS.items():
         own: CommandParser = command_module(name).parser()

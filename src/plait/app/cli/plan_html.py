@@ -39,7 +39,7 @@ _COLOURS = {"none": "series-0", "optimizer": "series-1", "gradients": "series-2"
 def search_page(
     config: Config, result: PlanSearchResult, frontier: PlanFrontier, most: int, goodput: Goodput | None
 ) -> str:
-    """Return the page of a search: its fastest plan among those of `frontier`; `most`: plans in its table."""
+    """Return the HTML page of a plan search: a picture of `frontier`, a table of `most` plans, the best."""
     best = result.best[0]
     told = "" if len(result.best) == 1 else f" The next time is {behind(result):.2%} longer."
     drawn = len(frontier.plans)
@@ -62,7 +62,7 @@ def search_page(
 def judged_page(
     config: Config, found: Prediction, changes: Sequence[PlanChange], goodput: Goodput | None
 ) -> str:
-    """Return the page of one plan: its figures, its timeline, and the changes of one field that help."""
+    """Return the HTML page of one plan: its figures, its timeline, and changes of one field that help."""
     head, *_ = change_lines(changes, found.fits)
     rows = [[str(number), *map(escape, change_cells(one))] for number, one in enumerate(changes, 1)]
     body = table(("", "change", "step", "memory", ""), rows) if rows else ""

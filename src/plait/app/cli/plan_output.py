@@ -42,18 +42,18 @@ def same_time(one: Prediction, other: Prediction) -> bool:
 
 
 def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Return the plans `found`, fastest first, in groups of equal printed time."""
+    """Return predictions, fastest first, in groups of plans whose printed step time is the same."""
     return [[*alike] for _, alike in groupby(found, lambda one: seconds_text(one.step_seconds, _DIGITS))]
 
 
 def plan_table(found: Sequence[Sequence[Prediction]]) -> str:
-    """Return groups of plans as a text table: column names, then a line for each by its first plan."""
+    """Return groups of equally fast plans as a text table: column names, then one line per group."""
     rows = [PLAN_COLUMNS, *(plan_cells(*group) for group in found)]
     return "\n".join(aligned(rows, left=range(PLAN_COLUMNS.index("options"), len(PLAN_COLUMNS))))
 
 
 def plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
-    """Return the cells of a plan in the columns `PLAN_COLUMNS`; `alike`: others of the same time."""
+    """Return a plan's cells in the columns `PLAN_COLUMNS`; `alike`: other plans of the same step time."""
     plan = found.plan
     words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
     if plan.pp > 1:
@@ -75,12 +75,12 @@ def plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
 
 
 def bound_text(found: Prediction) -> str:
-    """Return the name of the largest part of a predicted step, with its share of the time."""
+    """Return what takes the largest part of a predicted step, as text, with its share of the time."""
     return f"{found.bound}, {found.breakdown[found.bound] / found.step_seconds:.0%} of the step"
 
 
 def notes(result: PlanSearchResult) -> list[str]:
-    """Return lines on why other plans were left out, and on how much slower the second plan is."""
+    """Return lines of text on why other plans were left out, and on how much slower the second plan is."""
     lines = [
         f"Of {result.plans:,} plans {result.predicted:,} fit and were predicted, {result.too_large:,} need "
         f"more memory than a device has, and {result.slower:,} are not faster than those found."
@@ -103,7 +103,7 @@ def behind(result: PlanSearchResult) -> float:
 
 
 def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
-    """Return a line for each change of one field; `fits`: whether the plan without them does."""
+    """Return lines of text, one per changed field of a plan; `fits`: whether the plan fits unchanged."""
     if not changes:
         return [f"No change of one field makes it {'faster' if fits else 'fit'}."]
     lines = aligned([change_cells(one) for one in changes])
@@ -111,7 +111,7 @@ def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
 
 
 def change_cells(one: PlanChange) -> tuple[str, str, str, str]:
-    """Return a change of one field, its seconds, its memory, and "fits" where only the changed plan does."""
+    """Return table cells: the changed field, its effect on time and memory, "fits" if only then it fits."""
     return (
         f"{_section(one.field)}.{one.field} = {'none' if one.value is None else one.value}",
         signed(seconds_text(one.seconds)),
@@ -139,7 +139,7 @@ def calibration_text(found: Hardware) -> str:
 
 
 def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
-    """Return a line that names the best interval of checkpoints and the resulting share of useful time."""
+    """Return a text line with the best interval between checkpoints and the share of useful time it gives."""
     if goodput is None:
         return []
     steps = max(1, round(goodput.interval / found.step_seconds))
@@ -152,7 +152,7 @@ def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
 
 
 def goodput_json(goodput: Goodput | None) -> dict[str, Any]:
-    """Return the best interval of saves and its goodput as JSON values; empty where not asked for."""
+    """Return the best interval between saves and its share of useful time as JSON; empty if not asked for."""
     return {} if goodput is None else {"goodput": asdict(goodput)}
 
 

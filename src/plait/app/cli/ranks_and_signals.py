@@ -66,7 +66,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
-    """Context: check that `ranks` ranks can start, or have; yield whether this process prints results.
+    """Context: check that `ranks` ranks can be started or already run; yield whether this process prints.
 
     Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
     Raises ConfigError for a world of another size, and for too many local ranks.

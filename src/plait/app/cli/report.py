@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
-        """Answer a request."""
+        """Answer a GET request: `/` by the report page, `/version` by a text that changes with it."""
         answers: dict[str, Callable[[], str]] = {"/": self.server.page, "/version": self.server.version}
         host = self.headers.get("Host", "").rpartition(":")[0]
         if host not in (HOST, "localhost") or self.path not in answers:

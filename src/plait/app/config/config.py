@@ -17,7 +17,7 @@ from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multip
 from plait.plan.plan import Plan
 from plait.schedules.search.api import default_chunks
 
-_COUNTS = ("heads", "kv_heads", "microbatches", *PLAN_AXES, "replicate", "chunks")
+_COUNTS = ("heads", "kv_heads", "microbatches", *PLAN_AXES, "replicate", "ep", "etp", "chunks")
 LIMITS = {
     **dict.fromkeys(_COUNTS, 2**16),
     "layers": MOST_BLOCKS,
@@ -126,7 +126,7 @@ def _check_adapter(model: ModelConfig) -> None:
 
 
 def check_steps(config: Config) -> None:
-    """Raise ConfigError for a step, or a number of steps, beyond those of the run, once they are known."""
+    """Raise ConfigError where a field names a step, or a number of steps, beyond the run's `train.steps`."""
     run, train, steps = config.run, config.train, config.train.steps
     if train.epochs is not None:
         return
@@ -280,6 +280,13 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"parallel.replicate = {parallel.replicate} does not divide parallel.dp = {parallel.dp}: "
             f"set parallel.replicate to {divisors(parallel.dp)}."
+        )
+    ranks = parallel.dp // parallel.replicate * parallel.cp * parallel.tp
+    if ranks % (parallel.ep * parallel.etp):
+        raise ConfigError(
+            f"parallel.ep = {parallel.ep} times parallel.etp = {parallel.etp} does not divide the {ranks} "
+            "ranks of shard × cp × tp between which experts can be divided: "
+            f"set parallel.ep to {divisors(ranks)}."
         )
     counts = parallel.layers_per_stage
     if counts is None:

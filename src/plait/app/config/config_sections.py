@@ -126,6 +126,10 @@ class ParallelConfig(Section):
     """data-parallel degree: ranks that each take a share of the batch"""
     replicate: Count = 1
     """copies of sharded state: dp is replicate × shard"""
+    ep: Count = 1
+    """expert-parallel degree: ranks that each hold some experts of a layer, among those of shard × cp × tp"""
+    etp: Count = 1
+    """ranks that each expert is partitioned over, by its inner features"""
     strategy: Strategy = "none"
     """what is sharded over the data-parallel and context-parallel ranks"""
     reduce: Reduce = "last"

@@ -80,7 +80,7 @@ class OptimizerConfig(Section):
         return ((name, value) for name, value in self if name != "name" and value is not None)
 
     def require_taken(self, section: str, given: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for an option given in a section that the optimizer does not take."""
+        """Raise `ConfigError` where `given` sets an option that this optimizer does not take."""
         taken = OPTIONS[self.name]
         for name, value in given.items():
             if name not in taken:
@@ -93,7 +93,7 @@ class OptimizerConfig(Section):
 
     @property
     def moments(self) -> int:
-        """The tensors of a parameter's size that the optimizer keeps for each parameter."""
+        """The number of state tensors that the optimizer keeps per parameter, such as 2 for AdamW."""
         if self.name == "SGD":
             return int(bool(self.momentum))
         if self.name == "RMSprop":
@@ -154,7 +154,7 @@ class RateConfig(Section):
         return self
 
     def scale_of(self, lr: float) -> float:
-        """Return the factor by which the learning rate of these parameters differs from `lr`, the others'."""
+        """Return the learning rate of these parameters divided by `lr`, that of all other parameters."""
         return self.lr / lr if self.lr is not None else 1.0 if self.scale is None else self.scale
 
 

@@ -75,7 +75,7 @@ class TokenWindows:
         return max(0, self.size - 1) % self.context
 
     def take(self, windows: NDArray[Any]) -> InputsAndTargets:
-        """Return the windows `numbers`, `[rows]`, as inputs and targets `[rows, context]` int64.
+        """Return the windows with these numbers, `[rows]`, as inputs and targets `[rows, context]` int64.
 
         Where documents are kept apart, inputs are a dictionary of `tokens` and `document_ids`, and the last
         token of each document has no target (-100). Raises `DataError` when a token is beyond the vocabulary.
@@ -98,7 +98,7 @@ class TokenWindows:
 
 
 def require_vocabulary(tokens: NDArray[Any], first: int, vocab: int, source: str) -> None:
-    """Raise `DataError` where a token is beyond the vocabulary; `first`: the position of the first one."""
+    """Raise `DataError` for a token beyond the vocabulary; `tokens` begin at position `first` of `source`."""
     if not tokens.size or (int(tokens.max()) < vocab and int(tokens.min()) >= 0):
         return
     at = int(np.argmax((tokens >= vocab) | (tokens < 0)))
@@ -111,14 +111,14 @@ def require_vocabulary(tokens: NDArray[Any], first: int, vocab: int, source: str
 
 
 class Rows(Protocol):
-    """Rows of tokens, of which batches are made."""
+    """Protocol: numbered rows of inputs and targets, of which batches are made."""
 
     @property
     def count(self) -> int:
         """The number of rows."""
 
     def take(self, rows: NDArray[Any], /) -> InputsAndTargets:
-        """Return the rows `numbers`, `[n]`, as inputs and targets."""
+        """Return the rows with these numbers, `[n]`, as inputs and targets."""
 
 
 class Batches(Protocol):
@@ -217,7 +217,7 @@ class MixedBatches:
 
     @cached_property
     def shares(self) -> NDArray[np.int64]:
-        """The rows of each corpus in a block: the weights, rounded so that they add up."""
+        """How many rows of each block of rows come from each corpus: its weight, rounded."""
         exact = np.array(self.weights) / sum(self.weights) * BLOCK
         shares = np.floor(exact).astype(np.int64)
         missing = BLOCK - int(shares.sum())
@@ -226,7 +226,7 @@ class MixedBatches:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the mixture after which the rows of some corpus repeat."""
+        """The number of rows of the mixture that can be taken before rows of some corpus repeat."""
         pairs = zip(self.corpora, map(int, self.shares), strict=True)
         return min(BLOCK * each.count // share for each, share in pairs if share)
 
@@ -244,7 +244,7 @@ class MixedBatches:
         }
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of the global batch of `step`, counted from 0; see `ShuffledBatches.batch`."""
+        """Return `rows` of the global batch of `step`, counted from 0."""
         numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
         corpus, position = self._places(numbers)
         parts, order = [], []
@@ -284,7 +284,7 @@ class ValidationBatches:
         return {"rows": self.windows.count, "taken": self.rows}
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return those of `rows` that validation batch `step` has; see `ShuffledBatches.batch`."""
+        """Return those of `rows` that validation batch number `step` has; the last one may be smaller."""
         numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
         return self.windows.take(numbers[numbers < self.rows] * self.windows.count // self.rows)
 
@@ -300,7 +300,7 @@ class RandomBatches:
     stream: int = 0
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of the global batch of `step`; see `ShuffledBatches.batch`."""
+        """Return `rows` of the global batch of `step`, counted from 0."""
         generator = np.random.default_rng((self.seed, self.stream, step))
         tokens = generator.integers(self.vocab, size=(self.size, self.context + 1), dtype=np.int64)
         return _inputs_and_targets(tokens[rows])

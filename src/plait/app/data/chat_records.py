@@ -28,7 +28,7 @@ _NAMES = {"from": "role", "value": "content"}
 
 
 def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]:
-    """Return a turn as a message; a message without `from` is returned as it is.
+    """Return a turn of a conversation as a message; a message without `from` is returned as it is.
 
     `is_shared`: whether it is of `conversations`, in which a role may have ShareGPT's names too. Raises
     DataError for an unknown speaker, for a field under both names, and for calls that are no JSON.
@@ -188,7 +188,7 @@ def message_fields(chat: ChatRecord) -> Iterator[str]:
 
 
 def joined_parts(message: Message) -> Message:
-    """Return a message whose content is given as parts with the text of all of them as its content."""
+    """Return a message whose content, if given as a list of parts, is replaced by the text of all parts."""
     parts = message.get("content")
     return message if not isinstance(parts, list) else {**message, "content": "".join(part_texts(parts))}
 

@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names of the variables that the template reads, but for arguments of `apply_chat_template`."""
+        """The names of the template's variables that are not arguments of `apply_chat_template`."""
         own = signature(self._tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
         return frozenset(self._call("_undeclared")) - own
 
@@ -85,7 +85,7 @@ class ChatTemplate:
         return bool(self._words & (_REASONING if name in _REASONING else {name}))
 
     def text(self, messages: Sequence[Message], variables: Mapping[str, Any], *, asks: bool = False) -> str:
-        """Return the text of messages; `asks`: and the beginning of an answer. DataError for refused ones."""
+        """Return the rendered text of messages, and with `asks` the start of an answer. Raises DataError."""
         return whole_characters(self._rendering("_rendered", messages, variables, asks))
 
     def marked_text(
@@ -150,7 +150,7 @@ class ChatTemplate:
         return messages if is_read else [joined_parts(one) for one in messages]
 
     def left_out(self, messages: Sequence[Message], text: str) -> tuple[str, ...]:
-        """Return the roles of messages whose content is missing in the text that the template renders."""
+        """Return the roles of messages whose content is missing in the rendered `text`."""
         roles = dict.fromkeys(str(one["role"]) for one in messages if not _shows(text, one))
         return tuple(roles)
 

@@ -73,7 +73,7 @@ class ChatEncoder:
         self._path = path
 
     def encode(self, record: Mapping[str, Any]) -> EncodedPart:
-        """Return a conversation in tokens. Raises DataError for a record that is none, by what is missing."""
+        """Return a conversation as tokens. Raises DataError, with what is missing, for other records."""
         if (texts := text_record(record)) is not None:
             prompt, completion, unread = texts
             marked = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))])
@@ -187,7 +187,7 @@ _RECORDS = ("jsonl", "json", "table")
 
 
 def require_known_fields(files: Sequence[SourceFile]) -> None:
-    """Raise DataError for a file whose first row has none of the fields that are read."""
+    """Raise DataError for a file whose first row has no field of a conversation or text."""
     for file in files:
         fields = field_names(file) if file.size else []
         if not fields or holds_chats(fields) or _COLUMN in fields:

@@ -40,7 +40,7 @@ Names = tuple[StrictStr, ...]
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard in the index of a folder."""
+    """What `index.json` says of one shard (file of tokens): counts of tokens and documents, checksums."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class CorpusIndex:
-    """The contents of `index.json`."""
+    """The contents of a prepared corpus's `index.json`: its tokenizer, dtype and shards (files of tokens)."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -94,7 +94,7 @@ class CorpusIndex:
         return sum(shard.documents for shard in self.shards)
 
     def count(self, name: str) -> int:
-        """Return the sum of a count of all shards, such as answers."""
+        """Return the sum over all shards of the count `name` in their entries, such as `answers`."""
         return sum(getattr(shard, name) for shard in self.shards)
 
     @property
@@ -103,7 +103,7 @@ class CorpusIndex:
         return max((shard.largest for shard in self.shards), default=-1)
 
     def names(self, name: str) -> str:
-        """Return as text the first few values in the field `name` of the shards, such as `unread`."""
+        """Return as text the first few distinct names in all shards' field `name`, such as `unread`."""
         found = dict.fromkeys(one for shard in self.shards for one in getattr(shard, name))
         return ", ".join(map(repr, [*found][:SHOWN_NAMES])) + (", …" if len(found) > SHOWN_NAMES else "")
 
@@ -136,7 +136,7 @@ def shard_arrays(folder: Path, number: int, entry: ShardEntry, dtype: str, chats
 
 
 def write_index(folder: Path, index: CorpusIndex) -> None:
-    """Write `index.json`, the last file of a preparation. Raises OSError."""
+    """Write the `index.json` of a prepared corpus, the last file of its preparation. Raises OSError."""
     content = asdict(index)
     whole = {"format": FORMAT, _CHECKSUM: _content_checksum(content), **content}
     write_text(folder / INDEX, json.dumps(whole, indent=1))
@@ -149,7 +149,7 @@ def is_prepared(source: str) -> bool:
 
 
 def read_index(folder: Path) -> CorpusIndex:
-    """Read `index.json`. Raises DataError where it is missing or damaged."""
+    """Read the `index.json` of the prepared corpus in `folder`. Raises DataError if missing or damaged."""
     path = folder / INDEX
     if not path.exists():
         raise DataError(f"{folder} has no {INDEX}: give a folder that `plait data prepare` has finished.")
@@ -167,7 +167,7 @@ def read_index(folder: Path) -> CorpusIndex:
 
 
 def read_entry(path: Path) -> ShardEntry:
-    """Read the counts of a finished shard. Raises DataError where the file is missing or damaged."""
+    """Read the counts of a finished shard of a corpus. Raises DataError if the file is missing or damaged."""
     return _valid(ShardEntry, read_json_object(path, REMEDY), path)
 
 

@@ -59,7 +59,7 @@ class DocumentRows:
         return self._division.left_out
 
     def take(self, rows: NDArray[Any]) -> InputsAndTargets:
-        """Return the rows `numbers`, `[n]`: inputs `tokens` and `document_ids`, and targets.
+        """Return the rows with these numbers, `[n]`: inputs `tokens` and `document_ids`, and targets.
 
         All are `[n, context]` int64. A target is the next token of the document, or -100: for the last token,
         for padding, and where the next token belongs to no answer. Raises `DataError` for a token beyond the

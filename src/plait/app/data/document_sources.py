@@ -18,15 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.app.data.chat_records import holds_chats, short_json
-from plait.app.data.document_cuts import (
-    Encode,
-    decoded,
-    is_compressed,
-    not_text_remedy,
-    read_text,
-    text_ahead,
-    text_cuts,
-)
 from plait.app.data.json_records import (
     LinePlace,
     Place,
@@ -37,6 +28,15 @@ from plait.app.data.json_records import (
     read_record,
 )
 from plait.app.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
+from plait.app.data.text_cuts import (
+    Encode,
+    decoded,
+    is_compressed,
+    not_text_remedy,
+    read_text,
+    text_ahead,
+    text_cuts,
+)
 from plait.errors import DataError
 from plait.files import read_bytes
 
@@ -199,7 +199,7 @@ def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
 
 
 def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterator[SourceRange]:
-    """Yield the portions of a file, each of about `size` bytes; `encode`: see `text_cuts`."""
+    """Yield the portions of a file, each of about `size` bytes; `encode` shows where text may be cut."""
     if file.kind == "table":
         for begin, end, held in row_ranges(file.path, size):
             yield SourceRange(file.path, file.kind, begin, end, held)
@@ -215,7 +215,7 @@ def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterat
 
 
 def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
-    """Yield the documents of a portion; `column`: what holds their text. DataError where there is none."""
+    """Yield the texts in a portion of a file; `column`: of a table, that with the text. DataError if none."""
     if portion.kind == "text":
         yield from _parts_of_text(portion)
     elif portion.kind == "lines":
@@ -246,7 +246,7 @@ def read_records(
 
 
 def field_names(file: SourceFile) -> list[str]:
-    """Return the columns of a table, or the fields of the first record in JSON; none of other files."""
+    """Return the columns of a table, or the fields of the first record in JSON; empty for text files."""
     if file.kind == "table":
         return column_names(file.path)
     if file.kind not in ("jsonl", "json"):

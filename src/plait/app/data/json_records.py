@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
 from plait.app.data.chat_records import holds_chats
-from plait.app.data.document_cuts import is_compressed, open_file
+from plait.app.data.text_cuts import is_compressed, open_file
 from plait.errors import DataError
 from plait.files import json_value
 
@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """The place of a line in a file; its text is FILE:LINE, for which the lines before are counted."""
+    """The place of a line in a file, whose `str` is FILE:LINE; lines are only counted for that."""
 
     path: str
     begin: int
@@ -82,7 +82,7 @@ def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def json_kind(path: str) -> Literal["jsonl", "json"] | None:
-    """Return how a .json file holds texts or conversations: in a list, or one a line; None: it is a text."""
+    """Return how a .json file holds records: "jsonl" (one per line), "json" (a list), None (it is text)."""
     with open_file(path) as file:
         start = file.read(_START).decode(errors="ignore").lstrip("\ufeff \t\r\n")
     if start.startswith("["):
@@ -105,7 +105,7 @@ def _first_value(text: str, at: int) -> Any:
 
 
 def read_list(path: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the records of a list in JSON with their places, a few at a time. DataError where it is none."""
+    """Yield the records of a JSON list with their places, a few at a time. DataError if it is no list."""
     number = -1
     with open_file(path) as file:
         try:

@@ -94,7 +94,7 @@ class Loader:
         return result
 
     def share(self, step: int, rank: int, ranks: int) -> tuple[Any, Any]:
-        """Return (inputs, targets) of a step for data-parallel rank `rank` of `ranks`; see `batch`.
+        """Return (inputs, targets) of a step for data-parallel rank `rank` of `ranks`: its rows only.
 
         Raises `DataError` where the ranks cannot share a batch equally.
         """

@@ -79,7 +79,7 @@ def write_shard(
 
 
 def first_answer(answers: NDArray[np.bool_]) -> int:
-    """Return the index of a conversation's first target token; 0, which never is one, if it has none."""
+    """Return the index of a conversation's first target token, or 0 (never a target) if there is none."""
     return int(np.argmax(answers[1:])) + 1 if answers[1:].any() else 0
 
 
@@ -114,7 +114,7 @@ class _Counts:
                 known.update(dict.fromkeys(getattr(part, name)))
 
     def entry(self, documents: int, checksums: tuple[str, ...]) -> ShardEntry:
-        """Return the counts of a shard in which some documents end, with the checksums of its files."""
+        """Return a shard's entry in the index: counts so far, `documents` that end in it, and checksums."""
         unread, unknown, left_out = (tuple(known)[:SHOWN_NAMES] for known in self._names.values())
         counts = self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest
         return ShardEntry(*counts, unread, unknown, left_out, checksums)

@@ -21,7 +21,7 @@ _PROBED_TOKENS = 8
 
 
 def record_tokenizer(folder: Path, tokenizer: str) -> None:
-    """Copy the files of a tokenizer into the folder of a corpus; nothing for bytes."""
+    """Copy the files of a tokenizer into the folder of a corpus; the tokenizer "bytes" has no files."""
     for name, path in tokenizer_files(tokenizer).items():
         copy = folder / TOKENIZER_FOLDER / name
         copy.parent.mkdir(parents=True, exist_ok=True)

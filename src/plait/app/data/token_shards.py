@@ -106,7 +106,7 @@ class Corpus:
         return np.concatenate(parts).astype(bool) if parts else None
 
     def documents(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return for `count` consecutive tokens the number of document ends before each, from `first` on.
+        """Return for `count` consecutive tokens how many documents end before each, counted from `first`.
 
         So a document is a run of equal numbers. Zeros where the ends of documents are not known.
         """
@@ -124,7 +124,7 @@ class Corpus:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def document_length(self, first: int) -> int:
-        """Return the number of tokens from `first` to the end of its document; to the last where unknown."""
+        """Return the number of tokens from `first` to its document's end, or to the corpus's if unknown."""
         length = 0
         for shard, begin, end in self._ranges(first, len(self) - first):
             ends = shard.ends

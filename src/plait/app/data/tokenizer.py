@@ -81,13 +81,13 @@ class FileTokenizer:
         """One above the largest number of a token, also where numbers below it are left out."""
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
-        """Return the tokens of all documents (uint32), with those that the tokenizer has around each text."""
+        """Return the tokens of all documents (uint32), with the tokenizer's special tokens around each."""
         around, texts = self.surrounding(None), [one.decode() for one in documents]
         parts = [around.complete(tokens) for tokens in self.encode_each(texts)]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text (uint32), without those that stand before or after each document."""
+        """Return the tokens of each text (uint32), without special tokens before or after it."""
         with library_errors(f"{self.path} cannot divide a text into tokens"):
             encodings = self.reader.encode_batch_fast(texts, add_special_tokens=False)
         # array reads a list three times as fast as NumPy does.
@@ -99,7 +99,7 @@ class FileTokenizer:
         return [*self.surrounding(None).opening(tokens), *tokens.tolist()]
 
     def surrounding(self, asked: str | None) -> SurroundingTokens:
-        """Return the tokens around each document: those of its `post_processor`, and its end token.
+        """Return the tokens to add around each document: its `post_processor`'s, and its end token.
 
         `asked`: the token after each document, instead; "" for none; None for the `eos_token` of a
         `tokenizer_config.json` beside the tokenizer, if there is one. Raises ConfigError for a token that the
@@ -118,7 +118,7 @@ class FileTokenizer:
         return own.ending_with(number) if asked is None else own._replace(after=(number,))
 
     def unwritten_start(self) -> str:
-        """Return the first token of texts that `tokenizer_config.json` asks for and no text gets, or ""."""
+        """Return the start token that `tokenizer_config.json` asks for but texts do not get, else ""."""
         config = tokenizer_config(self.path)
         token = token_name(config, "bos_token") or ""
         is_asked = config.get("add_bos_token") is True and token

@@ -100,7 +100,7 @@ def open_reader(path: Path) -> Any:
 
 @contextmanager
 def library_errors(told: str) -> Iterator[None]:
-    """Context manager that raises DataError for what tokenizers raise: Exception, in Rust a BaseException."""
+    """Context manager that turns every error of the `tokenizers` library, panics too, into a DataError."""
     try:
         yield
     except DataError:
@@ -143,7 +143,7 @@ def token_name(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def post_processed(reader: Any, path: Path) -> SurroundingTokens:
-    """Return the tokens that a post-processor writes around each text; DataError if it changes the text's."""
+    """Return the tokens that a post-processor adds around each text; DataError if it changes the text's."""
     for text in _PROBES if reader.post_processor is not None else ():
         inner = reader.encode(text, add_special_tokens=False).ids
         whole = reader.encode(text).ids

@@ -85,7 +85,7 @@ class Checkpoints(Callback):
         self._stack = ExitStack()
 
     def resume(self, run: TrainingLoop) -> None:
-        """Load the checkpoint to resume from, if there is one, and set `run.done`.
+        """Load the checkpoint to resume from, if any, and set `run.done` to its number of finished steps.
 
         Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
         """
@@ -113,7 +113,7 @@ class Checkpoints(Callback):
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
 
     def begin(self, run: TrainingLoop) -> None:
-        """Find the validation whose lowest loss counts, and lock the folder.
+        """Find the validation that decides which checkpoints are best, and lock the folder of checkpoints.
 
         Raises `ConfigError` where another run saves there, `DataError` where there is no validation.
         """

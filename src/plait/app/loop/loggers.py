@@ -51,7 +51,7 @@ class Logger(Protocol):
 
 
 class LoggerGroup:
-    """Writes rows to several loggers. A full disk does not end a run: the failure is a text."""
+    """Writes rows to several loggers; a write that fails, as on a full disk, is a warning and no error."""
 
     def __init__(self, loggers: Sequence[Logger] = (), folder: Path = Path(), field: str = "") -> None:
         """`folder` and its `field` of the configuration name the place in messages."""
@@ -67,7 +67,7 @@ class LoggerGroup:
             raise unwritable(self._folder, error, self._field) from None
 
     def write(self, row: Mapping[str, Any]) -> str:
-        """Write a step's row to all loggers, non-finite numbers as None.
+        """Write a step's row to all loggers; return a warning if that starts to fail, else "".
 
         Returns a warning when writing starts to fail, else "": rows are kept, and written with a later one.
         """
@@ -94,7 +94,7 @@ class LoggerGroup:
 
 
 def finite_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a row for JSON, with None in place of numbers that are not finite."""
+    """Return the values of a row of metrics for JSON, with None in place of non-finite numbers."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()

@@ -18,9 +18,9 @@ from plait.errors import DataError, PlaitError
 from plait.files import adapter_of
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import write_report
-from plait.pictures.report.recorded_step import RecordedRank, RecordedStep, write_step
-from plait.pictures.report.run_description import RunDescription, read_description, write_description
+from plait.pictures.report.run_file import RunDescription, read_description, write_description
 from plait.pictures.report.run_record import METRICS_FILE, write_event
+from plait.pictures.report.step_file import RecordedRank, RecordedStep, write_step
 from plait.plan.arguments import require_flag, require_instance, require_path, require_whole
 from plait.ranks.device import is_accelerator
 from plait.ranks.group import Counts, Wait
@@ -171,7 +171,7 @@ class Report(Callback):
         self._description = description
 
     def tell_through(self, show: Callable[[str], None]) -> Callable[[str], None]:
-        """Return a function that shows a line, and adds it to the events if it is a warning."""
+        """Return a function that prints a line through `show`, and records it as an event if a warning."""
         self._show = show
         return self._tell
 

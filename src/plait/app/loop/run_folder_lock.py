@@ -18,9 +18,9 @@ from plait.errors import ConfigError
 from plait.files import make_folder, owner_of, try_lock, unlock
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import REPORT_FILE
-from plait.pictures.report.recorded_step import STEP_FILE
-from plait.pictures.report.run_description import RUN_FILE
+from plait.pictures.report.run_file import RUN_FILE
 from plait.pictures.report.run_record import EVENTS_FILE, METRICS_FILE
+from plait.pictures.report.step_file import STEP_FILE
 from plait.ranks.mesh import GridMesh
 from plait.ranks.text_collectives import broadcast_result
 
@@ -45,7 +45,7 @@ def locked_folder(
     must_be_writable: bool = True,
     written: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Context in which rank 0 of `mesh` holds the file `lock` in `folder`; all ranks enter it.
+    """Context in which rank 0 of `mesh` holds a lock on `folder`, by the file `lock`; all ranks enter it.
 
     Raises `ConfigError` on every rank where another run holds it, which is named, where a folder that
     `must_be_writable` is not, and where one of the files and folders `written` in it is a link: others may

@@ -92,7 +92,7 @@ class Stream:
 
 
 class RankStream:
-    """A stream on one rank: its rows of the next batch, and the position; for a loop of your own."""
+    """Gives one rank its rows of each batch of streamed data, for a training loop of your own."""
 
     def __init__(self, mesh: Mesh, reader: StreamReader, size: int, seed: int, epochs: int | None) -> None:
         """`reader` is used on rank 0 only."""
@@ -120,7 +120,7 @@ class RankStream:
         return inputs, targets
 
     def batch(self, step: int, rows: slice) -> tuple[Value, Value]:
-        """Return `share()`. Raises `DataError` unless `step` is the next and `rows` are this rank's."""
+        """Return (inputs, targets) of this rank's `rows` of batch `step`. DataError for any but the next."""
         mine = rank_rows(self._mesh.index("dp"), self._mesh.size("dp"), self.size)
         if step != self.step or rows != mine:
             raise DataError(
@@ -134,7 +134,7 @@ class RankStream:
         return {"stream": True, "seed": self._seed}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's position as JSON values, the same on every rank; a call of all ranks.
+        """Return the position in the data as JSON values, the same on every rank; all ranks call it.
 
         Communication: two broadcasts over `world`.
         """
@@ -142,7 +142,7 @@ class RankStream:
         return {"step": self.step, "ended": self._epochs if self.left is not None else None, "source": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the position of a `state_dict`, made on any layout; all ranks call it.
+        """Go on from the position in a `state_dict`, made under any plan; all ranks call it.
 
         Raises `DataError` for another state. Communication: two broadcasts over `world`.
         """

@@ -19,7 +19,7 @@ _END = object()
 
 @runtime_checkable
 class Source(Protocol):
-    """An iterable that knows its position, such as a streamed data set or a `StatefulDataLoader`."""
+    """An iterable of samples that can save its position, such as a streamed data set of Hugging Face."""
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator from the position that was loaded on, else from the beginning."""
@@ -81,7 +81,7 @@ class StreamReader:
         return self._now() if self._position is None else self._position
 
     def load(self, state: str) -> None:
-        """Go on from a position of `state`; a shuffle buffer is filled anew. DataError for another one."""
+        """Go on from the position `state`. Raises DataError where the source refuses it."""
         found = decode(state)
         self._epoch, self._samples, self._number = found["epoch"], found["samples"], found["number"]
         self._ahead = self._position = None

@@ -26,7 +26,7 @@ from plait.tensor.layer_values import Value, tensors_of
 
 
 def require_batches(batches: object) -> None:
-    """Raise `DataError` for other objects than batches."""
+    """Raise `DataError` unless `batches` has what a source of batches needs: `size` and `batch`."""
     if not (hasattr(batches, "size") and hasattr(batches, "batch")):
         has_state = isinstance(batches, Source)
         remedy = "plait.Stream of it" if has_state else "plait.Loader of the dataset"
@@ -60,7 +60,7 @@ def uneven_epochs(batches: Batches, steps: int) -> str:
 
 
 def token_count(targets: Value, rows: int) -> int:
-    """Return the number of tokens of a global batch, from `rows` and the length of `targets`; else `rows`."""
+    """Return the tokens of a global batch: `rows` times the length of `targets`; `rows` if they have none."""
     first = next(iter(tensors_of(targets)), None)
     return rows if first is None or first.dim() < 2 else rows * first.shape[1]
 

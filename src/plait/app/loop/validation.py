@@ -24,7 +24,7 @@ from plait.tensor.layer_values import map_tensors
 
 
 class RowShare(NamedTuple):
-    """The rows of one validation batch that a data-parallel rank evaluates."""
+    """The rows of one validation batch that a data-parallel rank evaluates, and whether they count."""
 
     batch: int
     rows: slice

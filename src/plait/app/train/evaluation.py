@@ -121,7 +121,7 @@ def _with_data(config: Config, manifest: Manifest, sources: Sequence[str], limit
 
 
 def prepare_data(config: Config) -> None:
-    """Tokenize records that are evaluated, unless they are. Raises `DataError`, before ranks are started."""
+    """Tokenize the records to evaluate, unless that was done before. Raises `DataError`; needs no ranks."""
     sources = config.data.validation_sources.values() or config.data.sources
     for source in sources:
         if is_tokenized(source):

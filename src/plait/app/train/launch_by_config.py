@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def launch_by_config(config: Config, function: Callable[..., Result], *arguments: Any) -> list[Result]:
-    """Call `function(config, *arguments)` in every rank, as `run` says; return all results, rank 0 first."""
+    """Call `function(config, *arguments)` in every rank of the configured plan; return all results."""
     run = config.run
     return launch(
         function,

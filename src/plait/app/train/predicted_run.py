@@ -21,8 +21,8 @@ from plait.estimate.prediction.traced_model import traced_model
 from plait.estimate.time.hardware import bundled_name
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
-from plait.pictures.report.recorded_step import read_step
 from plait.pictures.report.run_record import METRICS_FILE
+from plait.pictures.report.step_file import read_step
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator, name_of
 
@@ -84,7 +84,7 @@ _WAITING = ("tp communication", "cp communication", "pp communication", "dp comm
 
 
 def configured_model(config: Config) -> PredictedModel:
-    """Return the model that a configuration trains, for predictions: from its sizes alone where those do."""
+    """Return the configured model, for predictions: from its sizes alone where these suffice."""
     decoder = configured_decoder(config)
     if decoder is not None:
         return DecoderModel(decoder)

@@ -32,7 +32,7 @@ from plait.plan.decoder import MOST_SIZE
 
 
 class ReadAhead:
-    """Wrapper of `batches` that reads the next step's batch in a thread; for one thread that asks."""
+    """Wrapper of `batches` that reads the next step's batch in a background thread; for one caller thread."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -155,7 +155,7 @@ class Data:
 
 
 def load_data(config: Config) -> Data:
-    """Open the corpora, and hold the end of each out for validation, unless there is another source for that.
+    """Open a run's corpora; without validation data, hold out the end of each corpus for validation.
 
     Every rank gets the same result, without communication. Raises `DataError` or `ConfigError` that
     names the field when a corpus is missing, empty, binary or too short, or a token is beyond the
@@ -188,7 +188,7 @@ def load_data(config: Config) -> Data:
 
 
 def with_steps_of_epochs(config: Config, data: Data) -> Config:
-    """Return the configuration with the steps of `train.epochs`, the last one rounded up, in its place.
+    """Return the configuration with `train.epochs` converted to `train.steps`, rounded up.
 
     Raises `ConfigError` where a field names a step that the run will not have.
     """
@@ -209,7 +209,7 @@ def with_steps_of_epochs(config: Config, data: Data) -> Config:
 
 
 def check_data(config: Config) -> None:
-    """Raise the same errors as `load_data`, before ranks are started; tokenize records, unless they are.
+    """Raise the errors of `load_data` before ranks are started; tokenize records not yet tokenized.
 
     Only encoding text with a `tokenizer.json` is left to the ranks, since it may take long.
     """

@@ -86,7 +86,7 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the model, frozen as `train.freeze` says. ConfigError for a pattern that fits no parameter."""
+    """Return the configured model with the parameters frozen that `train.freeze` names."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
     trained = [name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]
@@ -95,7 +95,7 @@ def trained_part(config: Config, vocab: int) -> nn.Sequential:
 
 
 def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
-    """Return the plan, cut by measured layer times where `parallel.balance` asks and it has no cut."""
+    """Return the plan, with layers divided by their measured times if `parallel.balance` asks for it."""
     if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
         return plan
     rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)

@@ -263,7 +263,7 @@ class Weights:
             self._known |= self._reader.contents(file)
 
     def require_compatible(self, pairs: Iterable[TensorPair], *, tied: bool) -> None:
-        """Raise CheckpointError unless the folder has exactly the tensors of `pairs`.
+        """Raise CheckpointError unless the folder has exactly the tensors that `pairs` name.
 
         If `tied`, the folder may also have a head, which must equal the embedding.
         """
@@ -285,7 +285,7 @@ class Weights:
             )
 
     def key(self, theirs: str) -> str:
-        """Return the files' key of the transformers tensor `theirs`: its name, or its name without prefix."""
+        """Return the name of the transformers tensor `theirs` in the files, which may lack a prefix."""
         body = theirs.partition(".")[2]
         return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
 

@@ -137,7 +137,7 @@ _MOST_LISTED = 5
 
 
 def inverse(table: Mapping[str, str]) -> dict[str, str]:
-    """Return the inverse table: plait's names by names of transformers."""
+    """Return the inverse of a table of tensor names: plait's names by the names of transformers."""
     return {theirs: ours for ours, theirs in table.items()}
 
 
@@ -159,7 +159,7 @@ def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed_manifest(manifest: Manifest, table: Mapping[str, str]) -> tuple[Manifest, dict[str, str]]:
-    """Return the manifest with parameters renamed, but in its files, and each old key by the new one."""
+    """Return the manifest with parameters renamed (not in files), and a dict from new to old keys."""
     own = list(manifest.parameters)
     names = renamed([*own, *manifest.aliases, *manifest.aliases.values()], table)
     before = {parameter_key(names[name]): parameter_key(name) for name in own}

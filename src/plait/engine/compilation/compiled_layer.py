@@ -60,7 +60,7 @@ class LayerCompiler:
 
     @staticmethod
     def for_estimates(queue: WeightGradientQueue) -> LayerCompiler:
-        """Return a compiler of layers on the meta device: graphs of a CPU, without generated code."""
+        """Return a compiler for memory estimates: it traces layers on meta, and generates no code."""
         return LayerCompiler(queue, generates=False, falls_back=False, on_meta=True)
 
     def compiled(self, layer: NamedLayer, structure: Hashable, recompute: Recompute) -> CompiledLayer:
@@ -69,7 +69,7 @@ class LayerCompiler:
 
 
 class CompiledLayer:
-    """A layer of a stage, run by its graphs."""
+    """A layer of a stage whose forward and backward run as compiled graphs."""
 
     def __init__(
         self, compiler: LayerCompiler, layer: NamedLayer, structure: Hashable, recompute: Recompute
@@ -87,7 +87,7 @@ class CompiledLayer:
     def forward(
         self, value: Value, info: LayerInfo, sequence: Hashable = None
     ) -> tuple[Value, CompiledRun] | None:
-        """Return the layer's output for `value`, whose tensors are leaves, and the run; None: run it eagerly.
+        """Return the output for `value`, as leaf tensors, and the run; None where it must run eagerly.
 
         `sequence`: the `shape` of the running sequence. The first call for a shape traces the layer. Raises
         ModelError with torch's reason where that fails.
@@ -198,7 +198,7 @@ class OutputGradient:
     dtype: torch.dtype
 
     def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the gradient among those of the outputs, with the strides of the trace; zeros for None."""
+        """Return this output's gradient out of those of all outputs, strided as traced; zeros if None."""
         found = gradients[self.number]
         if found is not None and found.shape == self.shape and found.stride() == self.stride:
             return found  # the common case, kept cheap
@@ -212,7 +212,7 @@ class OutputGradient:
 
 @dataclass(frozen=True)
 class LayerGraphs:
-    """Forward and backward of a layer. Arguments: input tensors, then parameters, then buffers."""
+    """Compiled forward and backward of a layer; its arguments: input tensors, parameters, buffers."""
 
     forward: LayerOperations
     """Returns the output's tensors, then what is saved; but what is saved of the arguments."""
@@ -294,7 +294,7 @@ class _LayerFunction:
         return tuple(one.clone() for one in self.outputs(arguments))
 
     def outputs(self, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Return the output's tensors."""
+        """Run the layer on a flat list of arguments, and return its output's tensors."""
         count = len(arguments) - len(self._names)
         given = with_tensors(self._value, arguments[:count])
         tensors = dict(zip(self._names, arguments[count:], strict=True))
@@ -310,7 +310,7 @@ class _LayerRun(nn.Module):
         self.module, self._layer, self._info = layer.module, layer, info
 
     def forward(self, value: Value) -> Value:
-        """Return the layer's output; it may write to its input's clone."""
+        """Return the layer's output; if the layer writes to its input, it is given a copy."""
         given = map_tensors(torch.clone, value) if self._info.writes_input else value
         return self._layer.run(given, self._info.length)[0]
 

@@ -27,7 +27,7 @@ from plait.tensor.autograd.kept_results import KEPT_OPERATIONS
 
 @dataclass(frozen=True)
 class JointGraph:
-    """The graph of a layer's forward and backward, see `torch_compiler.joint_graph`."""
+    """The traced graph of a layer's forward and backward, with its inputs, outputs and gradients."""
 
     module: GraphModule
     arguments: Sequence[Node]
@@ -85,7 +85,7 @@ class DividedGraph:
 def divided(
     joint: JointGraph, parameters: Sequence[int], mode: Recompute, gathers: Collection[int] = ()
 ) -> DividedGraph:
-    """Divide `joint`. `parameters`: the numbers of the arguments whose gradients may be deferred.
+    """Return `joint` divided into forward and backward; `parameters`: arguments with deferred gradients.
 
     `gathers`: the numbers of recorded gathers whose results the weight gradients gather again.
     """

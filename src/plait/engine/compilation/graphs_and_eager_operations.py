@@ -51,7 +51,7 @@ class LayerCall:
     """Of masks, by number: they make the same mask again."""
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the mask of call `number` of the dropout `name`; asked again, the same mask."""
+        """Return the mask of call `number` of the dropout `name`; the same one if asked for again."""
         if number not in self._makers:
             self._makers[number] = self.dropouts[name].next_mask_maker(shape, device)
         return self._makers[number]()
@@ -81,7 +81,7 @@ class LayerCall:
 
 @dataclass
 class LayerOperation:
-    """A graph, or what runs eagerly before, between or after graphs."""
+    """One operation of a compiled layer: a compiled graph, or what runs eagerly around graphs."""
 
     arguments: Sequence[int]
     """The slots whose values it is given."""
@@ -93,7 +93,7 @@ class LayerOperation:
 
 @dataclass(frozen=True)
 class LayerOperations:
-    """A sequence of operations, and the slots of its arguments and results."""
+    """The operations of a compiled layer's forward or backward, in order, which share a list of values."""
 
     operations: Sequence[LayerOperation]
     slots: int
@@ -121,7 +121,7 @@ def operations_of(
     *,
     generates: bool,
 ) -> LayerOperations:
-    """Return the operations that compute `results` of `nodes`, which are in order, from values of `given`."""
+    """Return the operations that compute `results` by running `nodes`, given the values of nodes `given`."""
     slots = {node: number for number, node in enumerate([*given, *nodes])}
     levels = _levels(nodes)
     outside = {node for node in results if node is not None}

@@ -86,7 +86,7 @@ def joint_graph(
 
 
 def example_of(node: Node) -> Tensor:
-    """Return a tensor without memory that is like the value of a node of `joint_graph`."""
+    """Return a tensor without memory that has the shape and dtype of a traced graph node's value."""
     return cast(Tensor, node.meta["val"])
 
 

@@ -44,14 +44,14 @@ class StridedView:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that is a view of a node's value."""
+    """A graph node's value, seen through a chain of views (such as reshape, transpose)."""
 
     base: Node
     views: tuple[View, ...]
 
     @staticmethod
     def of(node: Node) -> Operand:
-        """Return `node` as the chain of views of the nearest earlier node that is not a view."""
+        """Return `node` as an operand: the nearest earlier node that is no view, and the views after it."""
         views: list[View] = []
         while is_view(node) and not node.kwargs and isinstance(node.args[0], Node):
             operation: Any = _METHODS.get(node.target, node.target)
@@ -60,7 +60,7 @@ class Operand:
         return Operand(node, tuple(views))
 
     def in_one_step(self) -> StridedView | None:
-        """Return the operand as one view; None where it is one, or none, or a view of a part of its base.
+        """Return several views of an operand's base as a single one; None if that is not possible.
 
         Several views cost the host as much as a small product.
         """
@@ -92,7 +92,7 @@ class WeightTerm:
 
 @dataclass(frozen=True)
 class WeightTerms:
-    """Summands whose operands are computed at the same time: what several of them read is viewed once."""
+    """Summands of weight gradients that are computed together; views of the same operand are made once."""
 
     terms: Sequence[tuple[WeightTerm, Sequence[int]]]
     """Each with the numbers of its operands."""
@@ -102,7 +102,7 @@ class WeightTerms:
 
     @staticmethod
     def of(terms: Sequence[WeightTerm]) -> WeightTerms:
-        """Return `terms` with each operand once."""
+        """Return `terms` with a list of their operands, in which each occurs once."""
         operands: list[Operand] = []
         for term in terms:
             operands += [one for one in term.operands if one not in operands]
@@ -112,7 +112,7 @@ class WeightTerms:
     def add_to(
         self, queue: WeightGradientQueue, parameters: Sequence[Tensor], values: Sequence[Tensor | Regathered]
     ) -> None:
-        """Add these parts of gradients to the buffers of a layer's `parameters`; operands view `values`.
+        """Compute these summands from `values`, and add them to the gradients of `parameters`.
 
         Communication: gathers what is to be gathered again.
         """
@@ -139,7 +139,7 @@ def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
 
 
 def terms_of(gradient: Node, parameter: Node, number: int) -> tuple[list[WeightTerm], list[Node]]:
-    """Return the summands of a parameter's gradient that can be deferred, and nodes of all others."""
+    """Return the summands of a parameter's gradient that can be deferred, and the nodes of the others."""
     term = _product(gradient, parameter, number) or _scatter(gradient, number)
     if term is not None:
         return [term], []

@@ -36,7 +36,7 @@ The gradients of those that are differentiable are sent back.
 
 
 def buffer_sizes(crossing: Crossing) -> list[list[int]]:
-    """Return the receive buffers' bytes by sending stage and tensor: the most that any micro-batch needs."""
+    """Return the receive buffers' bytes, by sending stage and by tensor: enough for every micro-batch."""
     return [
         [max(info.nbytes for info in column if info is not None) for column in zip_longest(*microbatches)]
         for microbatches in crossing

@@ -87,7 +87,7 @@ class LossStage:
         return [outputs[microbatch] for microbatch in sorted(outputs)]
 
     def seed(self, microbatch: int) -> Gradients:
-        """Return the gradient of the global mean loss with respect to the last layer's output."""
+        """Return the gradient of the global mean loss by the last layer's output for a micro-batch."""
         total, leaves = self._open.pop(microbatch)
         if total.requires_grad:
             assert self._scale is not None, "a training step has a scale"

@@ -68,7 +68,7 @@ class PipelineRank:
         }
 
     def may_join(self, instruction: RunLayer) -> bool:
-        """Return whether a layer may share an autograd graph with others: if they share no parameter.
+        """Return whether a layer may run in one autograd graph with others: if it shares no parameter.
 
         Else autograd would add up the parameter's gradients in another order than layer by layer. Compiled
         layers have no autograd graph.
@@ -98,7 +98,7 @@ class PipelineRank:
         *,
         input_gradients: bool = False,
     ) -> None:
-        """Start a step; per micro-batch, `batch` has the input and `infos` the output info of every layer.
+        """Start a step; `batch` has each micro-batch's input, `infos` the shapes of its layers' outputs.
 
         `sequences`: this rank's part of each micro-batch's sequences, if not the whole of all.
         `input_gradients`: whether the gradients of floating-point inputs of the model are kept.
@@ -123,7 +123,7 @@ class PipelineRank:
         return self._stage_outputs[-1]
 
     def set_back(self) -> None:
-        """Restore the layers' run counters to their values before an evaluation, which must not count."""
+        """Restore what counts the layers' runs, after an evaluation, which must not count."""
         for stage in self.stages.values():
             stage.set_back()
 

@@ -5,8 +5,7 @@
     full        only the layer's input stays
 
 With `selective` and `full` a layer runs once more, inside `I`, and only up to the last tensor that its
-backward needs, so its last product is not computed again. Random numbers and decisions, such as which experts
-a token is sent to, are those of the first run.
+backward needs, so its last product is not computed again. Random numbers are those of the first run.
 (Korthikanti et al. 2022, arXiv:2205.05198, section 5, recompute attention and keep the rest; here it is the
 other way round, since a fused attention keeps next to nothing.)
 
@@ -27,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,18 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.errors import ModelError
 from plait.plan.plan import Recompute
 from plait.ranks.device import random_state, set_random_state
-from plait.tensor.autograd.kept_results import (
-    DECISIONS,
-    KEPT_OPERATIONS,
-    RECOMPUTED_RUN,
-    Decisions,
-    Tensors,
-)
+from plait.tensor.autograd.kept_results import KEPT_OPERATIONS, RECOMPUTED_RUN, Tensors
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, tensors_of
+
+T = TypeVar("T")
 
 
 class KeepingRun:
-    """Keeps results of a layer's forward: of `result`, and of operations that `RecordOperations` sees."""
+    """The first run of a recomputed layer, in the forward: keeps results that the second run reuses."""
 
     is_second = False
     has_results = False
@@ -62,12 +57,14 @@ class KeepingRun:
         """The results of `result`, and their versions: an in-place write increases them."""
         self.operations: list[Any] = []
         """Results of operations; None for one that is to be computed again."""
+        self.decisions: list[Any] = []
+        """The results of `once`, which the second run reuses in every mode."""
         self.paused = False
         """Within `result`: what is computed there is not kept by itself."""
         self.active = False
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()` and keep it, but no result of an operation within."""
+        """Return `compute()` and keep it, but not the results of operations that it calls."""
         if self.paused:
             return compute()
         self.paused = True
@@ -88,6 +85,12 @@ class KeepingRun:
         with RecordOperations(self):
             return compute()
 
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return `compute()` and keep it, whatever else is kept."""
+        made = compute()
+        self.decisions.append(made)
+        return made
+
     def finish(self) -> None:
         """End the run, and free kept results that an in-place operation has overwritten since."""
         self.active = False
@@ -103,7 +106,7 @@ class KeepingRun:
 
 
 class ReplayedRun:
-    """Reuses the results that a `KeepingRun` has kept: each once, in the order of the calls."""
+    """The second run of a recomputed layer, in the backward: reuses results that the first one kept."""
 
     is_second = True
 
@@ -111,6 +114,7 @@ class ReplayedRun:
         self._first = first
         self.used_results = 0
         self.used_operations = 0
+        self._used_decisions = 0
         self.needs_all = first.overwrites
         """Whether kept operations outside of `with_operations` are used, or written to."""
         self.sees_all = first.sees_all and bool(first.operations)
@@ -145,6 +149,14 @@ class ReplayedRun:
             return compute()
         finally:
             self.paused = False
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return what the first run's next `once` returned; compute it where the layer runs within itself."""
+        if self._first.active or self._used_decisions == len(self._first.decisions):
+            return compute()
+        self._used_decisions += 1
+        found: T = self._first.decisions[self._used_decisions - 1]
+        return found
 
     def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return `compute()`, and reuse the results of operations within."""
@@ -262,15 +274,11 @@ class RecomputingLayer:
         The last argument is the layer's input.
         """
         call = _RecomputingCall(self, arguments)
-        token = DECISIONS.set(call.decisions)
-        try:
-            with saved_tensors_hooks(call.pack, call.unpack):
-                return call.run_first() if self.keeps_results else self.run(*arguments)
-        finally:
-            DECISIONS.reset(token)
+        with saved_tensors_hooks(call.pack, call.unpack):
+            return call.run_first()
 
     def note_no_second_run(self) -> None:
-        """Keep no results in later calls: a first run has saved nothing that needs a second run."""
+        """Keep no results in later calls, as a first run saved nothing that a second must compute."""
         self.sees_all = False
         self.most_results, self.most_operations = self.most_results or 0, self.most_operations or 0
 
@@ -300,7 +308,6 @@ class _RecomputingCall:
         """The storages of the layer's input and parameters."""
         self._random_state = random_state()
         self._first = KeepingRun(layer)
-        self.decisions = Decisions()
 
     def pack(self, tensor: Tensor) -> int | Tensor:
         """Return what autograd stores for a saved tensor: an index, or the tensor if it is held anyway."""
@@ -356,7 +363,7 @@ class _RecomputingCall:
                 raise _AllSaved
             return saved[-1]
 
-        token, of_decisions = RECOMPUTED_RUN.set(second), DECISIONS.set(Decisions(self.decisions.made, 0))
+        token = RECOMPUTED_RUN.set(second)
         set_random_state(self._random_state)
         try:
             with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor), others:
@@ -366,6 +373,5 @@ class _RecomputingCall:
         finally:
             set_random_state(before)
             RECOMPUTED_RUN.reset(token)
-            DECISIONS.reset(of_decisions)
         layer.note(second)
         self._saved = dict(enumerate(saved))

@@ -67,7 +67,7 @@ Gradients: TypeAlias = list[Tensor | None]
 
 
 class LayerRun(Protocol):
-    """Protocol of what is kept of a micro-batch's forward, of one layer or several, until their backward."""
+    """Interface: what is kept of a micro-batch's forward, of one layer or several, for their backward."""
 
     def backward(self, gradients: Gradients) -> Gradients:
         """Return the gradients of the input's tensors from those of the output's; queue weight gradients."""
@@ -253,7 +253,7 @@ class Stage:
 
 
 class EagerLayer:
-    """A layer that runs eagerly, and what the layer has of its own, however it runs."""
+    """Runs a layer eagerly; holds its dropouts, joined linears and run counters, also if it is compiled."""
 
     def __init__(
         self, layer: NamedLayer, queue: WeightGradientQueue, dropout: DropoutGenerator | None
@@ -293,7 +293,7 @@ class EagerLayer:
         return (self._without_parameters(output) if info.returns_parameter else output), None
 
     def join(self, readers: tuple[Readers, ...]) -> None:
-        """Compute linears that read the same input as one product, from now on those of `readers`."""
+        """From now on compute linears that read the same input, those in `readers`, as one product."""
         if readers != self._readers:
             for joined in self.joined:
                 joined.release()
@@ -323,7 +323,7 @@ class EagerLayer:
 
 
 class CompiledRunner:
-    """A layer that runs by its graphs; for inputs for which it has none, by another runner."""
+    """Runs a layer as compiled graphs, or by `other` for inputs for which there are none."""
 
     def __init__(self, compiled: CompiledLayer, layer: EagerLayer, other: LayerRunner) -> None:
         self.compiled, self.layer, self.other = compiled, layer, other
@@ -355,13 +355,13 @@ class GraphParameters:
 
 
 class EagerRun:
-    """The autograd graph of layers that ran together, from leaves, the first input, to the output."""
+    """The autograd graph of layers that ran together, from the detached input to the output."""
 
     def __init__(self, parameters: GraphParameters, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         self.parameters, self.inputs, self.outputs = parameters, inputs, outputs
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Run the graph's backward, in which recomputation may run the layers again; see `LayerRun`."""
+        """Run the graph's backward, in which recomputation may run the layers again."""
         queue, together = self.parameters.queue, self.parameters.together
         roots, seeds = _with_gradient(self.outputs, gradients)
         if roots:
@@ -380,7 +380,7 @@ class EagerRun:
         return [tensor.grad for tensor in self.inputs]
 
     def output_is_read(self) -> bool:
-        """Return whether the backward may read the output; see `LayerRun`."""
+        """Return whether the backward may read the output, which must then not be written to."""
         return not all(made_by_linear(output) for output in self.outputs)
 
 

@@ -68,7 +68,7 @@ class StageView:
 
 @dataclass(eq=False)
 class FlatBuffer:
-    """The flat tensors of one `BufferSpec` on this rank, and the parameters and gradients in them."""
+    """Flat tensors on this rank that hold parameters and their gradients, as a `BufferSpec` describes."""
 
     spec: BufferSpec
     """With the shapes of this rank of `tp`."""
@@ -172,7 +172,7 @@ class FlatBuffer:
             shard.data = self.shard_slots[name].view_of(flat)
 
     def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
-        """Return the gradients of the `wanted` optimizer parameters; as one flat tensor where possible."""
+        """Return the gradients of the optimizer parameters in `wanted`, as one flat tensor if possible."""
         if self.shard_gradient is None:
             return []
         grads, views = [], 0

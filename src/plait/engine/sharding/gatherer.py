@@ -58,7 +58,7 @@ class Gatherer:
             synchronize_stream(device)
 
     def gather(self, name: str) -> None:
-        """Start the all-gathers of a unit's parameters, unless they are gathered already."""
+        """Start the all-gathers of the parameters of the unit `name`, unless they are gathered already."""
         if name in self.gathered:
             return
         self.gathered.add(name)
@@ -69,12 +69,12 @@ class Gatherer:
         ]
 
     def wait(self, name: str) -> None:
-        """Wait for the all-gathers of a unit's parameters."""
+        """Wait for the all-gathers of the parameters of the unit `name`."""
         for handle, _ in self._pending.pop(name, ()):
             handle.wait()
 
     def release(self, name: str) -> None:
-        """Free the whole parameters of a unit, unless they stay allocated under the plan."""
+        """Free the whole parameters of the unit `name`, unless they stay allocated under the plan."""
         self.gathered.discard(name)
         for buffer in self.units[name].buffers:
             buffer.release_parameters()

@@ -31,7 +31,7 @@ ROW = 1024
 def counted_parameters(
     owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "world"
 ) -> frozenset[str]:
-    """Return the parameters whose gradients this rank adds to the gradient norm: each shard is added once.
+    """Return the parameters of which this rank adds its gradient to the norm: each shard counts once.
 
     Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
     all parameters among them where none is sharded.

@@ -101,7 +101,7 @@ class Reducer:
         zero_each(added_to)
 
     def open(self, name: str) -> None:
-        """Allocate the unsharded gradient of a unit's parameters; zero where a step adds to it first."""
+        """Allocate the whole gradient of the unit `name`; zeros where a step adds to it first."""
         for buffer in self.units[name].trainable:
             for gradient in buffer.whole_gradients:
                 allocate_storage(gradient)
@@ -124,7 +124,7 @@ class Reducer:
             unwritten.difference_update(first)
 
     def scatter(self, name: str) -> None:
-        """Start the reduce-scatter of a unit's whole gradient over the axes of its shards."""
+        """Start the reduce-scatter of the whole gradient of a unit over the axes of its shards."""
         self._complete(name)
         self._scattered[name] = []
         for buffer in self.units[name].trainable:

@@ -237,7 +237,7 @@ def reduction_groups(owners: Owners, kinds: Mapping[str, BufferKind], mesh: Mesh
 def reduction_ranks(
     together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str | Sequence[str] = "dp_cp"
 ) -> list[list[int]]:
-    """Return each all-reduce group's global ranks; `together`: sets of `pp` ranks that are in one group.
+    """Return the global ranks of each all-reduce group; `together`: `pp` ranks that share a parameter.
 
     One group for each set of ranks of `pp`, each `summands` neighbours along `tp`, and each index along the
     axes of `dp_cp` that `axis` does not have.

@@ -110,7 +110,7 @@ def _bundled(one: RankMeasurement) -> Hardware | None:
 
 
 def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
-    """Return the description of the machine that ranks have measured: their medians, the smallest memory."""
+    """Return a `Hardware` from all ranks' measurements: their medians, and the smallest memory."""
     made = _measured_hardware(found)
     if _measured_links(found):
         return made

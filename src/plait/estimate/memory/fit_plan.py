@@ -21,7 +21,7 @@ class Change(NamedTuple):
 
 
 def fit_plan(estimator: MemoryEstimator, plan: Plan, limit: int) -> Plan | None:
-    """Return the plan nearest to `plan` whose ranks need at most `limit` bytes, or None.
+    """Return the plan with the fewest changes to `plan` whose ranks need at most `limit` bytes, or None.
 
     `plan` itself, if it fits. Else with one field changed, in this order: gradients reduced each micro-batch;
     the strategies optimizer, gradients, full; more, smaller micro-batches of the same batch; offload of

@@ -21,7 +21,7 @@ Range = tuple[int, int, int]
 
 
 class RecordedOperation(NamedTuple):
-    """An operation with the bytes that it reads and writes; without one it is a collective."""
+    """A device operation with the bytes it reads and writes, or a collective (`operation` None)."""
 
     operation: DeviceOperation | None
     reads: Mapping[Range, int]
@@ -30,7 +30,7 @@ class RecordedOperation(NamedTuple):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether it can be part of a kernel with others."""
+        """Whether the operation is element-wise: a compiler can fuse it with others into one kernel."""
         return isinstance(self.operation, Elementwise)
 
 
@@ -39,7 +39,7 @@ Kernel = tuple[Phase, int]
 
 
 def fused(phases: Mapping[Phase, Sequence[RecordedOperation]]) -> dict[Phase, tuple[DeviceOperation, ...]]:
-    """Return the operations of each phase, with fused kernels; `phases`: in the order of `Phase`."""
+    """Return each phase's operations, where neighbouring element-wise ones are one (a fused kernel)."""
     kernels: dict[Kernel, list[RecordedOperation]] = {}
     for phase, operations in phases.items():
         kernels |= {(phase, number): one for number, one in enumerate(_kernels(operations))}

@@ -11,7 +11,7 @@ from plait.plan.plan import Recompute
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of activations of a layer for one micro-batch: kept, and at most in each pass."""
+    """A layer's activation memory for a micro-batch: bytes kept for the backward, and peaks of its passes."""
 
     until_inputs: float
     """Kept from the forward to the end of the input gradient: the output and what is saved, not the input."""

@@ -54,7 +54,7 @@ class MemoryBounds:
     _activations: dict[tuple[object, ...], _Activations] = field(default_factory=dict)
 
     def least(self, shape: MicrobatchShape, policy: str | None, *, gathered: bool = True) -> float:
-        """Return a number of bytes that at least one rank must allocate under a policy (None: any).
+        """Return a lower bound, in bytes, of what the largest rank allocates under a policy (None: any).
 
         `gathered`: count what plans with more copies of state need less of: buffers for whole parameters, and
         shards of gradients beside whole ones. It is the largest of three bounds: when the last stage has run

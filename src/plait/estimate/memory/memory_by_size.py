@@ -23,7 +23,7 @@ from plait.schedules.schedule import Schedule
 
 
 class ActivationPeak(NamedTuple):
-    """Bytes of activations at the moment when some actions of a rank need most."""
+    """The bytes of activations on a rank at the worst moment of several similar actions."""
 
     kept: float
     """What unfinished micro-batches keep when the action starts, with messages."""
@@ -38,7 +38,7 @@ backward, and while the last layer of the first one runs."""
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Activation memory and parameter counts of a rank, from which a strategy gives the whole memory."""
+    """Activation memory and parameter counts of a rank, before a sharding strategy is chosen."""
 
     sizes: ParameterCounts
     peaks: Mapping[PeakKey, ActivationPeak]
@@ -49,7 +49,7 @@ class RankActivations:
         return any(kind is Kind.W for kind, _ in self.peaks)
 
     def with_state(self, shape: MicrobatchSizes, reserved: float) -> PredictedMemory:
-        """Return the rank's memory with parameters, gradients and optimizer state as the plan shards them."""
+        """Return the rank's whole memory: also parameters, gradients and optimizer state, as sharded."""
         parameters, gradients, optimizer, gathered = state_bytes(shape, self.sizes)
         added = whole_gradients(shape, self.sizes, splits=self.splits)
         peaks = [(added.after_backward(Kind.F), 0.0, 0.0)]
@@ -88,15 +88,15 @@ class ActivationMemories:
         return RankActivations(self._sizes[kinds], activation_peaks(rank, own, received, sent))
 
     def messages(self, rank: HeldCounts) -> tuple[float, float]:
-        """Return the bytes of a rank's receive buffers, and of what it sends after its first backwards."""
+        """Return the bytes of a rank's receive buffers, and of messages its first backwards send."""
         return rank.receive_buffers * self.shape.outside, rank.sending * self.shape.outside
 
     def layer(self, kind: LayerKind, recompute: Recompute) -> LayerMemory:
-        """Return the memory of a layer of `kind`."""
+        """Return the activation memory of a layer of `kind` for one micro-batch."""
         return layer_memory(kind, recompute, self.shape)
 
     def stage(self, layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
-        """Return the memory of a stage, see `stage_memory`."""
+        """Return the activation memory of a stage of these layers; equal stages are computed once."""
         return stage_memory(layers, at_once=at_once, receives=receives)
 
     def _stage(self, stage: int) -> StageMemory:
@@ -115,7 +115,7 @@ class ActivationMemories:
 def activation_peaks(
     rank: HeldCounts, stages: Sequence[StageMemory], received: float, sent: float
 ) -> dict[PeakKey, ActivationPeak]:
-    """Return the most bytes of activations on a rank, by the kind of action that reaches them.
+    """Return a rank's peak bytes of activations by kind of action, before and after the first backward.
 
     `stages`: the memory of the rank's stages; `received`, `sent`: bytes of messages, the latter after a
     backward.
@@ -135,7 +135,7 @@ def activation_peaks(
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of activations of a pipeline stage for one micro-batch: kept, and at most in each pass."""
+    """A stage's activation memory for a micro-batch: bytes kept for the backward, and peaks of its passes."""
 
     until_inputs: float
     """Kept from the forward to the end of the input gradient."""
@@ -193,18 +193,18 @@ class DecoderMemories(PlanMemories):
         return MemoryBounds(self.decoder)
 
     def least(self, sizes: MicrobatchSizes, policy: str | None, *, gathered: bool = True) -> float:
-        """Return bytes that some rank must allocate, see `MemoryBounds.least`."""
+        """Return a lower bound, in bytes, of what the largest rank allocates under a policy (None: any)."""
         return self._bounds.least(_of_decoder(sizes), policy, gathered=gathered)
 
     def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float:
-        """Return the most bytes that a rank allocates."""
+        """Return the bytes that the largest rank allocates at its peak."""
         shape = _of_decoder(sizes)
         return max(rank.with_state(shape, 0.0).allocated for rank in self._activations(shape, pipeline))
 
     def ranks(
         self, sizes: MicrobatchSizes, pipeline: CutPipeline, reserved: float
     ) -> tuple[PredictedMemory, ...]:
-        """Return the memory of each rank of `pp`."""
+        """Return the memory of each rank of `pp`; `reserved`: bytes beside those of tensors."""
         shape = _of_decoder(sizes)
         known = self._memories(shape, pipeline)
         ranks = HeldMicrobatches(pipeline.schedule).ranks

@@ -13,7 +13,7 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
 from plait.engine.pipeline.loss_stage import ChunkedLossStage, build_loss_stage
 from plait.engine.pipeline.stage import Stage
-from plait.estimate.memory.context_share import (
+from plait.estimate.memory.context_inputs import (
     ContextShare,
     as_input,
     as_input_batch,
@@ -28,7 +28,7 @@ from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.models.rotary import result_caches
-from plait.plan.axes import AXES, layout_degrees
+from plait.plan.axes import AXES, EXPERTS_ONLY
 from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -37,7 +37,7 @@ from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import LocalSequence, running
 
-FIRST = dict.fromkeys(layout_degrees(dict.fromkeys(AXES, 1)), 0)
+FIRST = dict.fromkeys((*AXES, *EXPERTS_ONLY), 0)
 """The coordinate of the rank that is traced."""
 
 
@@ -81,7 +81,9 @@ def trace_model(
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    tensor_parallel = blueprint.tensor_parallel(group_on_meta("tp", blueprint.plan.tp, 0, recorder))
+    plan = blueprint.plan
+    experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
+    tensor_parallel = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)

@@ -163,13 +163,13 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def group_on_meta(axis: str, size: int, index: int, recorder: OperationRecorder | None) -> Group:
-    """Return a group for layers on the meta device, of ranks that do not exist, recorded by `recorder`."""
+    """Return a communication group of ranks that do not exist, for layers on meta; `recorder` records it."""
     on_skip = None if recorder is None else recorder.collective
     return Group(axis, tuple(range(size)), index, None, Traffic(), 0.0, on_skip=on_skip)
 
 
 def recording(recorder: OperationRecorder | None, phase: Phase) -> AbstractContextManager[None]:
-    """Return the context in which a recorder, if there is one, records a phase."""
+    """Return the context in which `recorder`, unless None, records a phase (forward or backward)."""
     return nullcontext() if recorder is None else recorder.recording(phase)
 
 
@@ -185,7 +185,7 @@ def with_loss(layer: LayerWork, loss: LayerWork) -> LayerWork:
 
 
 def assumed_backward(forward: Iterable[DeviceOperation]) -> dict[Phase, tuple[DeviceOperation, ...]]:
-    """Return the backward that a forward's operations have.
+    """Return the operations of the backward, derived from those of the forward.
 
     Of a product, one with each of its factors transposed; one with a weight is the weight's gradient.
     """

@@ -13,7 +13,7 @@ from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes that a rank of `pp` allocates at the peak of a step, by use."""
+    """The bytes that a rank of `pp` allocates at the peak of a step: parameters, gradients, and so on."""
 
     parameters: float
     gradients: float
@@ -35,7 +35,7 @@ class PredictedMemory:
 
 @dataclass(frozen=True)
 class CutPipeline:
-    """A schedule, with the cut of the model into its stages."""
+    """A schedule, and how many layers each of its stages has."""
 
     schedule: Schedule
     cut: tuple[int, ...]
@@ -43,7 +43,7 @@ class CutPipeline:
 
 
 def cut_pipeline(plan: Plan, costs: LayerCosts) -> CutPipeline:
-    """Return the schedule of a plan, and the cut that it gives or that `costs` of the layers make best."""
+    """Return a plan's schedule and its layers per stage: those given, else the best ones at these `costs`."""
     schedule, cut = schedule_and_cut(
         plan.schedule,
         costs,
@@ -61,7 +61,7 @@ class PlanMemories(ABC):
 
     @abstractmethod
     def least(self, sizes: MicrobatchSizes, policy: str | None, *, gathered: bool = True) -> float:
-        """Return bytes that some rank must allocate under a policy (None: any), however the model is cut.
+        """Return a lower bound, in bytes, of what the largest rank allocates under a policy (None: any).
 
         `gathered`: count what plans with more copies of state need less of: buffers for whole parameters,
         and shards of gradients beside whole ones.
@@ -69,10 +69,10 @@ class PlanMemories(ABC):
 
     @abstractmethod
     def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float | None:
-        """Return the most bytes that a rank allocates, or None where it takes long to know, see `ranks`."""
+        """Return the bytes that the largest rank allocates, or None where only a slow simulation tells."""
 
     @abstractmethod
     def ranks(
         self, sizes: MicrobatchSizes, pipeline: CutPipeline, reserved: float
     ) -> tuple[PredictedMemory, ...]:
-        """Return the memory of each rank of `pp`; `reserved`: bytes that no tensor allocates."""
+        """Return the memory of each rank of `pp`; `reserved`: bytes beside those of tensors."""

@@ -17,7 +17,7 @@ from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.pipeline.executor import Executor
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
-from plait.estimate.memory.context_share import as_input_batch
+from plait.estimate.memory.context_inputs import as_input_batch
 from plait.estimate.memory.memory_report import (
     Category,
     Memory,
@@ -123,7 +123,7 @@ class MemoryEstimator:
         )
 
     def rows_of(self, plan: Plan) -> int | None:
-        """Return the batch size per data-parallel rank, or None where it is unknown."""
+        """Return the rows of a data-parallel rank's batch under `plan`, or None if unknown."""
         batch = self._batch(plan)
         return None if batch is None else next(tensors_of(batch)).shape[0]
 

@@ -13,7 +13,7 @@ from plait.schedules.action import Kind
 
 
 class ParameterCounts(NamedTuple):
-    """Parameters of a rank of `pp`, before sharding."""
+    """Numbers of parameters of a rank of `pp`, before sharding: all, tied ones, its two largest layers'."""
 
     whole: float
     twice: float
@@ -23,7 +23,7 @@ class ParameterCounts(NamedTuple):
 
 
 def rank_sizes(shape: MicrobatchSizes, stages: Sequence[Sequence[LayerKind]]) -> ParameterCounts:
-    """Return the parameters of a rank of `pp`; `stages`: the kinds of the layers of each of its stages."""
+    """Return the parameter counts of a rank of `pp`; `stages`: the kinds of the layers of its stages."""
     whole = shape.trained_parameters([*chain(*stages)])
     twice = sum(map(shape.trained_parameters, stages)) - whole
     each = {kind: shape.parameters(kind) for kind in {*chain(*stages)}}
@@ -32,7 +32,7 @@ def rank_sizes(shape: MicrobatchSizes, stages: Sequence[Sequence[LayerKind]]) ->
 
 
 def state_bytes(shape: MicrobatchSizes, sizes: ParameterCounts) -> tuple[float, float, float, float]:
-    """Return bytes of a rank: parameters, kept gradients, optimizer state, gathered parameters."""
+    """Return a rank's bytes of parameters, kept gradients, optimizer state, and gathered parameters."""
     kind, count, ranks = shape.kind, sizes.whole, shape.state_ranks
     compute, master = kind.compute.itemsize, kind.master.itemsize
     optimizer = count / ranks * shape.moments * master
@@ -56,17 +56,17 @@ class WholeGradients:
     """Whether input gradients add to weight gradients, as those of biases and norms."""
 
     def of_layers(self, kind: Kind) -> float:
-        """Return the bytes while an action of `kind` runs, before any backward has ended."""
+        """Return the bytes of whole gradients during an action of `kind`, before the first backward ends."""
         adds = kind in (Kind.W, Kind.B) or (kind is Kind.I and self.inputs_add)
         return self.layer if adds else 0.0
 
     def after_backward(self, kind: Kind) -> float:
-        """Return the bytes while an action of `kind` runs, once a backward has ended."""
+        """Return the bytes of whole gradients during an action of `kind`, after the first backward."""
         return max(self.always, self.of_layers(kind))
 
 
 def whole_gradients(shape: MicrobatchSizes, sizes: ParameterCounts, *, splits: bool) -> WholeGradients:
-    """Return the whole gradients of a rank: none where they are not sharded, as all are kept whole.
+    """Return the bytes of whole gradients beside a rank's shards; zero where gradients are not sharded.
 
     `splits`: whether its backwards are split. Then those of one micro-batch are all whole at once, too.
     """

@@ -18,17 +18,17 @@ from plait.schedules.search.stage_cuts import LayerCosts
 
 
 class PredictedModel(ABC):
-    """A model whose steps are predicted: its layers, their work and parameters, and its memory."""
+    """Interface of a model whose steps are predicted: its layers, their work, parameters and memory."""
 
     @property
     @abstractmethod
     def kinds(self) -> Sequence[LayerKind]:
-        """The kind of each layer, first layer first; layers of one kind do the same work."""
+        """The kind of each layer, first layer first; layers of the same kind do the same work."""
 
     @property
     @abstractmethod
     def layer_costs(self) -> Sequence[float]:
-        """The multiplications a token of each layer, by which `parallelize` cuts the model into stages."""
+        """Multiplications per token of each layer, by which `parallelize` divides layers into stages."""
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class PredictedModel(ABC):
     @property
     @abstractmethod
     def operations_per_token(self) -> float:
-        """Floating-point operations of forward and backward a token, without recomputation."""
+        """Floating-point operations per token, forward and backward, without recomputation."""
 
     @abstractmethod
     def about(self) -> str:
@@ -46,7 +46,7 @@ class PredictedModel(ABC):
 
     @abstractmethod
     def costs_for_cut(self, plan: Plan) -> LayerCosts:
-        """Return the costs by which `parallelize` cuts the model into stages, where none are given."""
+        """Return the costs by which `parallelize` divides layers into stages, if none are measured."""
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
@@ -58,16 +58,16 @@ class PredictedModel(ABC):
 
     @abstractmethod
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchSizes:
-        """Return sizes and work of a micro-batch of `rows` sequences. `on_cpu`: layers run on CPUs."""
+        """Return sizes and work of a micro-batch of `rows` sequences; `on_cpu`: layers run on CPUs."""
 
     @abstractmethod
     def memories(self) -> PlanMemories:
-        """Return what computes the memory of plans."""
+        """Return a `PlanMemories`, which predicts this model's memory under any plan."""
 
 
 @dataclass(frozen=True)
 class DecoderModel(PredictedModel):
-    """A decoder-only transformer as plait's gpt2 and llama are, all of whose parameters train with AdamW."""
+    """A decoder-only transformer like plait's gpt2 and llama, for predictions; AdamW trains all of it."""
 
     decoder: Decoder
 
@@ -78,7 +78,7 @@ class DecoderModel(PredictedModel):
 
     @property
     def layer_costs(self) -> tuple[float, ...]:
-        """The multiplications a token of each layer."""
+        """Multiplications per token of each layer."""
         return self.decoder.layer_costs
 
     @property
@@ -88,7 +88,7 @@ class DecoderModel(PredictedModel):
 
     @property
     def operations_per_token(self) -> float:
-        """Floating-point operations of forward and backward a token; see `Decoder`."""
+        """Floating-point operations per token, forward and backward, without recomputation."""
         return self.decoder.operations_per_token
 
     def about(self) -> str:
@@ -100,7 +100,7 @@ class DecoderModel(PredictedModel):
         )
 
     def costs_for_cut(self, plan: Plan) -> LayerCosts:
-        """Return the costs by which `parallelize` cuts the model into stages, where none are given."""
+        """Return the costs by which `parallelize` divides layers into stages, if none are measured."""
         costs = LayerCosts.evenly(self.layer_costs)
         if plan.loss_rows is not None:
             costs = costs.in_input_gradient(-1, self.decoder.hidden * self.decoder.vocab)
@@ -129,5 +129,5 @@ class DecoderModel(PredictedModel):
         return MicrobatchShape(self.decoder, plan, rows, on_cpu)
 
     def memories(self) -> DecoderMemories:
-        """Return what computes the memory of plans."""
+        """Return a `DecoderMemories`, which predicts this model's memory under any plan."""
         return DecoderMemories(self.decoder)

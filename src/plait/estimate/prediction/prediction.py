@@ -42,7 +42,7 @@ class Prediction:
 
     @property
     def breakdown(self) -> Mapping[str, float]:
-        """Seconds of the step by what the rank that ends last spends them on; they add up to its time."""
+        """Seconds of the step by use, on the rank that ends last; they add up to the step's time."""
         return self.times.breakdown
 
     @cached_property
@@ -153,7 +153,7 @@ def prediction_of(
     pipeline: CutPipeline,
     memories: PlanMemories,
 ) -> Prediction:
-    """Return the predicted time and memory of a step whose schedule and layers per stage are given."""
+    """Return the predicted time and memory of a step, given its schedule and its layers per stage."""
     sizes = model.sizes(plan, rows / plan.microbatches, on_cpu=not hardware.overlaps)
     stages, modes = stage_kinds(model.kinds, pipeline.cut), stage_modes(plan, pipeline.cut)
     memory = memories.ranks(sizes, pipeline, hardware.reserved)
@@ -162,7 +162,7 @@ def prediction_of(
 
 
 class RunDetails(TypedDict, total=False):
-    """What predictions know of a run besides model, plan and rows; the arguments of `plait.memory`."""
+    """What else predictions take of a run, such as optimizer and loss; the arguments of `plait.memory`."""
 
     inputs: Any
     targets: Any
@@ -172,7 +172,7 @@ class RunDetails(TypedDict, total=False):
 
 
 def predicted_model(model: object, plan: Plan, about: RunDetails) -> PredictedModel:
-    """Return what predictions ask of `model`: from its sizes where those say all, else from its layers.
+    """Return `model` as a `PredictedModel`: by its sizes if these suffice, else by its traced layers.
 
     `plan`: whose offloading is predicted. Raises ModelError where rows are unknown.
     """

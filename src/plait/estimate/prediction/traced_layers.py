@@ -56,7 +56,7 @@ class TracedLayers:
         return (*(f"layer {first[id(trace)]}" for trace in traces[:-1]), f"layer {last}")
 
     def blueprint(self, plan: Plan) -> Blueprint:
-        """Return the blueprint of all on which the layers of `plan` depend: without pipeline and replicas."""
+        """Return the blueprint that determines what layers do under `plan`, without `pp` and replicas."""
         if plan in self._blueprints:
             return self._blueprints[plan]
         alone = replace(
@@ -85,7 +85,7 @@ class TracedLayers:
         return found
 
     def estimator(self, rows: int, *, on_cpu: bool) -> MemoryEstimator:
-        """Return an estimator of memory for `rows` rows a data-parallel rank; all share their traces."""
+        """Return an estimator of memory for `rows` rows per data-parallel rank; traces are shared."""
         return MemoryEstimator(
             self.module,
             of_rows(self.inputs, rows),
@@ -122,7 +122,7 @@ class TracedLayers:
 
 @dataclass(frozen=True, eq=False)
 class TracedSizes(MicrobatchSizes):
-    """A micro-batch of a traced model under a plan."""
+    """Sizes and work of a micro-batch under a plan, from traces of the model's layers."""
 
     layers: TracedLayers
     plan: Plan
@@ -160,19 +160,19 @@ class TracedSizes(MicrobatchSizes):
         return self.layers.parameters(self.plan, kinds, (True,))
 
     def frozen_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the parameters of several layers that do not train, likewise."""
+        """Return the parameters of several layers on a rank of `tp` that do not train."""
         return self.layers.parameters(self.plan, kinds, (False,))
 
     @cached_property
     def message_bytes(self) -> float:
         """Bytes of a message between stages: the most between two layers."""
-        return self.linear(_largest_output)
+        return self.extrapolated(_largest_output)
 
     def _traces(self, plan: Plan, rows: int) -> ModelTraces:
         return self.layers.traces(plan, rows, on_cpu=self.on_cpu)
 
-    def linear(self, number: Callable[[ModelTraces], float]) -> float:
-        """Return `number` of the traces for this micro-batch's rows, extrapolated from those of few rows."""
+    def extrapolated(self, number: Callable[[ModelTraces], float]) -> float:
+        """Return `number(traces)` at this micro-batch's rows, extrapolated linearly from few rows."""
         if self.rows <= FEW_ROWS[0]:
             return number(self._traces(self.plan, ceil(self.rows)))
         few, more = (number(self._traces(self.plan, rows)) for rows in FEW_ROWS)

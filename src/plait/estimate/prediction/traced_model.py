@@ -37,7 +37,7 @@ SIMULATED = 4
 
 @dataclass(frozen=True, eq=False)
 class TracedModel(PredictedModel):
-    """Any model that `parallelize` takes."""
+    """Any model that `parallelize` takes, for predictions: its layers run on the meta device."""
 
     layers: TracedLayers
 
@@ -48,7 +48,7 @@ class TracedModel(PredictedModel):
 
     @cached_property
     def layer_costs(self) -> tuple[float, ...]:
-        """The multiplications a token of each layer."""
+        """Multiplications per token of each layer."""
         return assumed_costs(self.layers.blueprint(Plan()).sequence, None).total
 
     @cached_property
@@ -59,7 +59,7 @@ class TracedModel(PredictedModel):
 
     @cached_property
     def operations_per_token(self) -> float:
-        """Floating-point operations of forward and backward a token: those of products and attention."""
+        """Floating-point operations per token, of matrix products and attention."""
         sizes = self.sizes(Plan(), 1, on_cpu=True)
         each = {kind: _operations(sizes.work(kind)) for kind in {*self.kinds}}
         return sum(each[kind] for kind in self.kinds) / self.context
@@ -70,7 +70,7 @@ class TracedModel(PredictedModel):
         return f"{count_text(count)} parameters ({len(self.kinds)} layers, context {self.context:,})"
 
     def costs_for_cut(self, plan: Plan) -> LayerCosts:
-        """Return the costs by which `parallelize` cuts the model into stages, where none are given."""
+        """Return the costs by which `parallelize` divides layers into stages, if none are measured."""
         blueprint = self.layers.blueprint(plan)
         return assumed_costs(blueprint.sequence, blueprint.output_linear).with_messages(plan.pp)
 
@@ -93,7 +93,7 @@ class TracedModel(PredictedModel):
         return TracedSizes(self.layers, plan, rows, on_cpu, self.layers.moments)
 
     def memories(self) -> TracedMemories:
-        """Return what computes the memory of plans."""
+        """Return a `TracedMemories`, which predicts this model's memory under any plan."""
         return TracedMemories(self.layers)
 
 
@@ -142,15 +142,15 @@ def _operations(work: LayerWork) -> float:
 
 @dataclass(frozen=True, eq=False)
 class TracedMemories(PlanMemories):
-    """Computes the memory of plans as `plait.memory` does: by a step that is simulated on a ledger."""
+    """Predicts the memory of plans as `plait.memory` does: it simulates the allocations of a step."""
 
     layers: TracedLayers
 
     def least(self, sizes: MicrobatchSizes, policy: str | None, *, gathered: bool = True) -> float:
-        """Return the mean over ranks of state that is kept, and of what layers save for one micro-batch."""
+        """Return a lower bound of the largest rank's bytes: the ranks' mean of state and saved tensors."""
         assert isinstance(sizes, TracedSizes)
         plan = sizes.plan
-        saved = sizes.linear(_saved) if plan.recompute == "none" else 0.0
+        saved = sizes.extrapolated(_saved) if plan.recompute == "none" else 0.0
         if plan.offload != "none":
             return saved / plan.pp
         kinds, shards = self.layers.kinds, 1 if sizes.kind.keeps_parameters else sizes.state_ranks
@@ -160,12 +160,12 @@ class TracedMemories(PlanMemories):
         return (parameters + gradients * gathered + optimizer + frozen + saved) / plan.pp
 
     def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> None:
-        """Return None: a step is simulated for each plan."""
+        """Return None: the memory of a plan is only known from a simulated step."""
 
     def ranks(
         self, sizes: MicrobatchSizes, pipeline: CutPipeline, reserved: float
     ) -> tuple[PredictedMemory, ...]:
-        """Return the memory of each rank of `pp`; many micro-batches follow from fewer."""
+        """Return the memory of each rank of `pp`; of many micro-batches only some are simulated."""
         assert isinstance(sizes, TracedSizes)
         count, few = sizes.plan.microbatches, SIMULATED * pipeline.schedule.stages
         if count <= few + pipeline.schedule.ranks:

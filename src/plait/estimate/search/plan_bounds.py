@@ -40,7 +40,7 @@ _CHUNKED = ("interleaved", "zb-v", "v-half")
 
 @dataclass(frozen=True)
 class ModelTime:
-    """Seconds of a micro-batch over all layers."""
+    """Seconds of a model's forward and backward for one micro-batch: the sums over all layers."""
 
     forward: float
     inputs: float
@@ -60,7 +60,7 @@ class ModelTime:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds for plans of one model and batch on given hardware."""
+    """Computes lower bounds of the step time and memory of plans, for one model, batch and hardware."""
 
     model: PredictedModel
     hardware: Hardware
@@ -89,7 +89,7 @@ class Bounds:
         return plan.tp, plan.cp, rows, plan.sequence_parallel, state
 
     def model_time(self, plan: Plan, *, at_once: bool) -> ModelTime:
-        """Return the time of all layers; plans that differ only in what no layer depends on share it.
+        """Return the seconds of all layers for one micro-batch; plans with equal layers share them.
 
         `at_once`: as if weight gradients ran during sums over `tp` on all stages.
         """
@@ -120,7 +120,7 @@ class Bounds:
     def step_seconds(
         self, plan: Plan, policy: str | None = None, chunks: int = 1, *, state: bool = True
     ) -> float:
-        """Return a time in which no cut of the model finishes the step under a policy (None: any).
+        """Return a lower bound of a step's seconds over all cuts into stages (`policy` None: of any).
 
         Without `state`, sums of gradients and the optimizer take no time: a bound for all strategies. It is
         the largest of these bounds of the last gradient's time, and the optimizer's step after it:
@@ -178,7 +178,7 @@ class Bounds:
         return max(seconds - window, 0.0) if timer.hides_gradient_sums else seconds
 
     def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
-        """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
+        """Return a lower bound of the largest rank's bytes over all divisions of layers into stages.
 
         `gathered`: see `PlanMemories.least`.
         """
@@ -187,7 +187,7 @@ class Bounds:
 
     @cached_property
     def memories(self) -> PlanMemories:
-        """What computes the memory of plans."""
+        """The `PlanMemories` of the model, which predicts its memory under any plan."""
         return self.model.memories()
 
     def _mean_and_largest(self, plan: Plan) -> tuple[float, float]:
@@ -201,7 +201,7 @@ class Bounds:
 
 
 def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: float = 0.0) -> float:
-    """Return a lower bound of a step's seconds, however stages, one a rank, divide `total` a micro-batch.
+    """Return a lower bound of a step's seconds for one stage per rank, over all divisions of `total`.
 
     Let stage r take x_r for a micro-batch, of which the fraction φ (`part`) at least passes on every stage
     before rank r can start, or can be done after it ends, and r · `hops` for messages; and let the part ω
@@ -217,7 +217,7 @@ def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: f
 
 
 def least_ends(step: StepTimes) -> list[float]:
-    """Return for each rank a time before which its last action, and those that wait for it, cannot end.
+    """Return for each rank a lower bound, in seconds, of the end of its actions and those that wait for it.
 
     A rank waits for the forwards of the stages before its first, and then does all its work. Where backwards
     are whole, those of the stages before follow its last, or that one's input gradient.
@@ -243,31 +243,31 @@ def least_ends(step: StepTimes) -> list[float]:
 
 @dataclass(frozen=True)
 class ScheduledActions:
-    """The actions of a step that plans with the same schedule and the same layer times have in common."""
+    """The timed actions of a step, shared by plans with the same schedule and the same layer times."""
 
     times: StepTimes
 
     @property
     def latest(self) -> Mapping[StepEndSizes, float]:
-        """Seconds to the last actions, see `StepTimes.latest`."""
+        """Seconds until the last action of ranks, by the sizes of what they do after it."""
         return self.times.latest
 
     @cached_property
     def least(self) -> Mapping[StepEndSizes, float]:
-        """Lower bounds of `latest`, without a simulation."""
+        """Lower bounds of the seconds in `latest`, without a simulation."""
         return latest_ends(self.times.work, least_ends(self.times))
 
 
 @dataclass(frozen=True)
 class PlanSteps:
-    """The steps and the memory of plans of one model."""
+    """Predicts the steps and memory of plans of one model; plans share what they have in common."""
 
     bounds: Bounds
     _pipelines: dict[tuple[object, ...], CutPipeline] = field(default_factory=dict)
     _steps: dict[tuple[object, ...], ScheduledActions] = field(default_factory=dict)
 
     def pipeline(self, plan: Plan) -> CutPipeline:
-        """Return the schedule and the cut of a plan, those that `predict` finds."""
+        """Return the schedule and the layers per stage of a plan, as `predict` chooses them."""
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches)
         if key not in self._pipelines:
             self._pipelines[key] = cut_pipeline(plan, self.bounds.model.costs_for_cut(plan))
@@ -297,10 +297,10 @@ class PlanSteps:
         return prediction_of(bounds.model, plan, bounds.hardware, rows, self.pipeline(plan), bounds.memories)
 
     def memory_at_once(self, plan: Plan) -> float | None:
-        """Return the most bytes that a rank allocates, or None where it takes long to know."""
+        """Return the bytes that the largest rank allocates, or None where only a simulation tells."""
         return self.bounds.memories.at_once(self.bounds.sizes(plan), self.pipeline(plan))
 
     def memory(self, plan: Plan) -> float:
-        """Return the most bytes that a rank allocates, as `predict` does."""
+        """Return the bytes that the largest rank allocates, by a simulation if need be."""
         ranks = self.bounds.memories.ranks(self.bounds.sizes(plan), self.pipeline(plan), 0.0)
         return max(rank.allocated for rank in ranks)

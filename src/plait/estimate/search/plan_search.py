@@ -180,7 +180,7 @@ class _PlanQueue:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def next(self) -> Plan | None:
-        """Take the first entry: split it, or return it if it is a plan whose time is known."""
+        """Take the most promising entry: return a plan whose time is known, else split the entry (None)."""
         _, entry = heappop(self.entries)
         if isinstance(entry, Plan):
             return entry
@@ -188,7 +188,7 @@ class _PlanQueue:
         return None
 
     def add(self, division: RankDivision) -> None:
-        """Add all plans of a division."""
+        """Add all plans of a division of the ranks over the axes."""
         schedules = len(division.schedules(len(self.bounds.model.kinds), self.choices))
         states = sum(1 for _ in division.states(self.choices))
         options = [*division.layer_options(self.choices)]

@@ -56,12 +56,12 @@ class RankDivision:
     microbatches: int
 
     def layer_options(self, choices: PlanChoices) -> Iterator[tuple[Recompute, SequenceParallel]]:
-        """Yield the options of plans for layers: recomputation and sequence parallelism."""
+        """Yield the options of plans that concern layers: recomputation, sequence parallelism."""
         sequence = choices.sequence_parallel if self.tp > 1 else choices.sequence_parallel[:1]
         return product(choices.recompute, sequence)
 
     def states(self, choices: PlanChoices) -> Iterator[tuple[Strategy, Reduce, int]]:
-        """Yield the options of plans for state: strategy, when gradients are reduced, and `replicate`."""
+        """Yield the options of plans that concern state: strategy, when to reduce, and `replicate`."""
         for strategy, reduce in choices.states if self.dp * self.cp > 1 else choices.states[:1]:
             for copies in divisors_of(self.dp) if strategy != "none" else (1,):
                 # With as many copies as ranks nothing is sharded: the same as `none`.
@@ -69,7 +69,7 @@ class RankDivision:
                     yield strategy, reduce, copies
 
     def options(self, base: Plan, choices: PlanChoices) -> Iterator[Plan]:
-        """Yield the plans of the division with every option but the schedule; the rest is that of `base`."""
+        """Yield the plans of the division with every option but the schedule; other fields are `base`'s."""
         for (recompute, sequence), (strategy, reduce, copies) in product(
             self.layer_options(choices), self.states(choices)
         ):
@@ -88,7 +88,7 @@ class RankDivision:
         return replace(base, **degrees, microbatches=self.microbatches, layers_per_stage=None, **options)  # type: ignore[arg-type]
 
     def schedules(self, layers: int, choices: PlanChoices) -> tuple[tuple[str, int], ...]:
-        """Return the policies that can cut `layers` layers, with their stages on each rank.
+        """Return the policies that can divide `layers` layers, each with its stages per rank.
 
         Without block policies where micro-batches times ranks are more than `MOST_IN_BLOCKS`.
         """

@@ -37,7 +37,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The fraction of time that is useful training, for an interval between the ends of two saves."""
+    """The fraction of time that is useful training, for a given interval between two saves."""
 
     interval: float
     """Seconds of training between two saves."""

@@ -99,7 +99,7 @@ class Hardware:
     """On what the efficiencies were fitted, and when."""
 
     def peak_of(self, precision: str) -> float:
-        """Return the peak rate of products of `precision`. Raises ConfigError where it is not known."""
+        """Return the peak FLOP/s of matrix products in `precision`. Raises ConfigError where unknown."""
         if precision not in self.peak:
             raise ConfigError(
                 f"{self.name} has no figure peak_tflops.{precision}, the products' precision: add it to the "
@@ -173,7 +173,7 @@ def bundled_name(device: str) -> str | None:
 
 
 def gpu_peaks(device: str) -> Mapping[str, float]:
-    """Return the `Hardware.peak` of the GPU with this product name; empty where it is unknown."""
+    """Return the peak FLOP/s by precision of the GPU with this product name; empty where unknown."""
     for part, found in toml_value((files(__package__) / PEAKS).read_text()).items():
         if part.lower() in device.lower():
             if isinstance(found, str):

@@ -65,17 +65,17 @@ class MicrobatchShape(MicrobatchSizes):
 
     @property
     def outside(self) -> float:
-        """Bytes of the activation that norms read: whole, or with sequence parallelism the rank's part."""
+        """Bytes of the activation that norms read: whole, or this rank's part of the sequence."""
         return self.activation / (self.plan.tp if self.plan.cuts_sequence else 1)
 
     @property
     def composes(self) -> bool:
-        """Whether norms, rotations and activations are several operations each: as in a Llama on a CPU."""
+        """Whether norms and rotations run as several operations each, as in a Llama on a CPU."""
         return self.on_cpu and not self.decoder.biases
 
     @property
     def loss_chunks(self) -> int:
-        """The number of chunks of tokens in which the head's logits exist, see `Plan.loss_rows`."""
+        """The number of chunks of rows in which the head's logits are computed (`Plan.loss_rows`)."""
         return 1 if self.plan.loss_rows is None else math.ceil(self.tokens / self.plan.loss_rows)
 
     def linear(self, inputs: float, outputs: float, count: int = 1) -> _LinearProducts:
@@ -194,7 +194,7 @@ def context_method(shape: MicrobatchShape) -> str:
 
 
 def keys_read(shape: MicrobatchShape) -> float:
-    """Return the features of the keys that attention reads, for as many tokens as a rank of `cp` holds."""
+    """Return the features of keys that attention reads on a rank: more if heads are shared under Ulysses."""
     if shape.plan.cp == 1 or context_method(shape) == "ring":
         return shape.key_features
     # Ranks that share a head of keys each get it.

@@ -24,7 +24,7 @@ from plait.plan.plan import Recompute
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a pass, divided by use; their sum is its duration."""
+    """Seconds of a pass of a layer (forward, …) by use: matrix products, attention, communication, …."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -88,7 +88,7 @@ class PassTimes:
 
     @cached_property
     def total(self) -> Parts:
-        """The sum of forward, input gradient and weight gradient, by use."""
+        """The seconds of forward, input gradient and weight gradient together, by use."""
         return self.forward + self.inputs + self.weights
 
 
@@ -119,7 +119,7 @@ LayerVariant = tuple[LayerKind, Recompute, bool]
 
 @dataclass(frozen=True)
 class LayerTimer:
-    """Times layers of a plan on given hardware; equal layers are timed once."""
+    """Predicts the seconds of a plan's layers on given hardware; equal layers are computed once."""
 
     shape: MicrobatchSizes
     hardware: Hardware
@@ -137,7 +137,7 @@ class LayerTimer:
 
     @property
     def speedup(self) -> float:
-        """The factor by which a rank computes faster while other ranks of its pipeline wait."""
+        """The factor by which a rank's CPU computes faster while other ranks of its pipeline wait."""
         return self.hardware.waiting_speedup if self.shape.plan.pp > 1 else 1.0
 
     @property
@@ -157,7 +157,7 @@ class LayerTimer:
         return self.shape.work(kind)
 
     def times(self, kind: LayerKind, recompute: Recompute, *, at_once: bool = True) -> PassTimes:
-        """Return the times of a layer of `kind`.
+        """Return the seconds of a layer of `kind` for one micro-batch: forward, input and weight gradient.
 
         `at_once`: its weight gradients follow its input gradient, so that they run during sums over `tp`.
         """
@@ -228,11 +228,11 @@ class LayerTimer:
         return sum(map(self.network.seconds, transfers))
 
     def exposed_forward(self, transfers: Iterable[AxisTransfer]) -> float:
-        """Return the seconds of a forward's `tp` communication that no computation hides: all."""
+        """Return the seconds of `tp` communication that the forward waits for: all of it."""
         return self._transfers(transfers)
 
     def exposed_backward(self, work: LayerWork, meanwhile: float) -> float:
-        """Return the seconds of a backward's `tp` communication that no computation hides.
+        """Return the seconds of `tp` communication in a backward that no computation overlaps.
 
         `meanwhile`: seconds of weight gradients that run during its sums.
         """

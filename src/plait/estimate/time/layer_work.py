@@ -26,7 +26,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Operations and collectives of one layer for one micro-batch; transfers are those that it waits for."""
+    """Operations and collectives of one layer for one micro-batch; only collectives that it waits for."""
 
     forward: tuple[DeviceOperation, ...] = ()
     backward: tuple[DeviceOperation, ...] = ()
@@ -73,7 +73,7 @@ class MicrobatchSizes(ABC):
 
     @cached_property
     def kind(self) -> BufferKind:
-        """How parameters are stored, gathered and reduced."""
+        """How the plan stores, gathers and reduces parameters that train."""
         return kind_of(self.plan)
 
     @cached_property
@@ -83,12 +83,12 @@ class MicrobatchSizes(ABC):
 
     @cached_property
     def state_ranks(self) -> int:
-        """The number of ranks between which the optimizer's state is cut."""
+        """The number of ranks over which the optimizer's state is sharded."""
         return shards_of(self.kind, self.plan)
 
     @property
     def precision(self) -> Precision:
-        """The precision of products: the plan's, by default fp32."""
+        """The precision of matrix products: the plan's, by default fp32."""
         return self.plan.precision or "fp32"
 
     @property

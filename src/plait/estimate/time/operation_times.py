@@ -43,7 +43,7 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Work whose time is that of reading and writing `nbytes`."""
+    """Work whose time is that of reading and writing `nbytes` of memory."""
 
     nbytes: float
     kernels: float = 1
@@ -95,7 +95,7 @@ def product_flops(product: Product) -> float:
 
 
 def attention_flops(attention: FusedAttention) -> float:
-    """Return the floating-point operations: two products forward; five backward, one of them a repetition."""
+    """Return the floating-point operations of attention: two products forward, five backward."""
     pairs = attention.rows * attention.heads * attention.queries * attention.keys * attention.seen
     return 2 * pairs * attention.width * (5 if attention.backward else 2)
 
@@ -106,7 +106,7 @@ def attention_precision(precision: str) -> str:
 
 
 def product_efficiency(product: Product, hardware: Hardware) -> float:
-    """Return the part of the largest rate that a product's shape allows, at most 1.
+    """Return which part of the peak rate a product of this shape can reach, at most 1.
 
     Results are computed in tiles, a wave of them at a time, one on each multiprocessor: tiles at the edge and
     the last wave are not full. Products with a short sum spend their time on loading and storing tiles.
@@ -130,7 +130,7 @@ def _tiles_used(product: Product, units: int) -> float:
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """Where the ranks of an axis are: `size` ranks, `stride` ranks apart in the world, `tp` innermost."""
+    """Where the ranks of a group are: `size` ranks, each `stride` ranks after the one before."""
 
     size: int
     stride: int
@@ -172,7 +172,7 @@ class Network:
         return self.hardware.efficiency.collective + self._steps(transfer, group)
 
     def seconds_of_layers(self, transfer: AxisTransfer, layers: int) -> float:
-        """Return the time of a transfer in `layers` parts, each with the fixed cost of a collective.
+        """Return the seconds of a transfer made in `layers` parts, each with a collective's latency.
 
         The steps of a part run while those of the part before do.
         """

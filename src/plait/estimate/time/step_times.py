@@ -28,7 +28,7 @@ HOST_BANDWIDTH = 50e9
 
 
 class StepEndSizes(NamedTuple):
-    """Sizes of a rank's stages on which its gradient sums and optimizer step depend."""
+    """What a rank's gradient sums and optimizer step depend on, such as its number of parameters."""
 
     parameters: float
     """Of the rank's stages, before sharding over data-parallel ranks."""
@@ -38,7 +38,7 @@ class StepEndSizes(NamedTuple):
 
 
 def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[StepEndSizes, float]:
-    """Return the largest of `ends`, one for each rank, for each kind of work."""
+    """Return for each distinct `work` after a rank's last action the latest end among ranks that have it."""
     latest: dict[StepEndSizes, float] = {}
     for one, end in zip(work, ends, strict=True):
         latest[one] = max(end, latest.get(one, 0.0))
@@ -46,13 +46,13 @@ def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[Ste
 
 
 def step_seconds(timer: LayerTimer, latest: Mapping[StepEndSizes, float]) -> float:
-    """Return the time of a step from the seconds to the last action of ranks, by their work after it."""
+    """Return a step's seconds from the ends of ranks' last actions, by what the ranks do after them."""
     ends = max(end + gradient_sum_seconds(timer, work) for work, end in latest.items())
     return ends + max(sum(optimizer_seconds(timer, work.parameters, work.layers)) for work in latest)
 
 
 def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> float:
-    """Return the seconds in which `count` parameters' gradients are summed, if nothing hides them.
+    """Return the seconds to sum the gradients of `count` parameters over ranks, if nothing overlaps.
 
     Zero where they are summed layer by layer in every backward. Else linear in `count` but for the latency,
     and for the fixed cost of a collective of each of `layers` layers.
@@ -79,8 +79,11 @@ def gradient_sum_seconds(timer: LayerTimer, work: StepEndSizes) -> float:
 
 
 def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple[float, float]:
-    """Return the seconds of the optimizer's step on `count` parameters of a rank before sharding, and of the
-    gathers of parameters that follow, one for each of `layers` layers. Neither falls as `count` grows."""
+    """Return the seconds of the optimizer's step on a rank, and of the gathers of parameters that follow.
+
+    `count`: the rank's parameters before sharding; `layers`: one gather for each. Neither falls as `count`
+    grows.
+    """
     shape, kind, hardware = timer.shape, timer.shape.kind, timer.hardware
     master = kind.master.itemsize
     # Gradients are read for the norm and for the step; master and moments read and written.
@@ -164,11 +167,11 @@ class StepTimes:
         return self.ends_with(self.timer.message_seconds)
 
     def ends_with(self, hop: float) -> tuple[float, ...]:
-        """Return `ends` where a message takes `hop` seconds."""
+        """Return the seconds to each rank's last action if a message takes `hop` seconds."""
         return tuple(end * NANOSECOND for end in self.last_ends(self.schedule, self.timing(hop)))
 
     def last_ends(self, schedule: Schedule, timing: Timing) -> Sequence[float]:
-        """Return the nanoseconds to each rank's last action of `schedule`."""
+        """Return the nanoseconds from the step's start to each rank's last action of `schedule`."""
         order = self._executed(schedule).event_order
         if self.timer.speedup == 1:
             return order.last_ends(timing)
@@ -200,7 +203,7 @@ class StepTimes:
 
     @cached_property
     def latest(self) -> Mapping[StepEndSizes, float]:
-        """Seconds to the last action of the ranks with equal work, of those that end last."""
+        """The latest end of ranks' last actions in seconds, by what the ranks do after them."""
         return latest_ends(self.work, self.ends)
 
     @cached_property
@@ -247,7 +250,7 @@ class StepTimes:
 
 
 def hides_sums(shape: MicrobatchSizes, schedule: Schedule, stage: int) -> bool:
-    """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
+    """Return whether weight gradients of a stage's layers overlap all-reduces over `tp`."""
     sends = schedule.exchanges_before(stage)
     return not schedule.splits and shape.plan.weights_at_once(sends=sends)
 

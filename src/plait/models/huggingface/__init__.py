@@ -57,9 +57,8 @@ def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Seque
     known = FAMILIES if kind.__module__.startswith("transformers.") else {}
     if kind.__name__ not in known and (experts := _experts(model)):
         raise ModelError(
-            f"{kind.__qualname__} is a mixture of experts ({experts} in its configuration), and plait has no "
-            "layers of experts for models of transformers: give a dense model, such as "
-            f"{', '.join(FAMILIES)}."
+            f"{kind.__qualname__} is a mixture of experts ({experts} in its configuration), whose router "
+            f"plait does not know: give a model of {', '.join(FAMILIES)}, or describe its family."
         )
     if kind.__name__ not in known:
         raise ModelError(

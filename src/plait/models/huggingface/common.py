@@ -73,7 +73,7 @@ def _plain(table: Any) -> nn.Embedding:
 
 @dataclass(frozen=True)
 class Branch:
-    """The modules around attention or MLP in a block, by their names in transformers; None: there is none."""
+    """The names in transformers of the norms and dropout around attention or MLP in a block."""
 
     before: str | None
     """The norm of its input."""
@@ -98,7 +98,7 @@ def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
 
 
 def attention_parts(attn: Any, *, plain_norms: bool = False) -> Any:
-    """Return an attention's modules, parameters and attributes; `layer_type` (or None) replaces its number.
+    """Return a copy of an attention module, with its type of layer in place of its layer number.
 
     Layers that differ in their number alone are alike then: those of each type are traced, proved and
     compiled once. With `plain_norms`, `q_norm` and `k_norm` are norms of torch with the same weights, which
@@ -176,7 +176,7 @@ class Head(InitializedLayer):
         self.lm_head = lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits; with a cap c, c · tanh(logits / c)."""
+        """Return the logits, capped to c · tanh(logits / c) where the model has a cap c."""
         logits: Tensor = self.lm_head(self.get_submodule(self.name)(x))
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
@@ -214,7 +214,7 @@ class Rotary(nn.Module):
 
     @staticmethod
     def by_layer_type(source: Any) -> dict[str | None, Rotary]:
-        """Return the rotary embeddings of a model by type of layer; by None where all layers share one."""
+        """Return a model's rotary embeddings by layer type, under None if all layers share one."""
         types = source.rope_type if isinstance(source.rope_type, dict) else (None,)
         return {one: Rotary(source, one) for one in types}
 

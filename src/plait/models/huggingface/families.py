@@ -301,7 +301,7 @@ class Attention(InitializedLayer):
             rotary.require_all_features(attn.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
+        """Return x plus the attention's output. With `tp` above 1, each rank has some of the heads."""
         return residual(self, x, self.branch, self._attention)
 
     def _attention(self, normed: Tensor) -> Tensor:

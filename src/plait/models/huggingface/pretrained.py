@@ -73,9 +73,10 @@ def model_in(folder: Path, context: int | None = None) -> nn.Sequential:
 def original_in(folder: Path) -> nn.Module:
     """Return the model in `folder` as transformers builds it, in float32 with random values.
 
-    Raises ModelError where transformers cannot build it.
+    Experts are computed one after the other, which transformers does in any dtype. Raises ModelError where
+    transformers cannot build it.
     """
-    return _built(folder, _config(folder))
+    return _built(folder, _config(folder), experts_implementation="eager")
 
 
 def original_of(config: Mapping[str, Any]) -> nn.Module:
@@ -173,10 +174,11 @@ def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], u
         )
 
 
-def _built(folder: Path, config: Any) -> nn.Module:
+def _built(folder: Path, config: Any, **options: str) -> nn.Module:
     """Return the model of `config`, which is that of `folder`, as transformers builds it."""
+    auto = _transformers().AutoModelForCausalLM
     with _refused_by_transformers(folder):
-        built: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        built: nn.Module = auto.from_config(config, trust_remote_code=False, **options)
         return built
 
 

@@ -43,7 +43,7 @@ FROM_SHAPES = frozenset(
 
 
 class MemorySources:
-    """For each storage: the set of source tensors from which it was computed, as a bit mask."""
+    """Tracks from which source tensors each storage was computed, as a bit mask per storage."""
 
     def __init__(self) -> None:
         self._bits: dict[int, int] = {}  # by the `id` of a storage
@@ -51,11 +51,11 @@ class MemorySources:
         self.written: set[int] = set()
 
     def of(self, tensor: Tensor) -> int:
-        """Return the sources of a tensor's memory."""
+        """Return the sources from which a tensor's memory was computed, as a bit mask."""
         return self._bits.get(id(_memory(tensor)), 0)
 
     def add(self, tensors: Iterable[Tensor], bits: int) -> None:
-        """Add sources to the memory of tensors."""
+        """Add the sources `bits` (a bit mask) to those of the memory of tensors."""
         for tensor in tensors:
             self._set(tensor, self.of(tensor) | bits)
 
@@ -79,7 +79,7 @@ def _memory(tensor: Tensor) -> Any:
 
 
 class FollowSources(TorchDispatchMode):
-    """Dispatch mode that propagates the sources of tensors through each operation."""
+    """Dispatch mode that propagates, through each operation, from which sources tensors were computed."""
 
     def __init__(self, sources: MemorySources, random: int = INPUT) -> None:
         """`random`: the sources of random numbers."""
@@ -176,7 +176,7 @@ class _Held:
 
     @staticmethod
     def of(module: nn.Module) -> _Held:
-        """Return the tensors that `module` holds now."""
+        """Return the parameters, buffers, other tensors and numbers that `module` holds now."""
         parameters: dict[str, Tensor] = dict(module.named_parameters())
         attributes = [tensor for _, tensor in attribute_tensors(module)]
         memory = {name: one.untyped_storage() for name, one in parameters.items()}
@@ -220,7 +220,7 @@ def _refuse_other_leaves(layer: NamedLayer, value: Value, output: Value) -> None
 def other_leaf(
     outputs: Iterable[Tensor], known: Iterable[Tensor], given: Iterable[Node] = ()
 ) -> Tensor | None:
-    """Return a leaf tensor, none of `known`, to whose `.grad` a backward of `outputs` would add; else None.
+    """Return a leaf tensor that a backward of `outputs` would reach and that is not in `known`, or None.
 
     `given`: nodes beyond which the graph is not followed.
     """

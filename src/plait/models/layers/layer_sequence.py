@@ -24,20 +24,20 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """A model's layers in order, its parameters by their first full name, and each parameter's layers."""
+    """A model's layers in order, its parameters by name, and which layers use each parameter."""
 
     layers: tuple[NamedLayer, ...]
     parameters: dict[str, nn.Parameter]
     users: dict[str, tuple[int, ...]]
 
     def unit_of(self, name: str) -> str:
-        """Return the sharding unit of a parameter: its layer's path, or its own name if layers share it."""
+        """Return the name of a parameter's unit: its layer's path, or its own name if layers share it."""
         users = self.users[name]
         return name if len(users) > 1 else self.layers[users[0]].path
 
     @property
     def units(self) -> dict[str, list[str]]:
-        """The names of the parameters in each sharding unit, by the unit's name."""
+        """The names of the parameters in each unit (parameters gathered together), by its name."""
         members: dict[str, list[str]] = {}
         for name in self.parameters:
             members.setdefault(self.unit_of(name), []).append(name)
@@ -126,7 +126,7 @@ def copy_attributes(tensor: Tensor, other: Tensor) -> None:
 def on_meta(
     sequence: LayerSequence, dtype: torch.dtype | None, shapes: Mapping[str, Sequence[int]]
 ) -> dict[int, Tensor]:
-    """Return a meta tensor for each parameter, buffer and other tensor attribute of the model, by its `id`.
+    """Return meta tensors for the model's parameters, buffers and tensor attributes, by the original's `id`.
 
     `shapes` are those of the new parameters, by name; `dtype` as for `convert`.
     """
@@ -177,13 +177,13 @@ def own_numbers(module: nn.Module) -> dict[str, int | float]:
 
 
 def read_attributes(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Return the attributes `names` of the modules in `module`, such as buffers, or `MISSING`."""
+    """Return attributes of `module` and its submodules by dotted name, `MISSING` where there is none."""
     owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
     return {name: getattr(owner, name.rpartition(".")[2], MISSING) for name, owner in owners.items()}
 
 
 def set_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Set attributes of the modules in `module` to copies of `values`, by name; delete `MISSING` ones."""
+    """Set attributes of `module` and its submodules to copies of `values`; delete those `MISSING`."""
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
         holder = module.get_submodule(owner)

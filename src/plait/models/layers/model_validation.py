@@ -42,7 +42,7 @@ _WHY = "plait keeps weight gradients for later, which compiled code hides, so gi
 
 
 def refuse_lost_settings(model: nn.Module, loss: object) -> None:
-    """Raise ModelError for the first thing set on `model` that the copies of its layers would not have.
+    """Raise ModelError for a setting of `model`, such as a hook, that copies of its layers would lose.
 
     Raises PlanError for a loss with parameters that require a gradient.
     """
@@ -90,7 +90,7 @@ def buffers_of_loss(loss: object) -> dict[str, Tensor]:
 
 @contextmanager
 def refusing_changed_buffers(loss: object) -> Iterator[None]:
-    """Within the context, raise ModelError where a run of the loss in training changes a buffer."""
+    """Context that raises ModelError if a run of the loss in training mode changes a buffer."""
     before = {
         name: (buffer, version_of(buffer), buffer.clone()) for name, buffer in buffers_of_loss(loss).items()
     }
@@ -312,7 +312,7 @@ def _is_compiled_function(value: object) -> bool:
 
 
 class LateHooks:
-    """Warns once of hooks that were registered on a model's modules or parameters after `parallelize`."""
+    """Warns once about hooks that were registered on a model or its parameters after `parallelize`."""
 
     def __init__(self, model: nn.Module) -> None:
         """Count the hooks on calls; parameters have none then. Keeps neither modules nor parameters alive."""

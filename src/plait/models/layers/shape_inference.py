@@ -94,7 +94,7 @@ def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The input of a layer on the meta device."""
+    """The input of a layer on the meta device, with the length of its sequence."""
 
     value: Value
     length: int = 0
@@ -115,7 +115,7 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class InferredLayer:
-    """Result of a layer's run on the meta device: its `LayerInfo`, and its output as the next input."""
+    """What a layer's run on the meta device shows: shapes and dtypes, and the input of the next layer."""
 
     info: LayerInfo
     output: LayerInput

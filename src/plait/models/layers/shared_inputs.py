@@ -25,7 +25,7 @@ JOINABLE = "is_product_of_input"
 
 @dataclass(frozen=True)
 class Readers:
-    """Linears of a layer that read the same tensor, by name in the layer."""
+    """Linears of a layer that read the same input tensor, by their names in the layer."""
 
     names: tuple[str, ...]
     """In the order of their calls."""
@@ -61,7 +61,7 @@ class ReaderRecord:
             output.register_hook(lambda _: self._apart.add(name))  # type: ignore[no-untyped-call]
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Saved-tensor hook: record if `tensor` is the probe, so no inner hooks are active; return it."""
+        """Saved-tensor hook: note whether autograd saves the probe, so no inner hook is active."""
         self._probe_was_saved |= tensor is self._probe
         return tensor
 
@@ -103,7 +103,7 @@ def recording_readers(layer: nn.Module) -> Iterator[ReaderRecord]:
 
 
 class PartialOutputs:
-    """A context in which linears give their outputs as parts of larger tensors, as joined linears do."""
+    """Finds out which linears can be joined, by running the layer with outputs as joined linears have."""
 
     def __init__(self, layer: nn.Module, readers: Iterable[Readers]) -> None:
         self._layer, self._readers = layer, tuple(readers)
@@ -112,7 +112,7 @@ class PartialOutputs:
 
     @contextmanager
     def giving_parts(self) -> Iterator[None]:
-        """Context in which linears return parts of larger tensors; records tensors saved for backward."""
+        """Context in which each linear's output is a view of a larger tensor; records saved tensors."""
         handles = [
             self._layer.get_submodule(name).register_forward_hook(partial(self._give_part, name))
             for each in self._readers

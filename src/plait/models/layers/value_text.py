@@ -57,7 +57,7 @@ _OWN_OPAQUE = ("plait.ranks", "plait.engine", "plait.app", "plait.checkpoint")
 
 
 def attributes_of(thing: Any, besides: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the attributes of an object that ranks compare, by name, sorted; without those of `besides`.
+    """Return the attributes of an object that ranks compare, sorted by name, without those in `besides`.
 
     Not those that `differs_by_rank` names, nor values of a `cached_property`, nor caches and hashes, by their
     names: they may be there on some ranks only, or be others in each process.
@@ -84,7 +84,7 @@ def _slots_and_lazy_names(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class ValueTexts:
-    """Returns the text of values; what several of them share is looked at once."""
+    """Returns values as texts, which ranks compare; what several values share is described once."""
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}

@@ -28,7 +28,7 @@ class ChartSeries:
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A horizontal line of one run."""
+    """A run's line in a chart that does not depend on the step: a constant value."""
 
     run: int
     label: str
@@ -117,7 +117,7 @@ def _lines(title: str, number: int, run: RunRecord) -> Iterator[ChartLine]:
 
 
 class Figure(NamedTuple):
-    """A number of a run, as text with its unit."""
+    """A number of a run as text with its unit, shown at the top of the report."""
 
     name: str
     text: str
@@ -125,7 +125,7 @@ class Figure(NamedTuple):
 
 
 def figures_of(run: RunRecord) -> Iterator[Figure]:
-    """Yield the figures that a run has."""
+    """Yield the numbers at the top of the report, those that the run has."""
     metrics = run.metrics
     loss, validation = metrics.at_last("loss"), metrics.at_last("validation_loss")
     if loss is not None:

@@ -52,7 +52,7 @@ class Metrics:
         return int(sum(self.numbers("tokens")))
 
     def thinned(self, most: int) -> Metrics:
-        """Return about `most` steps: of each range of steps those with the lowest and the highest loss.
+        """Return metrics of about `most` steps: in each range of steps, those of lowest and highest loss.
 
         Steps with a number that most steps lack, such as a validation loss, stay; so do the first and last.
         """
@@ -120,7 +120,7 @@ def is_number(value: object) -> bool:
 
 
 def buckets(count: int, most: int) -> Iterator[range]:
-    """Yield at most `most` consecutive ranges of about the same size that cover `count` positions."""
+    """Yield at most `most` consecutive ranges of about equal size that cover `range(count)`."""
     parts = min(count, most)
     for part in range(parts):
         yield range(part * count // parts, (part + 1) * count // parts)
@@ -155,7 +155,7 @@ class RankSeries:
 
 
 def means_of_stretches(rows: Sequence[Sequence[float]], most: int) -> tuple[list[int], list[list[float]]]:
-    """Return the first row of each of at most `most` stretches, and each column's means over stretches."""
+    """Return the first row of at most `most` ranges of rows, and each column's means over the ranges."""
     stretches = list(buckets(len(rows), most))
     columns = [*zip(*rows, strict=True)]
     means = [[fmean(column[rows.start : rows.stop]) for rows in stretches] for column in columns]
@@ -163,7 +163,7 @@ def means_of_stretches(rows: Sequence[Sequence[float]], most: int) -> tuple[list
 
 
 def typical(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each column over the later half of the rows."""
+    """Return the median of each column over the second half of the rows."""
     return [median(column) for column in zip(*rows[len(rows) // 2 :], strict=True)]
 
 

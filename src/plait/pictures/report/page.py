@@ -165,7 +165,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def rank_map(run: RunRecord) -> dict[str, Any] | None:
-    """Return the numbers of each rank by range of steps; None for fewer than two ranks.
+    """Return the data of the report's map of ranks over steps; None for fewer than two ranks.
 
     `values` has a list for each rank; `what` they are is the time in which a rank was not blocked, where that
     was measured, else its peak memory.

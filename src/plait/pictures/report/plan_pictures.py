@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import prod
 
 from plait.pictures.colours import rank_colour
-from plait.pictures.report.run_description import PlannedTensor, RunDescription, TensorShard
+from plait.pictures.report.run_file import PlannedTensor, RunDescription, TensorShard
 from plait.pictures.svg_elements import inline_svg, rect, text_at
 
 Area = tuple[float, float, float, float]
@@ -31,7 +31,7 @@ _MATRIX = 190
 
 
 def ranks_picture(about: RunDescription) -> str:
-    """Return a grid of ranks: rows are those of `pp`, with layers; columns replicas, shards, `cp`, `tp`."""
+    """Return a grid of ranks as SVG: a row per `pp` rank with its layers, columns for the other axes."""
     columns = about.world // about.mesh["pp"]
     gaps = _gaps(about.mesh)
     cell = max(_SMALLEST, min(_CELL, (WIDTH - _LABEL - sum(gaps)) / columns))
@@ -49,7 +49,7 @@ def ranks_picture(about: RunDescription) -> str:
 
 
 def layers_picture(about: RunDescription) -> str:
-    """Return the layers in their order, as wide as their elements, in the colour of their rank of `pp`."""
+    """Return the layers in order as SVG, as wide as their parameters, coloured by `pp` rank."""
     total = sum(layer.elements for layer in about.layers) or 1
     least = min(6.0, WIDTH / len(about.layers))
     room = WIDTH - least * len(about.layers)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from plait.errors import ConfigError
 from plait.files import adapter_of, open_to_write, validated
 from plait.pictures.report.metrics import Metrics, RankSeries, lines_of, read_metrics, read_rank_series
-from plait.pictures.report.recorded_step import RecordedStep, read_step
-from plait.pictures.report.run_description import RunDescription, read_description, read_file
+from plait.pictures.report.run_file import RunDescription, read_description, read_file
+from plait.pictures.report.step_file import RecordedStep, read_step
 
 METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 EventKind = Literal["start", "warning", "note", "sample", "finished", "stopped", "failed"]
@@ -25,7 +25,7 @@ _STILL = 120.0
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that happened in a run, after `step` finished steps."""
+    """Something that happened in a run (start, warning, sample, …), after `step` finished steps."""
 
     kind: EventKind
     step: int
@@ -83,13 +83,13 @@ class RunRecord:
 
     @property
     def counted(self) -> str:
-        """The unit of `tokens`: "rows" if each step's number equals the rows of its batch, else "tokens"."""
+        """What `tokens` counts: "rows" if each step's number equals its batch's rows, else "tokens"."""
         rows = None if self.description is None else self.description.rows
         return "rows" if rows and set(self.metrics.numbers("tokens")) == {rows} else "tokens"
 
     @property
     def died(self) -> bool:
-        """Whether the run began, has not ended, and writes no more."""
+        """Whether the run began and did not end, but writes no more files."""
         return bool(self.events) and self.end is None and self.age >= _STILL
 
     @property

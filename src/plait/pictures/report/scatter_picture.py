@@ -17,7 +17,7 @@ _NEAR = 3
 
 @dataclass(frozen=True)
 class ScatterPoint:
-    """A point, the name of its colour, and the text that pointing at it shows; `label`: text beside it."""
+    """A point with its colour, a text shown on hovering, and a `label` beside it."""
 
     x: float
     y: float

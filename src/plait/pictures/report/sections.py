@@ -10,9 +10,9 @@ from plait.pictures.colours import USES
 from plait.pictures.markup import bar, legend, section, table, wrappable
 from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
-from plait.pictures.report.recorded_step import RecordedStep
-from plait.pictures.report.run_description import PredictedRank, RunDescription
+from plait.pictures.report.run_file import PredictedRank, RunDescription
 from plait.pictures.report.run_record import RunRecord
+from plait.pictures.report.step_file import RecordedStep
 from plait.pictures.report.warnings import warnings_of
 from plait.pictures.timelines.html import timeline_markup
 
@@ -23,7 +23,7 @@ MOST_SAMPLES = 24
 
 
 def warning_section(run: RunRecord, named: bool) -> str:
-    """Return the warnings about a run, or "" without any; `named`: with the run's name."""
+    """Return the warnings about a run as HTML, or "" without any; `named`: with the run's name."""
     warnings = list(warnings_of(run))
     title = f"Warnings of {run.name}" if named else "Warnings"
     items = "".join(f"<li>{escape(text)}</li>" for text in warnings)
@@ -64,7 +64,7 @@ def notes_section(runs: Sequence[RunRecord]) -> str:
 
 
 def samples_section(run: RunRecord, of: str, number: int) -> str:
-    """Return the samples of a run as HTML, one of each step; `of`: the run's name after "of", or ""."""
+    """Return a run's generated samples as HTML, one per step; `of`: " of NAME" for the title, or ""."""
     # The latest of a step.
     by_step = {event.step: event.text for event in run.events if event.kind == "sample"}
     steps = sorted(by_step)

@@ -59,7 +59,7 @@ def _skipped(run: RunRecord) -> Iterator[str]:
 
 
 def stragglers(run: RunRecord) -> list[tuple[int, float, float]]:
-    """Return ranks that others wait for: rank, busy seconds a step, and those of a typical comparable rank.
+    """Return ranks that others wait for, with their busy seconds per step and those of comparable ranks.
 
     Ranks are compared with those that have the same layers, by the median over the later half of the steps.
     Empty where busy times were not measured, as on GPUs.

@@ -30,7 +30,7 @@ _KINDS = tuple(KIND_NAMES)
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """A rank in a timeline: its actions, and the waits in which it was blocked, in order, in ticks."""
+    """A row of a timeline for one rank: its actions and its waits, in order, in ticks (units of time)."""
 
     label: str
     cells: Sequence[Cell]
@@ -41,7 +41,7 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """The time axis of a timeline: `length` ticks from `first` on, of `tick` units of time each."""
+    """The time axis of a timeline: `length` ticks from tick `first`, each `tick` units of time long."""
 
     first: int
     length: int
@@ -50,11 +50,11 @@ class TimeAxis:
 
     @property
     def scale(self) -> int:
-        """The number of ticks that are one tick of the page."""
+        """How many ticks of the axis are one of the page's, so that JavaScript's integers stay exact."""
         return max(1, -(-self.length // _LARGEST))
 
     def ticks(self, tick: int) -> int:
-        """Return the number of the page's ticks from the start of the axis to `tick`."""
+        """Return the tick of the axis as one of the page's: from the axis's start, in units of `scale`."""
         return (tick - self.first) // self.scale
 
 
@@ -67,7 +67,7 @@ def timeline_data(
     hop: int = 0,
     axes: Sequence[tuple[str, str]] = (),
 ) -> dict[str, object]:
-    """Return the data for `drawTimeline`. Times are whole ticks, each relative to the previous one.
+    """Return a timeline as data for the page's function `drawTimeline`: times in ticks, as differences.
 
     `hop`: the duration of a message in ticks. `axes`: name and colour of the axes along which ranks wait.
     """
@@ -129,7 +129,7 @@ def script_of_one_timeline(*, keeps_address: bool) -> str:
 def timeline_markup(
     name: str, kinds: Iterable[Kind], axes: Sequence[tuple[str, str]] = (), id: str = "timeline"
 ) -> str:
-    """Return the HTML element that `drawTimeline` draws into, with a legend of actions and waits."""
+    """Return the HTML element into which `drawTimeline` draws, with a legend of actions and waits."""
     legend = [
         f'<li><b style="background: {shade(kind, LEGEND_SHADE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
         for kind in kinds
@@ -185,7 +185,7 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def simulated_data(timeline: Timeline) -> dict[str, object]:
-    """Return the data for `drawTimeline`, with the memory of each rank."""
+    """Return a simulated timeline as data for `drawTimeline`, with the memory of each rank."""
     schedule = timeline.schedule
     axis = TimeAxis(0, timeline.length, timeline.tick, timeline.unit)
 

@@ -128,7 +128,7 @@ def _axis(frame: Frame, top: float, bottom: float) -> Iterator[str]:
 
 
 class SvgPart(NamedTuple):
-    """SVG elements, and their height in pixels."""
+    """Part of a picture: SVG elements, and their height in pixels."""
 
     elements: list[str]
     height: float
@@ -136,7 +136,7 @@ class SvgPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """Horizontal layout of a picture: labels on the left, then the plot, as wide as the makespan."""
+    """Horizontal layout of a timeline's picture: labels on the left, then the plot of the whole step."""
 
     timeline: TimedSchedule
     width: int
@@ -160,7 +160,7 @@ class Frame:
 
     @property
     def plot(self) -> float:
-        """Width of the makespan in pixels."""
+        """Width in pixels of the plot: of the time from the first start to the last end."""
         return max(self.width - MARGIN - self.left, 1)
 
     def wide(self, ticks: float) -> float:
@@ -173,13 +173,13 @@ class Frame:
 
     @cached_property
     def average(self) -> float:
-        """Average width of an action in pixels, on the rank where it is smallest."""
+        """Average width of an action in pixels, on the rank where that is smallest."""
         rows = [row for row in self.timeline.cells if row and self.timeline.length]
         return min((self.wide(row[-1].end - row[0].start) / len(row) for row in rows), default=self.plot)
 
 
 class Cells:
-    """Drawing of a timeline in rows, from y = `top` down: a lane per stage, a rectangle per action."""
+    """Draws the rows of a timeline from y = `top` down: a lane per stage, a rectangle per action."""
 
     def __init__(self, frame: Frame, top: float) -> None:
         self.frame, self.timeline, self.top = frame, frame.timeline, top

@@ -41,11 +41,11 @@ class Shard:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the dim consists of several blocks."""
+        """Whether the dim consists of several blocks (such as query, key, value), each sharded by itself."""
         return self.blocks != 1
 
     def blocks_of(self, rows: range) -> list[range]:
-        """Return the range of each block, in a dim that consists of `rows`."""
+        """Return the range of rows of each block, in a dim of `rows` rows."""
         if isinstance(self.blocks, tuple):
             bounds = accumulate(self.blocks, initial=rows.start)
             return [range(*bound) for bound in pairwise(bounds)]
@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Flat:
-    """Each rank along the axis holds an interval of the flattened elements that other `Shard`s leave it.
+    """Each rank along the axis holds a range of the elements, flattened, that the axes' `Shard`s leave it.
 
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The place of the axis among `Shard`s does not matter. Where
@@ -195,7 +195,7 @@ class Layout:
         raise LayoutError(f"{where} is no coordinate of {self}: give each axis an index below its ranks.")
 
     def box(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """Return the box of the global tensor that the rank at this coordinate holds; it may be empty.
+        """Return the box (a range per dim) of the global tensor that the rank at this coordinate holds.
 
         Raises `LayoutError` where the shard is no box: an interval that begins or ends inside a row, or
         shards of several blocks.
@@ -213,7 +213,7 @@ class Layout:
         return Box(offsets, (len(rows), *region.sizes[1:]))
 
     def interval(self, where: Sequence[int] | Mapping[str, int]) -> range | None:
-        """Return the range of flattened elements that a `Flat` axis gives to `where`; None without one."""
+        """Return the range of flattened elements of the rank at `where`; None without a `Flat` axis."""
         number, bounds = 0, None
         for index, degree, placement in self._along(where):
             if isinstance(placement, Flat):
@@ -224,7 +224,7 @@ class Layout:
         return range(cut.start, cut.stop)
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """Return the box of the global tensor at this coordinate before a `Flat` axis, if any, divides it.
+        """Return the box of the global tensor at this coordinate, which a `Flat` axis, if any, divides.
 
         Raises `LayoutError` for shards of several blocks.
         """
@@ -236,7 +236,7 @@ class Layout:
         return boxes[0]
 
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the boxes at this coordinate before a `Flat` axis divides them: one per block, see `Shard`.
+        """Return the boxes at this coordinate, one per block of a dim, before a `Flat` axis divides them.
 
         The rank holds their concatenation along `blocked_dim`.
         """
@@ -256,12 +256,12 @@ class Layout:
 
     @cached_property
     def blocked_dim(self) -> int | None:
-        """The dim with a `Shard` of several `blocks`, each sharded by itself; None if there is none."""
+        """The dim that is sharded in several blocks, such as query, key and value; None without one."""
         blocked = (p.dim for p in self.placements if isinstance(p, Shard) and p.is_blocked)
         return next(blocked, None)
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the shard at coordinate `where`, without the cut of a `Flat` axis, if any."""
+        """Return the shape of the shard at coordinate `where`, before a `Flat` axis flattens and cuts it."""
         first, *others = self.boxes(where)
         if not others:
             return first.sizes

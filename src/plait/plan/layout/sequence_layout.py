@@ -55,7 +55,7 @@ class SequenceLayout:
         return torch.cat(found, dim, out=out)
 
     def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Return the whole tensor of which `parts` are the ranks' along `dim`: inverse of `cut`."""
+        """Return the whole tensor, given each rank's part of it along `dim`: inverse of `cut`."""
         shape = list(parts[0].shape)
         shape[dim] = self.length
         whole = parts[0].new_empty(shape)
@@ -67,7 +67,7 @@ class SequenceLayout:
 
 
 def parts_of(ranges: Sequence[range], indices: slice) -> tuple[range, ...]:
-    """Return the elements at `indices` (of step 1) of concatenated `ranges`, as ranges."""
+    """Return, as ranges, those elements of the concatenated `ranges` whose indices are in `indices`."""
     start, stop, _ = indices.indices(sum(map(len, ranges)))
     found, first = [], 0
     for one in ranges:

@@ -35,7 +35,7 @@ Cost = tuple[float, int]
 
 @dataclass(frozen=True)
 class Move:
-    """A change of the placement along `axis`, from the layout `source` to the layout `target`."""
+    """One step of a redistribution: another placement along `axis`, from layout `source` to `target`."""
 
     axis: str
     by: By

@@ -35,7 +35,7 @@ _SHARE_OF_TIMEOUT = 0.1
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """The operation that one rank waited for when it failed."""
+    """What a rank wrote when it failed: the operation it waited for, and the ranks it waited for."""
 
     awaited: str
     """Completes "rank 1 waited for ..."."""
@@ -47,7 +47,7 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class FailureTrace:
-    """Result of `FailureLog.search`: the failure records found, by rank, and the ranks without a record."""
+    """The failure records that `FailureLog.search` found, by rank, and the ranks without a record."""
 
     records: Mapping[int, FailureRecord]
     silent: tuple[int, ...]
@@ -72,7 +72,7 @@ class FailureLog:
         self._own: FailureRecord | None = None
 
     def record(self, awaited: str, suspects: tuple[int, ...]) -> None:
-        """Write this rank's failure record; only the first call has an effect."""
+        """Write that this rank failed while it waited for `suspects`; later calls have no effect."""
         if self._own is None:
             self._own = FailureRecord(awaited, suspects)
             self._write(self._own)
@@ -84,7 +84,7 @@ class FailureLog:
         return max(0.0, self._deadline - time.monotonic())
 
     def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
-        """Read the records of `suspects` and, transitively, of ranks they waited for; wait for missing ones.
+        """Read the failure records of `suspects`, and of ranks that they waited for, and so on.
 
         `patience`: seconds to wait for missing records. Returns early where every suspected rank has a
         record, or where the search of another rank ended at one of the silent ranks: then that result counts.

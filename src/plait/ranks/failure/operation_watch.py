@@ -32,10 +32,10 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class WatchedOperation(Protocol):
-    """Interface that `OperationWatch` needs of an operation: to record that it failed, and make its error."""
+    """Interface of an operation that `OperationWatch` watches: it records its failure and makes its error."""
 
     def record_failure(self, cause: Exception) -> None:
-        """Write this rank's failure record."""
+        """Write to the log of failures that this rank failed in this operation."""
 
     def error_of(self, cause: Exception) -> CommunicationError:
         """Return the error that names the operation, its peers and the rank that failed first."""

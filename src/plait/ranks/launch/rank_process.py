@@ -67,7 +67,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def dumps_call(call: FunctionCall) -> bytes:
-    """Return `call` as bytes, with the classes and functions of the main module that it needs, by value.
+    """Return a pickled call; classes and functions of the main module are included by value.
 
     Raises the errors of `cloudpickle` for objects that cannot be pickled.
     """
@@ -79,7 +79,7 @@ def dumps_call(call: FunctionCall) -> bytes:
 
 
 def loads_call(data: bytes) -> FunctionCall:
-    """Unpickle a call, and add the caller's main-module classes and functions it needs to this main module.
+    """Return the call in `data`, and define in this main module the classes and functions that it needs.
 
     `pickle` looks them up there by name: when a worker of a `DataLoader` sends a batch of a class of the main
     module, or when `torch.save` writes a model.
@@ -122,7 +122,7 @@ END = None
 
 @dataclass(frozen=True)
 class RankJob:
-    """A function call for one rank, with the state of the parent that the function may depend on."""
+    """A function call for one rank, with the settings of the parent process that it may depend on."""
 
     call: bytes  # the function and its arguments, pickled
     world: World

@@ -31,7 +31,7 @@ from plait.ranks.world import World
 
 @dataclass(frozen=True)
 class Participant:
-    """A rank, its run, and its process, as written to the store of a rendezvous."""
+    """What identifies a rank in a rendezvous: its number, its run, its host and its process."""
 
     rank: int
     world_size: int
@@ -64,7 +64,7 @@ class Participant:
             ) from None
 
     def text(self) -> str:
-        """Return the text that `read` takes."""
+        """Return this participant as text, which `read` takes."""
         return json.dumps(asdict(self))
 
     @property
@@ -85,7 +85,7 @@ class Participant:
         return (self.process, self.host) == (other.process, other.host)
 
     def contradiction(self, other: Participant) -> str:
-        """Return why `other`, of the same run, cannot take part with this rank; "" if it can."""
+        """Return why the ranks of one run cannot be this one and `other`; "" if they can."""
         if other.world_size != self.world_size:
             return (
                 f"rank {self.rank} ({self.process}) is one of {self.world_size} ranks, and rank "
@@ -105,7 +105,7 @@ _SECONDS_TO_READ = 2.0
 
 
 class Meeting(NamedTuple):
-    """The result of a rendezvous: the store of this run and attempt; whether all ranks are on one host."""
+    """The result of a rendezvous: the key-value store of this run, and whether all ranks are on one host."""
 
     store: Store
     on_one_host: bool
@@ -116,7 +116,7 @@ class _StoreOfAnotherRun(Exception):
 
 
 def meet(world: World, timeout: float) -> Meeting:
-    """Return the store of this run once all its ranks are there; every rank calls it.
+    """Block until all ranks of the run are there; return their key-value store. Every rank calls it.
 
     Raises `CommunicationError` on every rank where one is missing for `timeout` seconds, where two processes
     are one rank, or disagree on the size of the world; on some ranks where a port is another run's.

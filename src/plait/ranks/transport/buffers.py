@@ -48,7 +48,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shown(versions: Mapping[str, Sequence[int]]) -> str:
-    """Return texts with the ranks that have each: `rank 0: …; ranks 1, 2: …`."""
+    """Return texts as one text, each after the ranks that have it: `rank 0: …; ranks 1, 2: …`."""
     return "; ".join(
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in versions.items()
@@ -83,7 +83,7 @@ def reduction_error(op: str, dtype: torch.dtype) -> str | None:
 
 
 def fold(ranges: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
-    """Reduce the ranks' flat `ranges` into `out` in rank order; 16-bit floats are reduced in float32.
+    """Reduce the ranks' flat tensors `ranges` into `out`, in rank order; 16-bit floats in float32.
 
     `out` may be one of the first two ranges, but overlap no range otherwise.
     """

@@ -26,7 +26,7 @@ class Pending(Protocol):
 
 
 class RangeSizes(NamedTuple):
-    """The elements that one rank sends to each rank, and receives from each, in order of the index."""
+    """How many elements a rank sends to each rank in an all-to-all, and how many it receives from each."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -100,11 +100,11 @@ class Transport(Protocol):
         """Return whether `tensor` was made by `shared_zeros`."""
 
     def abort(self, cause: Exception) -> None:
-        """Make pending operations fail soon, on this and the other ranks, after one failed with `cause`."""
+        """Make the group's pending operations fail soon, on all ranks, after one failed with `cause`."""
 
 
 class RankTransports(Protocol):
-    """Protocol by which a rank gets a `Transport` for each of its groups, of processes or threads."""
+    """Interface by which a rank gets a `Transport` for each group; ranks are processes or threads."""
 
     rank: int
     size: int

@@ -116,10 +116,10 @@ class Processes:
 
 
 def joined_processes() -> Processes | None:
-    """Return the ranks of torch's default process group, or None if this process has not joined one."""
+    """Return the ranks of torch's default process group, or None if there is no such group."""
     return Processes() if dist.is_available() and dist.is_initialized() else None
 
 
 def current_ranks() -> RankTransports | None:
-    """Return the ranks of the current world, threads or processes; None where there is no world."""
+    """Return the ranks that this one is in a run with, threads or processes; None outside a run."""
     return current_local_rank() or joined_processes()

@@ -29,12 +29,12 @@ CollectiveCalls: TypeAlias = Callable[[int, Instruction], Iterable[Call]]
 
 
 def own(channel: Channel) -> Hashable:
-    """Return `channel` as the key of its communicator: each channel then has a communicator of its own."""
+    """Return `channel` as its own key: each channel (sender, receiver) then has a communicator of its own."""
     return channel
 
 
 def check_programs(programs: Sequence[Program], *, rendezvous: bool = True) -> None:
-    """Raise ScheduleError if the ranks' programs could deadlock, on CPUs or on GPUs.
+    """Raise ScheduleError if the ranks' programs (instructions) could deadlock, with Gloo or NCCL.
 
     On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
     of a communicator block each other. Without `rendezvous` they are for GPUs only. Each channel must post
@@ -55,7 +55,7 @@ def stream_calls(
     collectives: CollectiveCalls | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[list[Call]]:
-    """Return, for each rank of `pp`, its calls on communication streams: messages, waits, and collectives.
+    """Return each `pp` rank's communication calls in order: messages, waits for them, and collectives.
 
     `collectives` gives the collectives, by default the reductions of tied parameters. Collectives along the
     other axes are left out: all ranks along them run the same program. `ranks`: the rank that names each in
@@ -72,7 +72,7 @@ def stream_calls(
 
 
 def tied_units(programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
-    """Return the units whose gradients several ranks of `pp` reduce, with these ranks."""
+    """Return the units (parameters) whose gradients several `pp` ranks all-reduce, with these ranks."""
     reducers: dict[str, list[int]] = defaultdict(list)
     for rank, program in enumerate(programs):
         for instruction in program:

@@ -144,7 +144,7 @@ def _input_of(action: Action, schedule: Schedule) -> list[Instruction]:
 
 
 def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
-    """Return `program` with inserted gathers and releases of parameters, as `spec.timings` ask for."""
+    """Return `program` with instructions that gather parameters before their use and release them after."""
     uses = _uses(program, spec)
     if not uses:
         return program
@@ -224,7 +224,7 @@ def _layer_of(instruction: Instruction, spec: LoweringSpec) -> tuple[LayerIndex 
 
 
 def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str]) -> Program:
-    """Return the training `program` with an inserted gradient reduction for every unit of its layers.
+    """Return the training `program` with instructions that reduce the gradients its layers compute.
 
     `tied` are the units of this rank that other ranks of the `pp` axis use too.
     """
@@ -255,7 +255,7 @@ class _ReductionBuilder:
     """The units whose reduction sends nothing, so it need not start early: layers may then run together."""
 
     def allocate(self, units: Collection[str]) -> None:
-        """Append allocations of the gradients of `units` that are not allocated yet."""
+        """Append instructions to allocate the gradients of units (parameters) that are not allocated."""
         for unit in units:
             if self.spec.timing_of(unit).allocates and unit not in self.allocated:
                 if unit in self.in_flight:
@@ -264,7 +264,7 @@ class _ReductionBuilder:
                 self.allocated.add(unit)
 
     def end(self, unit: str, *, final: bool) -> None:
-        """Append the reduction of a unit's gradient, complete for a micro-batch or (`final`) for the step."""
+        """Append the reduction of a unit's gradient, after a micro-batch's or (`final`) the last backward."""
         if self.spec.timing_of(unit).scatters == "never":
             if not self.spec.replicated and unit not in self.tied:
                 self.late.append(unit)
@@ -277,7 +277,7 @@ class _ReductionBuilder:
         self.in_flight = {unit: final}
 
     def await_scatters(self) -> None:
-        """Append waits for pending reduce-scatters, and the all-reduces of those gradients that are final."""
+        """Append waits for the started reduce-scatters, and all-reduces of gradients then complete."""
         for unit, final in self.in_flight.items():
             self.program.append(AwaitScatter(unit))
             if final and unit not in self.tied:

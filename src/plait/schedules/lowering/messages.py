@@ -33,7 +33,7 @@ posted ahead."""
 
 
 class StageMessage(NamedTuple):
-    """A message: the input of action `consumer`, computed by action number `made` of rank `sender`."""
+    """A message between ranks: the result of rank `sender`'s action number `made`, needed by `consumer`."""
 
     consumer: Action
     sender: int
@@ -53,7 +53,7 @@ def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
 
 
 def inboxes(schedule: Schedule, *, late: bool = False) -> tuple[Inbox, ...]:
-    """Return each rank's messages to receive, by the index of the action before which to post receives.
+    """Return each rank's messages to receive, by the number of the action before which to post the receive.
 
     `late`: one action ahead, as on NCCL.
     """
@@ -111,7 +111,7 @@ Entry = TypeVar("Entry", bound=_HasAction)
 
 
 def sends_and_receives(rows: Sequence[Sequence[Entry]], schedule: Schedule) -> Iterator[tuple[Entry, Entry]]:
-    """Yield for each message between ranks the two entries of `rows` whose actions send and receive it."""
+    """Yield for each message between ranks the entries of `rows` that send and that receive it."""
     receivers = {entry.action.message_key: entry for row in rows for entry in row}
     rank_of = schedule.rank_of
     for entry in (entry for row in rows for entry in row):

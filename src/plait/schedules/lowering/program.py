@@ -25,7 +25,7 @@ from plait.schedules.action import Action
 
 @dataclass(frozen=True)
 class ActionInstruction:
-    """Base class of the instructions that belong to an action (such as `2F0`) of the schedule."""
+    """Base class of instructions that belong to an action, such as `2F0` (stage, kind, micro-batch)."""
 
     verb: ClassVar[str] = ""
     action: Action
@@ -62,7 +62,7 @@ class AwaitReceive(ActionInstruction):
 
 
 class LocalTransfer(ActionInstruction):
-    """Pass the result of the previous (`F`) or next (`I`) stage on the same rank to this stage, uncopied."""
+    """Pass the result of a neighbour stage on the same rank to this stage, without a copy."""
 
     verb = "transfer"
 
@@ -77,7 +77,7 @@ class Send(ActionInstruction):
 
 @dataclass(frozen=True)
 class RunLayer(ActionInstruction):
-    """Run one layer of the stage, forward or backward: `F`, `I`, `W` or `B`, the kind of `action`."""
+    """Run a layer of the stage: forward (`F`), input gradient (`I`), weight gradient (`W`), or both (`B`)."""
 
     layer: int
 
@@ -208,7 +208,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 
 def joined_layers(program: Program, may_join: Callable[[RunLayer], bool]) -> Set[Place]:
-    """Return the place of each layer that can share an autograd graph with the next one.
+    """Return the layers that can share an autograd graph with the layer after them.
 
     `may_join`: whether a layer may share one at all. Two layers can where they follow each other in every
     action that runs them: a graph made in `F` is the one that `I` and `W` go through.
@@ -229,7 +229,7 @@ def joined_layers(program: Program, may_join: Callable[[RunLayer], bool]) -> Set
 
 
 def in_groups(instructions: Program, joined: Set[Place]) -> Iterator[Program]:
-    """Yield consecutive `instructions` in groups: layers that run together, each other instruction alone."""
+    """Yield `instructions` in groups to run at once: layers that share a graph; others alone."""
     group: list[Instruction] = []
     for one in instructions:
         if group and _place(group[-1], one) not in joined:
@@ -257,7 +257,7 @@ class LayerIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class LoweringSpec:
-    """Input of `lower` besides the schedule: layers per stage and per parameter unit, timing, overlap."""
+    """What `lower` needs besides the schedule: layers per stage and unit, when to gather and reduce."""
 
     layers: tuple[int, ...]
     """Number of layers per stage."""
@@ -280,12 +280,12 @@ class LoweringSpec:
         return LayerIndex(len(self.layers) - 1, self.layers[-1] - 1)
 
     def timing_of(self, unit: str) -> UnitTiming:
-        """Return when a unit is gathered, released and reduced."""
+        """Return when a unit (parameters gathered together) is gathered, released and reduced."""
         return self.timings.get(unit, UnitTiming())
 
     @property
     def adds_late(self) -> bool:
-        """Whether `I` leaves all weight gradients to `W`, as units that are reduced each micro-batch need.
+        """Whether weight gradients are only added in actions `W`: some are reduced each micro-batch.
 
         Sums are then the same in any schedule.
         """

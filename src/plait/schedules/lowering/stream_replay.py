@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Operation(NamedTuple):
-    """A collective, or a message between two ranks; all its ranks identify it by equal `Operation`s."""
+    """A collective, or a message between two ranks, equal on all ranks that take part in it."""
 
     communicator: Hashable
     """Operations of one communicator run in order on each rank; different ones are independent."""
@@ -32,13 +32,13 @@ class Operation(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """Call by which the host queues an operation on its communicator's stream; it may start later."""
+    """A host's call that queues an operation on its communicator's stream, where it may start later."""
 
     operation: Operation
 
 
 class Awaited(NamedTuple):
-    """Call by which the host makes the compute stream wait for an operation that the rank has queued."""
+    """A host's call that makes the compute stream wait for an operation queued before."""
 
     operation: Operation
 
@@ -47,7 +47,7 @@ Call: TypeAlias = Queued | Awaited
 
 
 def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
-    """Return a text that describes the deadlock of the ranks' calls; None if all operations complete.
+    """Return a text that describes how the ranks' calls deadlock; None if all operations complete.
 
     `calls` are what each rank's host queues in a step, in order; up to a wait, if the host blocks there.
     """
@@ -57,7 +57,7 @@ def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
 
 
 def first_uses(calls: Sequence[Sequence[Call]], connected: Container[Hashable] = ()) -> list[list[Call]]:
-    """Return, as calls, where each rank's host blocks: at the first use of each communicator.
+    """Return, as calls to replay, where each rank's host blocks: at a communicator's first operation.
 
     As calls, for `deadlock_of`: hosts and streams do not wait for each other, so each have a replay of their
     own. `connected` are the communicators that all ranks have used before. A communicator's ranks are those
@@ -92,7 +92,7 @@ class _RankStreams:
 
     @classmethod
     def of(cls, calls: Sequence[Call]) -> _RankStreams:
-        """Return the streams after the host has queued all calls."""
+        """Return a rank's streams right after its host has queued all calls."""
         streams = cls()
         for call in calls:
             if isinstance(call, Queued):
@@ -103,12 +103,12 @@ class _RankStreams:
         return streams
 
     def head(self, communicator: Hashable) -> tuple[Operation, int] | None:
-        """Return a communicator's first incomplete operation and how many waits precede it, or None."""
+        """Return a communicator's first incomplete operation, and the number of waits before it."""
         queue, done = self.queued.get(communicator, ()), self.completed[communicator]
         return queue[done] if done < len(queue) else None
 
     def awaited(self) -> Operation | None:
-        """Return the operation that the compute stream waits for; None if it waits for none."""
+        """Return the operation for which the compute stream waits next; None if there is none."""
         return self.waits[self.passed] if self.passed < len(self.waits) else None
 
     def has_started(self, operation: Operation) -> bool:

@@ -112,7 +112,7 @@ def _problems(
 
 
 def chunk_counts(ranks: int, layers: int | None = None) -> Sequence[int]:
-    """Return the numbers of chunks (stages) per rank to try; with `layers`, at least a layer per stage."""
+    """Return the numbers of stages per rank to try; given `layers`, at least one layer per stage."""
     most = MOST_CHUNKS if layers is None else min(MOST_CHUNKS, layers // ranks)
     return range(1, max(most, 1) + 1)
 
@@ -182,7 +182,7 @@ def _searched_exactly(
 
 
 def fuse_backward(schedule: Schedule, costs: Costs) -> Schedule:
-    """Return the schedule with `I` and `W` joined to `B` where `W` follows at once and no action is delayed.
+    """Return the schedule with `I`, `W` pairs replaced by full backwards `B` where that delays nothing.
 
     A `B` sends its gradient at its end, so the action that needs it must not start before it arrives.
     """

@@ -17,7 +17,7 @@ from plait.schedules.search.problem import Orders, Problem
 
 
 class SearchResult(NamedTuple):
-    """Result of an exact search: the shortest orders of operations, proven optimal or not; nodes visited."""
+    """Result of an exact search: the shortest schedule found, whether it is optimal, nodes visited."""
 
     orders: Orders | None
     """Orders of the shortest schedule found, or None where none is shorter than the known one."""
@@ -28,7 +28,7 @@ class SearchResult(NamedTuple):
 
 
 class NextOperation(NamedTuple):
-    """An operation that a rank could run next, with its start and end."""
+    """An operation that a rank could run next in the search, with its start and end time."""
 
     end: int
     start: int
@@ -36,7 +36,7 @@ class NextOperation(NamedTuple):
 
 
 def exact_search(problem: Problem, known: int, nodes: int) -> SearchResult:
-    """Search by branch and bound for schedules shorter than `known` ticks; visit at most `nodes` nodes."""
+    """Search by branch and bound for schedules shorter than `known`; visit at most `nodes` tree nodes."""
     search = _Search(problem, known, nodes)
     try:
         search.descend()
@@ -74,7 +74,7 @@ class _Search:
         self.tails = _tails(problem)
 
     def descend(self) -> None:
-        """Visit this node of the search tree and all its descendants."""
+        """Search the subtree of the current node (partial schedule) of the search tree."""
         self.nodes -= 1
         if self.nodes < 0:
             raise _BudgetExceeded

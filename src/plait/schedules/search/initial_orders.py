@@ -31,7 +31,7 @@ SHIFTS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
 
 
 class BlockParameters(NamedTuple):
-    """Period, cell length and delays from which a building block is made."""
+    """Parameters of a building block (one micro-batch's actions by time): period, delays and so on."""
 
     cells: int
     """Number of cells of an operation of average length. With 1 every operation takes one cell."""
@@ -44,7 +44,7 @@ class BlockParameters(NamedTuple):
 
 
 class InitialOrder(NamedTuple):
-    """Parameters from which initial orders of the operations of all ranks are built."""
+    """What an initial order is made from: a policy or building block, and changes to it."""
 
     origin: str | BlockParameters
     """Name of a policy, or parameters of a building block."""
@@ -55,7 +55,7 @@ class InitialOrder(NamedTuple):
 
 
 def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
-    """Yield initial orders, endlessly: named policies, then simple building blocks, then random ones."""
+    """Yield initial orders, without end: named policies, then simple building blocks, then random ones."""
     policies = policies_for(problem.placement, problem.chunks)
     for shift, name in product(SHIFTS, reversed(policies)):
         yield InitialOrder(name, *shift)
@@ -69,7 +69,7 @@ def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
 
 
 def orders_from(problem: Problem, start: InitialOrder) -> Orders:
-    """Return each rank's operations ordered by `start`, modified where they deadlock or exceed the limit."""
+    """Return each rank's operations in an initial order, changed where they deadlock or exceed memory."""
     if isinstance(start.origin, str):
         made = policy_schedule(start.origin, problem.ranks, problem.microbatches, problem.chunks)
         keys = positions_in(problem.orders_of(made.actions), problem.size)
@@ -114,7 +114,7 @@ def _within_limit(problem: Problem, keys: list[int]) -> Orders:
 
 
 def block_for(problem: Problem, parameters: BlockParameters) -> BuildingBlock:
-    """Return the building block with these parameters; its period is lengthened until all actions fit."""
+    """Return the building block with these parameters, with a period long enough for all actions."""
     cells, lengths = parameters.cells, _lengths(problem, parameters.cells)
     work = max(sum(sum(row[stage] for row in lengths) for stage in stages) for stages in problem.stages_of)
     first, second = (cells * pause for pause in parameters.pauses)

@@ -106,7 +106,7 @@ class MemoryGuard:
         return self.held[tables.rank[operation]] + tables.memory_change[operation] <= self.problem.limit
 
     def admits(self, operation: int) -> bool:
-        """Return whether `operation` fits into its rank's memory and all others can still run after it."""
+        """Return whether `operation` fits into memory now and leaves room for all others later."""
         tables = self.problem.tables
         lane = tables.lane[operation]
         return self.fits(operation) and (lane % 3 > 0 or self._is_safe(tables.rank[operation], lane))

@@ -26,7 +26,7 @@ PATIENCE = 2
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """The rule by which an idle rank chooses an operation to fill a gap."""
+    """By what an idle rank chooses among the operations that could fill a gap in its time."""
 
     gap: float = 0.5
     """Fill a gap that is at least this part of the operation; the rest delays the following operations."""
@@ -39,7 +39,7 @@ class DispatchRule:
 
 
 class TimedOrders(NamedTuple):
-    """Each rank's operations in order, with end times in ticks; time runs backward in a reversed problem."""
+    """Each rank's operations in order, with their end times in ticks (units of time)."""
 
     length: int
     """From the first start to the last end."""
@@ -54,7 +54,7 @@ class TimedOrders(NamedTuple):
 
 @dataclass
 class Budget:
-    """Search budget: how many operations may still be scheduled; unlike a time, this is reproducible."""
+    """How many operations a search may still schedule; unlike a time limit, this is reproducible."""
 
     left: float
 
@@ -67,7 +67,7 @@ def list_schedule(
     rng: Random | None = None,
     overrides: Mapping[int, DispatchRule] | None = None,
 ) -> TimedOrders:
-    """Return orders with end times after list scheduling: where a rank would wait, it runs a later operation.
+    """Return `orders` with end times; where a rank would wait, it runs a later operation instead.
 
     `orders` must be runnable within the memory `limit`. Without `rng`, `swap_chance` and `gap_noise` have no
     effect. `overrides`: rules of single ranks.
@@ -86,7 +86,7 @@ def list_schedule(
 def justify(
     problem: Problem, start: TimedOrders, rule: DispatchRule, rounds: int, budget: Budget | None = None
 ) -> TimedOrders:
-    """Return the shortest of `rounds` list schedules, each backward, then forward in time (justification)."""
+    """Return the best of `rounds` list schedules, each made backward and then forward in time."""
     budget = budget or Budget(float("inf"))
     best = now = start
     patience = PATIENCE

@@ -49,7 +49,7 @@ BY_LENGTH = attrgetter("length")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate schedule: its initial order, its dispatch rule, and the best timed orders so far."""
+    """A schedule in the local search: its initial order, its rule to fill gaps, and its timed orders."""
 
     problem: Problem
     start: InitialOrder
@@ -83,7 +83,7 @@ def local_search(problems: Sequence[Problem], budget: float) -> list[Candidate]:
 
 
 def shortened_problem(problem: Problem) -> Problem:
-    """Return the problem with a few micro-batches, but the same warm-up and cool-down of the pipeline.
+    """Return the problem with fewer micro-batches, but the same start and end of the pipeline.
 
     Two for each rank; or more where the memory limit allows more of them at once.
     """
@@ -182,7 +182,7 @@ def _random_rule(rng: Random) -> DispatchRule:
 
 
 def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:
-    """Return `schedule` reordered for `costs`: the shortest span found within the memory of its `policy`.
+    """Return `schedule` reordered for `costs`, as short as found within the memory of its `policy`.
 
     Where rescheduling makes the span longer, return `schedule` itself.
     """

@@ -28,7 +28,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class OperationTables(NamedTuple):
-    """Search problem (or its time reversal) as lists of integers per operation unless stated; -1: none."""
+    """Properties of each operation of a search problem, as lists of integers; -1 means none."""
 
     duration: Sequence[int]
     rank: Sequence[int]
@@ -77,7 +77,7 @@ class Problem:
 
     @property
     def layout(self) -> StageLayout:
-        """Placement of stages, and their number per rank, which differ between the problems of one search."""
+        """The placement of stages on ranks, and the number of stages per rank."""
         return self.placement, self.chunks
 
     @property
@@ -110,17 +110,17 @@ class Problem:
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
-        """Per rank, the tick from which its time counts: 0, or its earliest start if `of_span`."""
+        """The tick from which each rank's time counts: 0, or its earliest start if spans are searched."""
         if not self.of_span:
             return (0,) * self.ranks
         return tuple(min(self.first_starts[stage] for stage in stages) for stages in self.stages_of)
 
     def measure(self, length: int) -> Fraction:
-        """Convert a length in ticks to the makespan or span that the search minimises."""
+        """Return the makespan or span that a schedule of this length in ticks has, in the costs' unit."""
         return (length - max(self.head_starts)) * self.ticks.tick
 
     def length(self, measure: Fraction) -> int:
-        """Convert a makespan or span to ticks, rounded up: the inverse of `measure`."""
+        """Return the ticks of a makespan or span, rounded up: the inverse of `measure`."""
         return ceil(measure / self.ticks.tick) + max(self.head_starts)
 
     @cached_property
@@ -130,7 +130,7 @@ class Problem:
 
     @cached_property
     def mirrored_tables(self) -> OperationTables:
-        """`tables` of the problem with time reversed: dependencies point the other way."""
+        """`tables` with time reversed: each operation needs those that needed it."""
         return _mirror(self.tables)
 
     def orders_of(self, rows: Iterable[Iterable[Action]]) -> Orders:
@@ -159,7 +159,7 @@ class Problem:
 
 
 def positions_in(orders: Orders, size: int) -> list[int]:
-    """Return the position of each of `size` operations in its rank's order."""
+    """Return for each of `size` operations its position in its rank's order."""
     positions = [0] * size
     for order in orders:
         for position, operation in enumerate(order):

@@ -38,7 +38,7 @@ StageCut = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The time of each layer's forward, input gradient and weight gradient, and of messages, in one unit."""
+    """Times of each layer's forward, input gradient and weight gradient, and of messages, in one unit."""
 
     F: tuple[float, ...]
     I: tuple[float, ...]  # noqa: E741 (the field's letter)
@@ -55,7 +55,7 @@ class LayerCosts:
         return cls(thirds, thirds, thirds)
 
     def in_input_gradient(self, layer: int, cost: float) -> LayerCosts:
-        """Return a copy in which `cost`, a part of a layer's total, all belongs to the layer's `I`."""
+        """Return a copy in which `cost` of a layer's total is all in its input gradient (`I`)."""
         part = min(cost, self.total[layer]) / 3
         forward, inputs, weights = list(self.F), list(self.I), list(self.W)
         forward[layer] -= part
@@ -74,7 +74,7 @@ class LayerCosts:
         return tuple(map(sum, zip(self.F, self.I, self.W, strict=True)))
 
     def of_stages(self, cut: Sequence[int]) -> Costs:
-        """Return the costs of stages; `cut` has the number of layers of each."""
+        """Return the costs of stages, given the number of layers of each (`cut`)."""
         return Costs(
             F=_sums(self.F, cut, self.message),
             I=_sums(self.I, cut, self.message),
@@ -186,7 +186,7 @@ def _rank_actions(row: Sequence[Action]) -> _RankActions:
 
 @dataclass(frozen=True)
 class CutSimulation:
-    """Simulates `schedule` with the costs of its stages for one cut after the other.
+    """Simulates `schedule` for different divisions of the layers into stages, one after another.
 
     Costs are rounded to a binary grid, 2⁻⁴⁰ of the largest: sums are exact, and stages of equal layers cost
     exactly the same. Whole numbers below 2⁴⁰ stay what they are.
@@ -196,14 +196,14 @@ class CutSimulation:
     schedule: Schedule
 
     def makespan(self, cut: Sequence[int]) -> int:
-        """Return the makespan in units of the grid; `cut` has the number of layers of each stage."""
+        """Return the makespan, as an integer, of stages with these numbers of layers (`cut`)."""
         forward, inputs, weights = self._durations(cut)
         both = [first + second for first, second in zip(inputs, weights, strict=True)]
         durations = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}
         return max(self.schedule.event_order.last_ends(Timing(durations, [0, *self._hops], [*self._hops, 0])))
 
     def least(self, cut: Sequence[int]) -> int:
-        """Return a lower bound of `makespan`, without a simulation.
+        """Return a lower bound of the makespan for this `cut`, without a simulation.
 
         A rank's first forward follows those of all stages before; after its last input gradient come those of
         the stages before, while the rank does what it has left.
@@ -309,7 +309,7 @@ def _automatic(
 
 
 def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
-    """Return the layers per stage with the least simulated makespan of `schedule`, found by local search.
+    """Return the layers per stage with the shortest simulated step of `schedule`, by local search.
 
     From the even cut (`balance`), boundaries move by one layer as long as that helps.
     Raises `PlanError` as `balance` does.

@@ -144,7 +144,7 @@ def _require_sinks(sinks: object, query: Tensor) -> None:
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Keys and values, of `[rows, kv heads, …]`, on their way to other ranks; made by `share_keys`."""
+    """Keys and values that are being sent to other ranks of `cp`, for `attend`; made by `share_keys`."""
 
     key: Tensor
     value: Tensor
@@ -166,7 +166,7 @@ def share_keys(
     *,
     query_heads: int,
 ) -> SharedKeys:
-    """Start to send keys and values to the ranks of `cp` that need them; arguments as for `attention`.
+    """Start to send keys and values to the ranks of `cp` that need them, for later calls of `attend`.
 
     `query_heads`: the number of heads of the query. The result is to be passed to `attend`, once.
     Communication over `cp`: one all-to-all, and one of gradients in the backward.
@@ -201,7 +201,7 @@ def attend(
     dropout: AnyDropout | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of `query` to the keys of `share_keys`; other arguments as for `attention`.
+    """Return attention of `query` to the keys and values that `share_keys` has started to send.
 
     Communication over `cp`: with "ring" one all-to-all in the backward unless keys are kept; with "ulysses"
     two, and two in the backward.

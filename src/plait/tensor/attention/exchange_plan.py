@@ -40,7 +40,7 @@ Selection = slice | Tensor
 
 @dataclass(frozen=True)
 class PeerBlock:
-    """This rank's exchange with one rank of `cp`, and attention of its queries to that rank's keys."""
+    """Which keys this rank and another rank of `cp` send each other, and kernel calls on those received."""
 
     sent: Selection
     """The keys of this rank that the peer's queries see."""
@@ -53,14 +53,14 @@ class PeerBlock:
     """The positions of the received keys."""
 
     def on(self, device: torch.device) -> PeerBlock:
-        """Return the block with all indices on `device`."""
+        """Return a copy whose index tensors are on `device`."""
         sent = self.sent if isinstance(self.sent, slice) else copied(self.sent, device)
         return replace(self, sent=sent, calls=with_intervals_on(self.calls, device))
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The exchange of keys of one rank with all ranks of `cp`, and its kernel calls."""
+    """Which keys a rank exchanges with each rank of `cp`, and the attention kernel calls on them."""
 
     index: int
     """This rank's index along `cp`."""
@@ -76,22 +76,22 @@ class ExchangePlan:
     """One call in place of `own`, for packed documents of which this rank has whole rows."""
 
     def on(self, device: torch.device) -> ExchangePlan:
-        """Return the plan with all indices on `device`."""
+        """Return a copy whose index tensors are on `device`."""
         peers = tuple(None if peer is None else peer.on(device) for peer in self.peers)
         packed = None if self.packed is None else self.packed.on(device)
         return replace(self, own=with_intervals_on(self.own, device), peers=peers, packed=packed)
 
     def sent(self, each: int) -> list[int]:
-        """Return how many elements go to each rank, `each` for a key position."""
+        """Return how many elements this rank sends to each rank, if each key position has `each`."""
         return [0 if peer is None else each * peer.sent_count for peer in self.peers]
 
     def received(self, each: int) -> list[int]:
-        """Return how many elements come from each rank, `each` for a key position."""
+        """Return how many elements come from each rank, if each key position has `each`."""
         return [0 if peer is None else each * peer.received_count for peer in self.peers]
 
 
 def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> ExchangePlan:
-    """Return which keys this rank exchanges for `sequence`, and its kernel calls, with indices on `device`.
+    """Return which keys this rank exchanges over `cp` for `sequence`, and the kernel calls on them.
 
     Layers with an equal `mask` share it, and so do micro-batches with the same documents.
     """
@@ -109,14 +109,14 @@ def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> 
 def remembered_plan(
     layout: SequenceLayout, index: int, mask: Mask, documents: DocumentBounds | None, device: torch.device
 ) -> ExchangePlan:
-    """Return the cached exchange plan of a rank with indices on `device`; it holds neither keys nor masks."""
+    """Return the exchange plan of the rank at `index` of `cp`, cached, with its indices on `device`."""
     return build_plan(layout, index, mask, documents).on(device)
 
 
 def build_plan(
     layout: SequenceLayout, index: int, mask: Mask, documents: DocumentBounds | None = None
 ) -> ExchangePlan:
-    """Return the plan of the rank at `index`: it receives only keys that one of its queries sees."""
+    """Return the exchange plan of the rank at `index` of `cp`: it receives only keys its queries see."""
     positions = [layout.positions(rank).numpy() for rank in range(layout.ranks)]
     seen = [
         visible_range(one, layout.length, causal=mask.causal, window=mask.window, documents=documents)

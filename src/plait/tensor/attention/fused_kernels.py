@@ -31,7 +31,7 @@ LSE_MULTIPLE = 32
 
 
 class Attended(NamedTuple):
-    """Query, key and value of a block, with the output and log-sum-exp of attention to all keys."""
+    """Query, key and value of an attention call, with its output and log-sum-exp over all keys."""
 
     query: Tensor
     key: Tensor
@@ -89,7 +89,7 @@ def cpu_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the CPU's kernel, which has no public name."""
+    """Return output and log-sum-exp of PyTorch's fused CPU kernel, which has no public name."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, _as_wide(value, key), 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -213,7 +213,7 @@ EFFICIENT = FusedKernel(_efficient_forward, _efficient_backward)
 
 @dataclass(frozen=True)
 class PackedCall:
-    """One call of flash attention on a GPU for all documents of a micro-batch, where a rank has whole rows.
+    """A call of flash attention on a GPU for packed documents, where a rank has whole sequences.
 
     The rows stand one after another, and the kernel is told where documents begin ("varlen" in
     FlashAttention-2). Where it does not take the tensors, there is a call for each document (`visibility`).
@@ -235,11 +235,11 @@ class PackedCall:
         return PackedCall(every, documents.longest, causal, window)
 
     def on(self, device: torch.device) -> PackedCall:
-        """Return the call with its indices on `device`."""
+        """Return a copy whose index tensors are on `device`."""
         return replace(self, begins=sent(self.begins, device))
 
     def computes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether flash attention takes these tensors, `[rows, heads, length, size]`, on their GPU."""
+        """Return whether flash attention can take these GPU tensors, `[rows, heads, length, size]`."""
         if not is_accelerator(query) or 0 in query.shape or query.shape[3] % 8:
             return False
         groups = query.shape[1] != key.shape[1]

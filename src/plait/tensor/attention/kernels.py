@@ -128,7 +128,7 @@ def block_backward(
 
 
 def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of attention to no key, to which `merge` adds: 0 and -inf.
+    """Return the output (0) and log-sum-exp (-inf) of attention to no keys, to which `merge` adds blocks.
 
     Their dtype is the wider one of float32 and the query's. In memory, heads lie within positions.
     """
@@ -216,7 +216,7 @@ def unfused_forward(
     scaling: Scaling,
     dropout: WeightDropout | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp; see `block_forward`."""
+    """Return attention's output and log-sum-exp for a block, from separate operations (no fused kernel)."""
     scores, _ = _scores(query, key, mask, scaling)
     lse = scores.logsumexp(-1)
     # 0 for queries that see no key: -inf less -inf has no value.
@@ -230,7 +230,7 @@ def unfused_forward(
 def unfused_backward(
     gradient: Tensor, attended: Attended, mask: Tensor | None, scaling: Scaling, dropout: WeightDropout | None
 ) -> Gradients:
-    """Return the gradients of query, key and value; see `block_backward`."""
+    """Return the gradients of a block's query, key and value, from separate operations."""
     query, key, value, out, lse = attended
     scores, slopes = _scores(query, key, mask, scaling, slopes=True)
     weights = _weights(scores, lse)
@@ -302,7 +302,7 @@ def attention_with_dropout(
 
 @dataclass(frozen=True)
 class WeightDropoutMask:
-    """Dropout's mask of all weights of one call of attention: a function of rows, heads and positions."""
+    """The dropout mask of all weights of an attention call, whichever rank or kernel computes them."""
 
     key: int
     p: float
@@ -323,7 +323,7 @@ class WeightDropoutMask:
         return WeightDropoutMask(key, dropout.p, parts.get(0, DimPart(0, 0)).start, heads, length)
 
     def from_head(self, first: int) -> WeightDropoutMask:
-        """Return the mask for tensors that begin at the head `first` of this rank of `tp`."""
+        """Return the mask for tensors whose first head is this `tp` rank's head number `first`."""
         return replace(self, heads=self.heads._replace(start=self.heads.start + first))
 
     def of_call(

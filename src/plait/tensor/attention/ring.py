@@ -50,7 +50,7 @@ Pair = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class RankParts:
-    """A flat tensor of consecutive parts, one for each rank, with a part for each of several tensors."""
+    """A flat tensor with a part for each rank, in which each of several tensors has a view."""
 
     flat: Tensor
     sizes: list[int]
@@ -62,7 +62,7 @@ class RankParts:
 
     @staticmethod
     def of(like: Sequence[Tensor], sizes: Sequence[tuple[int, int]], flat: Tensor | None = None) -> RankParts:
-        """Return each rank's heads and positions of tensors like these, in `flat` or uninitialised memory."""
+        """Allocate for each rank a tensor like each of `like`, with its (heads, positions) in `sizes`."""
         shapes = [[(one.shape[0], *size, one.shape[3]) for one in like] for size in sizes]
         counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
         flat = like[0].new_empty(sum(map(sum, counts))) if flat is None else flat
@@ -90,7 +90,7 @@ def start_exchange(
 
 
 class KeyExchange:
-    """The exchanges of one layer and micro-batch: of keys and values, and of their gradients."""
+    """The messages of one attention and micro-batch over `cp`: keys and values, and their gradients."""
 
     def __init__(self, sequence: LocalSequence, mask: Mask, device: torch.device) -> None:
         self.plan = exchange_plan(sequence, mask, device)
@@ -113,7 +113,7 @@ class KeyExchange:
         self._arriving = self._start(sent, self._parts(self.plan.received(1), key, value))
 
     def received(self, key: Tensor, value: Tensor) -> Tensor:
-        """Wait for the other ranks' keys and values, and return them flat; `views_of` takes them apart.
+        """Wait for the other ranks' keys and values, and return them as one flat tensor.
 
         Where they were not sent in this pass (in a backward), they are sent now.
         """
@@ -124,11 +124,11 @@ class KeyExchange:
         return arriving()
 
     def views_of(self, flat: Tensor, key: Tensor, value: Tensor) -> list[Pair]:
-        """Return each peer's keys and values in a flat buffer, by index; empty ones for this rank."""
+        """Return each rank's keys and values as views of a flat tensor; empty ones for this rank."""
         return self._parts(self.plan.received(1), key, value, flat).parts
 
     def start_return(self, gradients: Tensor, key: Tensor, value: Tensor) -> None:
-        """Start sending the gradients of received keys and values to their ranks, flat as received.
+        """Start sending the gradients of received keys and values back to the ranks they came from.
 
         Communication: one all-to-all over `cp`.
         """
@@ -136,7 +136,7 @@ class KeyExchange:
         self._returning = self._start(sent, self._parts(self.plan.sent(1), key, value))
 
     def with_returned(self, key: Tensor, value: Tensor) -> Pair:
-        """Wait for the gradients from other ranks; return their sums with those of this rank's own queries.
+        """Wait for the other ranks' gradients of this rank's keys and values; return the sums.
 
         16-bit gradients are summed in float32.
         """
@@ -170,7 +170,7 @@ class KeyExchange:
 
 
 def share(key: Tensor, value: Tensor, exchange: KeyExchange) -> tuple[Tensor, Tensor]:
-    """Start sending keys and values; return them, with gradients that include the other ranks'.
+    """Start sending keys and values to other ranks; return them, whose gradients sum all ranks' gradients.
 
     Communication: one all-to-all over `cp`, and one of gradients in the backward.
     """
@@ -192,7 +192,7 @@ def attend_to_all(
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Attention to keys in blocks: those of this rank, and those that each other rank sends by `exchange`."""
+    """The keys of an attention in blocks: this rank's, and those that each other rank of `cp` sends."""
 
     exchange: KeyExchange
     scaling: Scaling
@@ -202,7 +202,7 @@ class KeyBlocks:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return attention to all keys, its log-sum-exp, and the other ranks' keys if they are to be kept.
+        """Return attention to all blocks, its log-sum-exp, and the received keys if the plan keeps them.
 
         With `sinks` `[heads]`, the log-sum-exp is that of the scores and the sinks.
         """
@@ -229,7 +229,7 @@ class KeyBlocks:
     def gradients(
         self, gradient: Tensor, attended: Attended, received: Tensor | None, *, returns: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of the queries, and those of this rank's keys and values from its own queries.
+        """Return the gradient of the queries, and of this rank's keys and values by its own queries.
 
         `received`: the other ranks' keys and values; None: they are to be sent again. The gradients of these
         are on their way when it returns, unless not `returns`: where keys are kept they travel while those of

@@ -32,7 +32,7 @@ from plait.tensor.running_sequence import ContextParallelism, LocalSequence
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method of one attention on the ranks of `cp`, and what each method sends."""
+    """Whether an attention over `cp` runs as ring or as Ulysses (all-to-all), and what each would send."""
 
     query_heads: int
     """The number of query heads of this rank of `tp`."""
@@ -59,7 +59,7 @@ class MethodChoice:
 
 
 def method_choice(sequence: LocalSequence, query_heads: int, kv_heads: int) -> MethodChoice:
-    """Return the method of an attention whose sequence is divided over `cp`, as its plan asks.
+    """Return whether attention over `cp` runs as ring or as Ulysses (all-to-all), as the plan asks.
 
     Raises PlanError where "ulysses" is asked for and the ranks do not divide the query heads.
     """
@@ -68,7 +68,7 @@ def method_choice(sequence: LocalSequence, query_heads: int, kv_heads: int) -> M
 
 
 def choose_method(parallelism: ContextParallelism, query_heads: int, kv_heads: int) -> MethodChoice:
-    """Return the method of an attention with these heads; see `method_choice`."""
+    """Return whether attention with these heads runs as ring or as Ulysses; PlanError if impossible."""
     ranks, asked = parallelism.group.size, parallelism.method
     ring, ulysses = vectors_sent(query_heads, kv_heads, ranks, keeps_keys=parallelism.keeps_keys)
     if asked == "ulysses" and ulysses is None:
@@ -81,7 +81,7 @@ def choose_method(parallelism: ContextParallelism, query_heads: int, kv_heads: i
 
 
 def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, rank: int) -> Tensor:
-    """Return a rank's heads of keys or values so that equally many of its query heads read each.
+    """Return keys or values with heads repeated so that as many query heads of this rank read each.
 
     `tensor` is the result of `to_heads`. Repeats heads where its query heads read them unequally often.
     """
@@ -93,7 +93,7 @@ def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, r
 
 
 def to_heads(sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchange positions for heads: return all positions of this rank's heads, of each of `tensors`.
+    """Exchange positions for heads by an all-to-all: return all positions of this rank's heads.
 
     From `[rows, all heads, own positions, width]` to `[rows, own heads, length, width]`, with `heads` the
     heads of each rank, ascending; tensors differ in their width only. A head may be on several ranks:
@@ -113,7 +113,7 @@ def attend_by_heads(
     sequence: LocalSequence,
     heads: Heads,
 ) -> Tensor:
-    """Return attention of all heads at this rank's positions: `[rows, all heads, own positions, width]`.
+    """Return Ulysses attention: all heads at this rank's positions, `[rows, all heads, own, width]`.
 
     `query`, `key`, `value`: results of `to_heads`, of which each query head is on one rank; `sinks`: of this
     rank's heads, see `plait.attention`; `blocks`: of a rank that holds whole sequences. Unless keys are kept,

@@ -41,7 +41,7 @@ SHORT = 32
 
 
 def document_bounds(document_ids: Tensor) -> DocumentBounds:
-    """Return where documents begin; a document is a run of equal ids in a row.
+    """Return where documents begin; a document is a run of equal ids in a row of `document_ids`.
 
     `document_ids`: `[rows, length]`, on the CPU.
     """
@@ -94,7 +94,7 @@ def visible_indices(lo: Indices, hi: Indices, key_positions: Indices) -> tuple[I
 
 
 def needed_keys(begin: Indices, end: Indices, count: int) -> NDArray[np.bool_]:
-    """Return which of `count` keys at least one query of at least one row sees.
+    """Return for each of `count` keys whether some query of some row sees it.
 
     `begin`, `end`: the result of `visible_indices`.
     """
@@ -105,7 +105,7 @@ def needed_keys(begin: Indices, end: Indices, count: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """One kernel call: slices of the batch's rows, of queries and of keys, and which pairs it computes."""
+    """One attention kernel call: which rows, queries and keys it takes, and which keys each query sees."""
 
     rows: slice
     query: slice
@@ -118,7 +118,7 @@ class BlockCall:
 
     @property
     def mask(self) -> Literal["full", "causal"] | Tensor:
-        """The mask for kernels: "full", "causal", or intervals as a new bool tensor `[queries, keys]`."""
+        """The mask for kernels: "full", "causal", or a new bool tensor `[queries, keys]`."""
         if not isinstance(self.seen, Tensor):
             return self.seen
         begin, end = self.seen.unsqueeze(-1)
@@ -128,7 +128,7 @@ class BlockCall:
 
 
 def block_calls(begin: Indices, end: Indices) -> tuple[BlockCall, ...]:
-    """Return calls that compute each visible pair of a query and a key once, in a few kernels.
+    """Return a few kernel calls that together compute each visible pair of query and key once.
 
     `begin`, `end`: the result of `visible_indices` for queries and keys at ascending positions, `[rows, n]`.
     A query can be in several calls, or in none. Rows that are all alike, also a single row, have the slice
@@ -144,7 +144,7 @@ def block_calls(begin: Indices, end: Indices) -> tuple[BlockCall, ...]:
 
 
 def with_intervals_on(calls: tuple[BlockCall, ...], device: torch.device) -> tuple[BlockCall, ...]:
-    """Return `calls` with their intervals copied to `device`, each distinct one once, without a wait."""
+    """Return `calls` with their ranges of visible keys (`seen`) copied to `device`, asynchronously."""
     intervals = {id(call.seen): call.seen for call in calls if isinstance(call.seen, Tensor)}
     copies = {key: sent(one, device) for key, one in intervals.items()}
     return tuple(replace(call, seen=copies.get(id(call.seen), call.seen)) for call in calls)
@@ -169,7 +169,7 @@ class _Cover:
         self.rows, self.begin, self.end, self.intervals = rows, begin, end, intervals
 
     def calls(self) -> Iterator[BlockCall]:
-        """Yield the calls: of parts, and of tiles of neighbouring short parts."""
+        """Yield the kernel calls for runs of queries that see similar keys; short runs share calls."""
         starts = np.flatnonzero(_breaks(self.begin, self.end))
         stops = np.append(starts[1:], len(self.begin))
         short = stops - starts < SHORT

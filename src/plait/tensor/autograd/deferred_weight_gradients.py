@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,27 @@ from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
+@runtime_checkable
+class QueuesWeightGradients(Protocol):
+    """Protocol of an `nn.Module` whose own backward queues its weight gradients."""
+
+    def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
+        """Queue the weight gradients of later calls."""
+        ...
+
+
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
     """Defer the weight gradients of linears, embeddings and `SplitBackward` modules in `layer` to `queue`.
 
     Rebinds `forward` of each `nn.Linear`, plain `nn.Embedding`, `Conv1D` of Hugging Face (a linear with
     transposed weight) and `SplitBackward`, so `layer` should be a private copy. Subclasses, parametrised
     modules and those with a `forward` set on the instance are left alone: autograd computes their gradients.
+    Modules that queue weight gradients themselves are given the queue.
     """
     for module in layer.modules():
+        if isinstance(module, QueuesWeightGradients):
+            module.defer_weight_gradients(queue)
+            continue
         if isinstance(module, SplitBackward) and "forward" not in vars(module):
             require_static(module)
             bind_forward(module, partial(_run_split, module, module.forward, queue))
@@ -126,7 +139,7 @@ def embedding(
 
 
 def defers(input: Tensor) -> bool:
-    """Return whether the backward of this call should queue the weight gradient instead of computing it.
+    """Return whether this call's backward queues the weight gradient, instead of computing it at once.
 
     Not under `torch.autocast`, which casts the weight, nor in a layer that is traced, whose compiled backward
     defers it.
@@ -137,7 +150,7 @@ def defers(input: Tensor) -> bool:
 
 
 def made_by_linear(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a deferring linear's output: no backward reads it; writing to it is safe."""
+    """Return whether `tensor` is a deferring linear's output, which no backward reads: it may be changed."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
 
 
@@ -191,7 +204,7 @@ class _Linear(torch.autograd.Function):
 
 
 def saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a function that returns a linear's input: `saved`, or the result of gathering it again."""
+    """Return a function that returns a linear's saved input, gathered again if only a part was saved."""
     if gather is None:
         whole = saved.detach()  # detached, so that pending work does not hold the layer's graph
         return lambda: whole
@@ -229,7 +242,7 @@ def _add_weight_gradient(
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """Return `[..., width]` as `[rows, width]`."""
+    """Return `[..., width]` as a matrix `[rows, width]`."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 

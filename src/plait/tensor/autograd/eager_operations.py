@@ -106,7 +106,7 @@ class RecordedAttention:
 
 @dataclass
 class LayerTrace:
-    """The operations and masks that a layer has recorded while it was traced."""
+    """What a layer calls outside its graphs, recorded while it is traced: collectives, attention, masks."""
 
     names: Mapping[int, str]
     """Each dropout's name in the layer, by the module's `id`."""

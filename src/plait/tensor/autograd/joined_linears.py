@@ -27,7 +27,7 @@ from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
 def are_side_by_side(tensors: Sequence[Tensor]) -> bool:
-    """Return whether `tensors` follow each other in memory, so that they can be joined along dim 0.
+    """Return whether `tensors` follow each other in memory, so that one view covers all of them.
 
     On the meta device, where there is no memory, whether shapes and dtypes let them.
     """
@@ -43,7 +43,7 @@ def are_side_by_side(tensors: Sequence[Tensor]) -> bool:
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return a view of `tensors` as one, joined along dim 0, if `are_side_by_side`; on meta a new tensor.
+    """Return one view of `tensors` that follow each other in memory, joined along dim 0, else None.
 
     Their memory must be allocated.
     """
@@ -58,7 +58,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 class JoinedLinears:
-    """Linears of a layer that read the same input, whose weights, and whose biases, lie side by side."""
+    """Linears that read the same input, computed as one product: their weights are joined in memory."""
 
     def __init__(
         self, linears: Sequence[Any], first: int, copied: Sequence[int], queue: WeightGradientQueue
@@ -114,7 +114,7 @@ class JoinedLinears:
             self._outputs.clear()
 
     def output(self, number: int, input: Tensor) -> Tensor:
-        """Return the output of a linear, by its number."""
+        """Return the output of linear `number`; the first call for an input computes all outputs."""
         alone = not defers(input)  # as under `torch.no_grad()`, where an output has no gradient
         if input is self._input and not alone and number in self._outputs and input._version == self._version:
             return self._outputs.pop(number)
@@ -150,7 +150,7 @@ class JoinedLinears:
         return outputs
 
     def products(self, input: Tensor, copied: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the outputs of all linears, parts of one tensor but for the `copied`; no views."""
+        """Return the outputs of all linears as parts of one tensor, those in `copied` as copies."""
         assert self.weight is not None
         product = functional.linear(input.reshape(-1, input.shape[-1]), self.weight, self.bias)
         if input.dim() != 2:
@@ -195,7 +195,7 @@ class _JoinedLinears(torch.autograd.Function):
         anchor: Tensor,
         *biases: Tensor,
     ) -> tuple[Tensor, ...]:
-        """`anchor`: a weight, so that the outputs require a gradient also where the input does not."""
+        """Return the outputs of the joined linears; `anchor`: a weight, so that they require a gradient."""
         own_part, ctx.gather = joined.queue.gathered.of(input) or (input, None)
         ctx.save_for_backward(own_part)
         ctx.joined, ctx.ran = joined, False

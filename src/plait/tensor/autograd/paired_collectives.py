@@ -49,7 +49,7 @@ _ENTERS = "enter a region (mend what differs before it: random numbers, paramete
 
 
 def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor:
-    """Return `tensor` unchanged; its gradient is summed over `group`.
+    """Return `tensor` unchanged; in the backward its gradient is all-reduced over `group`.
 
     `overlap` runs during that sum. Communication: backward, one all-reduce.
     """
@@ -63,14 +63,14 @@ def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
-    """Return the sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce."""
+    """Return the sum of the ranks' tensors, written to `tensor`. Communication: one all-reduce."""
     return _paired("reduce", tensor, group, partial(_sum_in_place, group), None, writes=True)
 
 
 def gather(
     tensor: Tensor, group: Group, dim: int, size: int, collective: PairedCollective = "gather"
 ) -> Tensor:
-    """Return the ranks' parts (see `plait.plan.layout.divide`) concatenated along `dim` to `size`.
+    """Return the ranks' parts (ranges along `dim`) concatenated to `size`; the backward takes the own part.
 
     Communication: one all-gather, of parts padded to the size of the largest.
     """
@@ -79,7 +79,7 @@ def gather(
 
 
 def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective = "split") -> Tensor:
-    """Return this rank's part of `tensor` along `dim` (see `plait.plan.layout.divide`).
+    """Return this rank's part (range along `dim`) of `tensor`; the backward gathers the gradient.
 
     Communication: backward, one all-gather.
     """
@@ -120,12 +120,12 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
 
 
 def to_parts(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's part of `dim`, like `split`; for sequence parallelism, outside of `tp` regions."""
+    """Return this rank's range along `dim` of an activation that all ranks of `tp` have whole."""
     return split(whole, group, dim, "to_parts")
 
 
 def to_whole(part: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    """Return the ranks' parts of `dim`, concatenated to `size`, like `gather`; inverse of `to_parts`."""
+    """Return the `tp` ranks' ranges along `dim`, concatenated to `size`: inverse of `to_parts`."""
     return gather(part, group, dim, size, "to_whole")
 
 

@@ -36,14 +36,14 @@ def own_range(whole: Tensor, group: Group, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of the ranks' parts along `dim`, into a tensor of `size` along it."""
+    """How a tensor is all-gathered from the ranks' parts: the group, the dim, and the size along it."""
 
     group: Group
     dim: int
     size: int
 
     def start(self, part: Tensor) -> PendingTensor:
-        """Start the all-gather of `part`, padded to the size of the largest.
+        """Start the all-gather of `part`, padded to the size of the largest rank's part.
 
         ModelError where the size of `part` is not this rank's.
         """
@@ -79,7 +79,7 @@ class Gather:
         return finish
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return the whole tensor. Communication: one all-gather."""
+        """Return the whole tensor that is gathered from the ranks' parts. Communication: one all-gather."""
         return self.start(part)()
 
 
@@ -122,7 +122,7 @@ def _padded(part: Tensor, dim: int, size: int) -> Tensor:
 
 
 class Regathered:
-    """A tensor that is gathered from the ranks' parts on first use, and then cached."""
+    """A tensor that is all-gathered again from the ranks' parts on first use, and then cached."""
 
     def __init__(self, part: Tensor, gather: Gather) -> None:
         self._part = part
@@ -157,11 +157,11 @@ class GatherRegistry:
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
 
     def add(self, whole: Tensor, part: Tensor, gather: Gather) -> None:
-        """Register that `whole` was gathered from `part`, so that saving `part` suffices."""
+        """Register that `whole` was gathered from `part`: autograd may save `part` in its place."""
         self._parts[whole], self.is_used = (part, gather, version_of(whole)), True
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
-        """Return the part and all-gather of `whole`; None if unregistered or written to since."""
+        """Return the part from which `whole` was gathered, and how; None if not known or written to since."""
         if not self.is_used:
             return None
         part, gather, version = self._parts.get(whole, (None, None, -1))
@@ -170,7 +170,7 @@ class GatherRegistry:
         return part, gather
 
     def again(self, part: Tensor, gather: Gather) -> Regathered:
-        """Return a `Regathered` of `part`: that of an earlier call if it still exists, else a new one."""
+        """Return a `Regathered` that gathers `part` again; equal calls share it while it is in use."""
         self.is_used = True
         key = id(part.untyped_storage()), part.storage_offset(), part.shape, part.stride()
         found = self._regathered.get(key)

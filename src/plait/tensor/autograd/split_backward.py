@@ -35,7 +35,7 @@ from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 @runtime_checkable
 class SplitBackward(Protocol):
-    """Protocol of an `nn.Module` whose weight gradients are computed in a later action `W` of the schedule.
+    """Interface of an `nn.Module` with separate input and weight gradients (actions `I` and `W`).
 
     `parallelize` finds such modules anywhere in a layer; nothing is registered. Each method is called once a
     micro-batch (`split_forward` once more with recomputation), with gradients disabled. Where there
@@ -157,7 +157,7 @@ def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: lis
 
 
 def refuse_other_orders(ctx: Any, name: str) -> None:
-    """Raise ModelError for a second backward through the node of `ctx`, or one with `create_graph`."""
+    """Raise ModelError for a second backward through an autograd node, or `create_graph=True`."""
     # Gradients are enabled inside a backward only under create_graph.
     if ctx.ran or torch.is_grad_enabled():
         raise ModelError(

@@ -21,7 +21,7 @@ _Function = torch.autograd.Function
 
 
 def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-    """Add the gradients of `roots`, given their own, to the leaves' `.grad`; see `torch.autograd.backward`.
+    """Run autograd's backward from `roots` with gradients `seeds`, adding to the leaves' `.grad`.
 
     `seeds` has a gradient for each root, of its shape, dtype and device. The graph is freed.
     """
@@ -52,7 +52,7 @@ def apply_function(function: type[_Function], *arguments: Any) -> Any:
 
 
 def reshaped_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a contiguous tensor, which is not used any more, in another shape.
+    """Return a contiguous tensor in another shape, on the same memory; the tensor given is lost.
 
     The result is no view, so that an autograd function may return it, and others write to it.
     """

@@ -24,7 +24,7 @@ Held = list[tuple[nn.Parameter, Tensor]]
 
 @dataclass(frozen=True)
 class BackwardMode:
-    """What becomes of the weight gradients that a backward asks for; see the four modes below."""
+    """What a backward does with weight gradients: compute them at once, queue, overlap or drop them."""
 
     keeps: bool = True
     """Whether they are computed at all."""
@@ -46,7 +46,7 @@ NO_WEIGHTS = BackwardMode(keeps=False)
 
 @dataclass
 class WeightGradientQueue:
-    """The deferred weight gradients of a stage, in the order of the backward."""
+    """Queue of the weight gradients that a stage's backward leaves for later, in order."""
 
     adds_late: bool = False
     """Whether `W` adds all weight gradients, also those that `I` has computed with the layer's backward."""
@@ -82,7 +82,7 @@ class WeightGradientQueue:
         return buffer
 
     def begins(self, weights: Sequence[Tensor]) -> bool:
-        """Return whether gradients of `weights` hold nothing of this step; the caller must overwrite them.
+        """Return whether gradients of `weights` must be overwritten: they hold nothing of this step.
 
         If something was added to some of them, the others are set to zero.
         """
@@ -115,14 +115,14 @@ class WeightGradientQueue:
             self.run()
 
     def set_aside(self, parameters: Iterable[nn.Parameter]) -> Held:
-        """Set the `.grad` of parameters to None, so that no backward adds to it; return their buffers."""
+        """Set the `.grad` of parameters to None during a backward; return the tensors they had."""
         held = [(parameter, buffer) for parameter in parameters if (buffer := parameter.grad) is not None]
         for parameter, buffer in held:
             self.buffers[id(parameter)], parameter.grad = buffer, None
         return held
 
     def put_back(self, held: Held) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Set each `.grad` to its buffer again; return the parameters with a new gradient, and these."""
+        """Restore the `.grad` of parameters; return those that got a new gradient meanwhile, with it."""
         self.buffers.clear()
         parameters, gradients = [], []
         for parameter, buffer in held:
@@ -133,7 +133,7 @@ class WeightGradientQueue:
         return parameters, gradients
 
     def add_found(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
-        """Add the gradients of parameters that a backward has computed to their buffers, together."""
+        """Add gradients that autograd has computed to the parameters' gradient buffers."""
         if self.unwritten:
             self.set_to_zero(parameters)
         totals = []

@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from plait.plan.layout.layout import Shard
 from plait.ranks.group import Group
+from plait.tensor.autograd.deferred_weight_gradients import defers
+from plait.tensor.autograd.kept_results import computed_once
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.experts.assignments import assign
+from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
+from plait.tensor.experts.gated_activation import GatedActivation
+
+SILU = GatedActivation()
 
 
 @dataclass(frozen=True)
@@ -33,36 +40,76 @@ class Experts(nn.Module):
     """E MLPs with gates; returns for each token the weighted sum of the outputs of its experts.
 
     `gate_up_proj [E, 2F, H]` (all rows of the gate, then those of `up`) and `down_proj [E, H, F]`, as in
-    transformers. Expert e computes `down_proj[e] (silu(gate) · up)`.
+    transformers. Expert e computes `down_proj[e] (silu(gate) · up)`. First-order gradients only.
     """
 
-    def __init__(self, hidden: int, inner: int, experts: int, **factory: Any) -> None:
-        """`factory`: device and dtype of the parameters."""
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        experts: int,
+        *,
+        bias: bool = False,
+        activation: GatedActivation = SILU,
+        transposed: bool = False,
+        weights_first: bool = False,
+        **factory: Any,
+    ) -> None:
+        """`transposed`: whether parameters are `[E, H, 2F]` and `[E, F, H]`, as GPT-OSS has them.
+
+        `bias`: whether there are `gate_up_proj_bias [E, 2F]` and `down_proj_bias [E, H]`. `weights_first`:
+        whether a token's weights multiply its experts' inputs in place of their outputs. `factory`: device
+        and dtype of the parameters.
+        """
         super().__init__()
         self.num_experts = experts
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden, **factory))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner, **factory))
+        self.activation, self.transposed, self.weights_first = activation, transposed, weights_first
+        gate_up, down = (2 * inner, hidden), (hidden, inner)
+        if transposed:
+            gate_up, down = gate_up[::-1], down[::-1]
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, *gate_up, **factory))
+        self.down_proj = nn.Parameter(torch.empty(experts, *down, **factory))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * inner, **factory)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden, **factory)) if bias else None
         self.ranks: ExpertRanks | None = None
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
+        self.queue: WeightGradientQueue | None = None
+        """Where the backward queues weight gradients; None: it computes them."""
+
+        columns, rows = (1, 2) if transposed else (2, 1)
+        blocks = 1 if activation.interleaved else 2
         self.inner_shards: dict[str, Shard | None] = {
-            "gate_up_proj": Shard(1, blocks=2),
-            "down_proj": Shard(2),
+            "gate_up_proj": Shard(rows, blocks=blocks),
+            "down_proj": Shard(columns),
+            "gate_up_proj_bias": Shard(1, blocks=blocks),
+            "down_proj_bias": None,
         }
         """By parameter, how `etp` divides its inner features; None: each rank has all of it."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the parameters to random values, as those of `nn.Linear`: uniform within 1 / sqrt(inputs)."""
-        for parameter in self.parameters():
-            bound = parameter.shape[-1] ** -0.5
-            nn.init.uniform_(parameter, -bound, bound)
+        down, gate_up = (self.down_proj, self.down_proj_bias), (self.gate_up_proj, self.gate_up_proj_bias)
+        for weight, bias in (gate_up, down):
+            bound = weight.shape[1 if self.transposed else 2] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
+        """Queue the weight gradients of later calls."""
+        self.queue = queue
+        queue.products |= {id(self.gate_up_proj), id(self.down_proj)}
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`."""
-        result = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, place = (indices == expert).nonzero(as_tuple=True)
-            gate, up = functional.linear(hidden[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
-            output = functional.linear(functional.silu(gate) * up, self.down_proj[expert])
-            result = result.index_add(0, token, output * weights[token, place, None])
-        return result
+        """`hidden [T, H]`, the numbers of each token's experts `indices [T, k]` and their `weights [T, k]`.
+
+        The number -1 stands for no expert. On meta every expert gets as many tokens.
+        """
+        assignments = computed_once(lambda: assign(indices, range(self.num_experts)))
+        parameters = ExpertParameters(
+            self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias, self.transposed
+        )
+        queue = self.queue if defers(hidden) else None
+        call = ExpertCall(assignments, parameters, self.activation, self.weights_first, True, queue)
+        return compute_experts(hidden, weights, call)

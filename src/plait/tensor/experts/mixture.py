@@ -7,8 +7,6 @@ tokens ──────┼─ experts of each token ────────�
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,8 +27,8 @@ class MixtureOfExperts(nn.Module):
     `experts.gate_up_proj [E, 2F, H]`, rows of the gate, then those of `up`; `experts.down_proj [E, H, F]`;
     `shared.gate_up.weight [2S, H]`; `shared.down.weight [H, S]`; `shared_gate.weight [1, H]`.
 
-    Rules of tensor parallelism: `experts` for `experts`, `column.joined(2)` for `shared.gate_up`, `row` for
-    `shared.down`; the router and the gate of the shared experts are whole on every rank.
+    Rules of tensor parallelism: `column.joined(2)` for `shared.gate_up`, `row` for `shared.down`. The router
+    and the gate of the shared experts are whole on every rank; `Plan(ep=…, etp=…)` divides the experts.
     """
 
     def __init__(
@@ -68,13 +66,6 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = (
             nn.Linear(hidden, 1, bias=False, device=device, dtype=dtype) if shared_gate else None
         )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the matrices of the experts as `nn.Linear` draws its own; other modules have drawn theirs."""
-        for weight in (self.experts.gate_up_proj, self.experts.down_proj):
-            most = 1 / math.sqrt(weight.shape[-1])
-            nn.init.uniform_(weight, -most, most)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of the outputs of each token's experts and of the shared experts."""

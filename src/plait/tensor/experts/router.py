@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
-from plait.tensor.autograd.kept_results import decided_once, with_kept_operations
+from plait.tensor.autograd.kept_results import computed_once, with_kept_operations
 from plait.tensor.autograd.torch_calls import apply_function
 from plait.tensor.experts.routing import Routing
 
@@ -72,8 +72,7 @@ class Router(nn.Module):
         """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]` like `hidden`, experts int64 `[T, k]`."""
         logits = wide_linear(hidden, self.weight, self.bias)
         scores = self.routing.scores_of(logits)
-        (indices,) = decided_once(lambda: (self._choose(scores.detach()),))
-        assert indices is not None
+        indices = computed_once(lambda: self._choose(scores.detach()))
         return logits, self.routing.weights(scores, indices).to(hidden.dtype), indices
 
     def _choose(self, scores: Tensor) -> Tensor:

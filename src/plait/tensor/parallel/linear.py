@@ -43,7 +43,7 @@ from plait.tensor.parallel.partition import AXIS, EVEN, Partition, column_layout
 
 @dataclass
 class RegionBoundary:
-    """The collectives between a tensor-parallel region and the rest of its layer.
+    """The collectives by which values enter and leave a tensor-parallel region of a layer.
 
     Communication where values outside are whole: one all-reduce in `leave` and one in `enter`'s backward.
     Where they are parts: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of
@@ -62,7 +62,7 @@ class RegionBoundary:
     """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the input of the region's first linears: `tensor`, gathered if it is a sequence part."""
+        """Return the input of the region's first linears: `tensor`, or if it is a sequence part all parts."""
         if self.dim is None:
             return copy(tensor, self.group, self.overlap)
         return gather_in(tensor, self.group, self.dim, self.length, self.overlap, self.registry)
@@ -74,7 +74,7 @@ class RegionBoundary:
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def part(self, size: int) -> DimPart:
-        """Return this rank's `DimPart` of the sequence. ModelError unless `size` is the part's length."""
+        """Return this rank's range of the sequence. ModelError unless `size` is its length."""
         own = divide(self.length, self.group.size)[self.group.index]
         if len(own) != size:
             raise ModelError(
@@ -157,7 +157,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @property
     def is_product_of_input(self) -> bool:
-        """Whether `forward` multiplies the input by the weight, and does nothing else."""
+        """Whether `forward` is a plain linear of its input, without collectives or a transpose."""
         return not (self.enters or self.gather_output or self.transposed)
 
     def forward(self, input: Tensor) -> Tensor:

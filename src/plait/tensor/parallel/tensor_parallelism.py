@@ -32,7 +32,7 @@ from plait.tensor.parallel.partition import AXIS, Layers, Vocabulary
 
 @dataclass(frozen=True)
 class SequenceDims:
-    """The sequence dim of the activation at four points around a layer; None for a whole sequence."""
+    """Along which dim activations around a layer are divided over `tp`; None where they are whole."""
 
     previous: int | None = None
     """Of what the previous stage or layer sends: the `next` of the previous layer."""
@@ -45,7 +45,7 @@ class SequenceDims:
 
 
 def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[SequenceDims, ...]:
-    """Return the sequence dims of each layer. Raises PlanError for an inconsistent rule `sequence`."""
+    """Return along which dim the activations of each layer are divided over `tp` (rule `sequence`)."""
     inputs = [_dim(matched.get(path)) for path, _ in layers]
     found: list[SequenceDims] = []
     previous = None

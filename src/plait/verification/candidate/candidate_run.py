@@ -22,7 +22,7 @@ from plait.verification.step_location import Location, RecordKey, RecordScope, S
 
 
 class CandidateRun:
-    """Runs the parallel training on one rank, and compares each result with the recorded reference run."""
+    """One rank of the parallel run, which compares each result with the recorded reference run."""
 
     def __init__(self, comparison: StepComparison) -> None:
         options = comparison.options
@@ -39,7 +39,7 @@ class CandidateRun:
         """Whether a norm has differed in this step."""
 
     def start(self, change: ValueChange) -> None:
-        """Check the initial parameters and loss scale; then apply `change` to the value of each parameter."""
+        """Check initial parameters and loss scale; then apply `change` to each parameter's values."""
         sequence, formats = self.comparison.sequence, self.comparison.formats
         for name, parameter in self.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]
@@ -83,7 +83,7 @@ class CandidateRun:
         self._update(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
-        """Compare an evaluation before `step`, instruction by instruction, and its mean loss."""
+        """Evaluate before `step`; compare each instruction's result and the mean loss with the reference."""
         inputs, targets = self._rows_of_rank(inputs), self._rows_of_rank(targets)
         self.engine.observe(self._observer(step, targets, evaluating=True))
         mean = self.engine.evaluate(inputs, targets)
@@ -135,7 +135,7 @@ class CandidateRun:
         self.comparison.compare_state(step, self.optimizer, before)
 
     def overflow(self, step: int) -> None:
-        """Set a parameter's gradient to infinity, call `Engine.step`, and check that no rank updates.
+        """Set a gradient to infinity, call `Engine.step`, and check that no rank updates its parameters.
 
         Compares parameters and optimizer state with their values before, and the loss scale with half of its
         value if it is dynamic. `step` is the number after the last training step.

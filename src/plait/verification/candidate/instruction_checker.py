@@ -74,7 +74,7 @@ class InstructionChecker:
         self.weights = WeightGradientChecker(runtime, comparison)
 
     def begin_step(self, step: int, targets: list[Value], *, evaluating: bool = False) -> None:
-        """Start a step, or the evaluation before it.
+        """Prepare to check the instructions of a step, or of the evaluation before it.
 
         `targets`: per micro-batch of this rank, its targets, of whole sequences.
         """

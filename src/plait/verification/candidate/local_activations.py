@@ -23,7 +23,7 @@ from plait.verification.step_location import RecordKey
 
 
 class ActivationParts:
-    """The parts of activations, inputs and targets that one rank holds."""
+    """Cuts out of recorded activations, inputs and targets the parts that one rank holds."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.mesh = runtime.blueprint, runtime.mesh
@@ -48,7 +48,7 @@ class ActivationParts:
         return ComparedBox(tuple(shape), of)
 
     def of_cp(self, value: Value, index: int | None = None) -> Value:
-        """Return the parts of all tensors that the rank at `index` along `cp` holds; None: this rank."""
+        """Return the parts of all tensors that the rank at `index` along `cp` holds (None: this rank)."""
         index = self.mesh.index("cp") if index is None else index
         return map_tensors(lambda one: self.at_positions(one, index) if one.dim() > 1 else one, value)
 
@@ -67,7 +67,7 @@ class ActivationParts:
         return layout.positions(self.mesh.index("cp"))
 
     def targets_shifted_late(self, targets: Value) -> list[tuple[str, Value]]:
-        """Return, named, this rank's next tokens if `targets` had been shifted after cutting the sequence."""
+        """Return this rank's targets as a mistake gives them: shifted after the sequence is cut."""
         if self.cp == 1 or not isinstance(targets, Tensor) or targets.dim() < 2:
             return []
         tokens = self.at_positions(targets.roll(1, 1), self.mesh.index("cp"))
@@ -76,7 +76,7 @@ class ActivationParts:
     def total(
         self, loss: Loss, output: Value, targets: Value, recorded: Tensor, tolerance: Tolerance
     ) -> tuple[Tensor, Tolerance]:
-        """Return this rank's summand of a micro-batch's summed loss, and its tolerance.
+        """Return this rank's part of a micro-batch's summed loss, and the tolerance for it.
 
         The summand is the `recorded` total less the loss of the other ranks' parts of the recorded `output`:
         a loss that is not a sum over positions differs on every rank.

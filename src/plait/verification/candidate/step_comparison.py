@@ -57,7 +57,7 @@ class StepComparison:
         """Whether the loss scale is dynamic."""
 
     def of_engine(self, engine: Engine) -> StepComparison:
-        """Return a comparison of another engine of the model, which adds to the findings of this one."""
+        """Return a comparison of another engine of the same model, whose findings go to the same list."""
         given = self.options, self.recording, self.sequence, self.formats, self.findings
         return StepComparison(engine, *given)
 
@@ -73,7 +73,7 @@ class StepComparison:
         inherited: float = 0.0,
         recorded_in: RecordScope | None = None,
     ) -> bool:
-        """Compare a tensor, a shard of `parameter` if given, with the recording; return whether it is equal.
+        """Compare a tensor (or shard) with the recorded one; return whether they are equal.
 
         `inherited`: the tolerance of the tensors from which it was computed, added to its own. `recorded_in`:
         the scope in the recording, by default the whole `step`.
@@ -189,7 +189,7 @@ class StepComparison:
     def expected(
         self, recorded: Tensor, parameter: str, actual: Tensor | None = None
     ) -> tuple[Tensor, ComparedBox | None]:
-        """Return this rank's part of `recorded` if it has the parameter's shape, else `recorded` itself.
+        """Return this rank's shard of a recorded tensor, or all of it if it has not the parameter's shape.
 
         Of a parameter without dims a rank has all (0-d) or nothing (1-d); a step count has no dims anywhere.
         """

@@ -38,7 +38,7 @@ ParameterUse = tuple[int, int]
 
 @dataclass(frozen=True)
 class Contribution:
-    """The gradient that a layer's backward of one micro-batch adds to a parameter's, with a tolerance."""
+    """What a layer's backward of one micro-batch adds to a parameter's gradient, with a tolerance."""
 
     value: Tensor
     tolerance: Tolerance
@@ -48,7 +48,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class TrackedGradient:
-    """The actual and the expected value of an accumulated gradient, with a tolerance."""
+    """An accumulated gradient of a parameter, actual and expected, with a tolerance."""
 
     actual: Tensor
     expected: Tensor
@@ -62,7 +62,7 @@ class TrackedGradient:
 
 @dataclass
 class GradientTracker:
-    """Expected accumulated gradients of a rank's parameters, updated after each backward of a layer."""
+    """Computes what a rank's accumulated gradients should be after each backward of a layer."""
 
     gradients: Mapping[GradientKey, Tensor]
     """The accumulated gradients of the engine."""
@@ -89,7 +89,7 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Record a layer's `contribution`; if input backward (`I`) added all of it, return the gradient.
+        """Record what a layer's backward adds; return the gradient to compare, if all is added by now.
 
         `until_weight`: leave the comparison to `W`.
         """
@@ -126,25 +126,25 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield the keys with `open` contributions, the first use, the gradient with all; empty `open`."""
+        """Yield expected gradients once each backward that ran `I` has run `W`, and count it as done."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])
                 yield gradient, next(iter(self.open.pop(gradient))), tracked
 
     def reset(self, keys: Iterable[GradientKey]) -> None:
-        """Expect zero gradients, since they were reduced; keep contributions that `W` may still add."""
+        """Expect zero gradients, since they were reduced; keep what actions `W` may still add."""
         for gradient in keys:
             self.settled.pop(gradient, None)
 
     def accept(self, gradient: GradientKey, *, exactly: bool = False) -> None:
-        """Expect the actual gradient from now on; `exactly`: without a tolerance."""
+        """From now on expect the gradient as it is, `exactly` or within the tolerance so far."""
         tracked = self._tracked(gradient, [])
         tolerance = Tolerance(tracked.tolerance.size, 0.0) if exactly else tracked.tolerance
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
     def is_partial(self, gradient: GradientKey) -> bool:
-        """Return whether an input backward (`I`) has added only a part of its contribution so far."""
+        """Return whether a layer's input backward (`I`) added only part of what its `W` completes."""
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:
@@ -230,7 +230,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Compare gradients before their reduction, unless `W` adds to them after it; then expect zeros."""
+        """Compare gradients before their reduction, after which they are expected to be zero."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
@@ -238,7 +238,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare the gradients of `keys` (None: of all) for which `tracker.open` holds contributions."""
+        """Compare gradients (None: all) as they are when each backward that ran `I` has run `W`."""
         keys = self.tracker.gradients if keys is None else keys
         for key, use, tracked in list(self.tracker.open_gradients(keys)):
             self._compare(key, use, tracked)

@@ -36,7 +36,7 @@ Forward = Callable[..., Any]
 
 
 class Visibility(NamedTuple):
-    """Which keys a query sees."""
+    """Which keys a query sees: by causality, window and document."""
 
     causal: bool
     """None behind it."""
@@ -121,7 +121,7 @@ def masked_attention(
 
 
 def separated(batch: Value) -> tuple[Value, Tensor | None]:
-    """Return a batch's values for the first layer, and its document ids, or None if it has none."""
+    """Return a batch as the value for the first layer, and its document ids, or None if it has none."""
     if not isinstance(batch, dict) or DOCUMENT_IDS not in batch:
         return batch, None
     rest = {key: value for key, value in batch.items() if key != DOCUMENT_IDS}
@@ -143,7 +143,7 @@ def positions_in(ids: Tensor) -> Tensor:
 
 
 class GivenKeys(NamedTuple):
-    """The arguments of `plait.tensor.attention.share_keys`."""
+    """The arguments of `share_keys`, kept by its plain definition until `attend` is called."""
 
     key: Tensor
     value: Tensor
@@ -153,7 +153,7 @@ class GivenKeys(NamedTuple):
 
 
 class Definitions:
-    """The functions that a reference run calls in place of plait's, for the documents that it runs on."""
+    """plait's functions by their plain definitions, which a reference run calls in their place."""
 
     def __init__(self, *, keeps_near: bool = False) -> None:
         """`keeps_near`: take what plait computes where rounding explains how far it is from that."""
@@ -166,7 +166,7 @@ class Definitions:
 
     @contextmanager
     def running(self, ids: Tensor | None) -> Iterator[None]:
-        """Within the context, layers run on documents with these ids, and compute by definition."""
+        """Context in which layers run on documents with these ids, and call the plain definitions."""
         self.ids = ids
         replacements: Replacements = {
             attention: self.attention,
@@ -183,7 +183,7 @@ class Definitions:
 
     @contextmanager
     def mistaken(self, **mistake: Any) -> Iterator[None]:
-        """Within the context, compute attention with a mistake.
+        """Context in which attention is computed with a known mistake, to recognise that.
 
         `mask`, `positions`: documents with other ids. `windows`: other windows, by the right ones.
         """
@@ -194,7 +194,7 @@ class Definitions:
             self._mistake = {}
 
     def install(self, modules: Iterable[nn.Module], forwards: dict[type[nn.Module], Forward]) -> None:
-        """Replace the forward of each module, and of those within, whose type is in `forwards`."""
+        """Replace the forward of every module in `modules` whose class is in `forwards`, submodules too."""
         for module in (inner for outer in modules for inner in outer.modules()):
             if type(module) in forwards and "forward" not in vars(module):
                 module.forward = partial(forwards[type(module)], self, proxy(module))
@@ -213,7 +213,7 @@ class Definitions:
         dropout: AnyDropout | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return what `plait.attention` is documented to return for these arguments."""
+        """Return attention as `plait.attention` documents it, computed from the definition."""
         if window is not None:
             self.windows.add(window)
             window = self._mistake.get("windows", {}).get(window, window)
@@ -242,7 +242,7 @@ class Definitions:
 
 
 def dropout(definitions: Definitions, module: Dropout, x: Tensor) -> Tensor:
-    """Return `x` with the elements outside of the module's mask set to 0, the others divided by 1 - p."""
+    """Return `x` with masked elements set to 0, the others divided by 1 - p, by the module's mask."""
     if not module.training or module.p == 0.0:
         return x
     keep = module.next_mask_maker(x.shape, x.device)()

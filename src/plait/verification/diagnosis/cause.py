@@ -80,7 +80,7 @@ def part_of_another(symptoms: Symptoms) -> str | None:
 
 
 def later_parts(symptoms: Symptoms) -> str | None:
-    """Return a sentence if, with sequence parallelism, only `tp` ranks after 0 differ; else None."""
+    """Return a sentence if, under sequence parallelism, `tp` rank 0 is right and others differ; else None."""
     is_cut = symptoms.plan.cuts_sequence and symptoms.phase is StepPhase.FORWARD
     if not is_cut or 0 not in symptoms.equal_along("tp"):
         return None

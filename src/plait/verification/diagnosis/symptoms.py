@@ -44,7 +44,7 @@ class Symptoms:
 
     @property
     def slack(self) -> float:
-        """Largest difference between the tensor and a hypothesis's prediction that counts as a match."""
+        """The largest difference from what a hypothesis predicts with which the hypothesis still fits."""
         largest = self.difference.largest
         return max(FITS * largest, min(4 * self.difference.allowed, ROUGHLY * largest))
 
@@ -91,7 +91,7 @@ class Symptoms:
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors to subtract from both sides (zeros, `evidence.base`), each after a name of the rest."""
+    """Yield tensors to subtract from actual and expected values, each after a text for what remains."""
     yield "all of it", torch.zeros_like(evidence.expected)
     if evidence.base is not None:
         yield REST.get(phase, "what the layer adds to it"), evidence.base

@@ -97,7 +97,7 @@ def unequal_weights(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class InnerDifference:
-    """Which module input or output within a layer first differs from the reference's on a rank, if any."""
+    """The first input or output of a module inside a layer that differs from the reference, on one rank."""
 
     order: int
     """Number of the reference's sketches before it. Of several ranks the earliest is the cause, since outputs
@@ -108,7 +108,7 @@ class InnerDifference:
 def first_inner_difference(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> InnerDifference | None:
-    """Return which module input or output differs first, or that none does; None if none was compared."""
+    """Return which module's input or output differs first inside a layer; None if none was compared."""
     equal: list[str] = []
     for order, name in enumerate(expected):
         if name not in found:
@@ -151,7 +151,7 @@ def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
 
 
 def nearest_of(expected: Tensor, found: Tensor) -> Tensor:
-    """Return `expected`, or if `found` has another size, the elements nearest to those of `found`."""
+    """Return `expected`; or if sizes differ, for each element of `found` the nearest one in `expected`."""
     if found.shape == expected.shape:
         return expected
     ordered = expected.sort().values
@@ -179,7 +179,7 @@ def rounded_otherwise(
 
 
 class RMSNorms:
-    """Compares the RMS norms of a layer, also those that `tp` partitions, with their definition."""
+    """Compares each RMS norm of a layer with the definition, to find out if it computes in less precision."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._runs: list[tuple[str, RMSNorm, Tensor, Tensor]] = []
@@ -214,7 +214,7 @@ class RMSNorms:
 
 
 def is_defined(module: nn.Module) -> bool:
-    """Return whether a module is an RMS norm of torch over the last dim, or plait's that `tp` partitions."""
+    """Return whether a module is an RMS norm whose definition is known: torch's, or plait's over `tp`."""
     is_plain = type(module) is nn.RMSNorm and len(module.normalized_shape) == 1
     return is_plain or isinstance(module, ParallelRMSNorm)
 

@@ -70,7 +70,7 @@ def _folded(x: Tensor) -> Tensor:
 
 
 def fold(x: Tensor) -> Tensor:
-    """Return `x` modulo 16, in -8 … 8; its gradient is folded too."""
+    """Return integers `x` modulo 16, in -8 … 8, so that values stay small; the gradient is folded too."""
     result: Tensor = _Fold.apply(x)  # type: ignore[no-untyped-call]
     return result
 
@@ -320,7 +320,7 @@ def _weights(count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Loss of mode exact: the sum of the output times integer weights of each position and last index."""
+    """Loss of mode exact: the sum of the output times integer weights in `targets`."""
 
     def total(self, output: Value, targets: Tensor) -> Tensor:
         """Return the weighted sum over all floating-point tensors of the output; 0-d."""

@@ -45,7 +45,7 @@ LOSS_KINDS = ("total", "mean", "whole", "evaluation")
 
 
 class Tolerance(NamedTuple):
-    """A tensor's largest magnitude (or a floor, see `SIZE_FLOOR`), and the largest allowed difference."""
+    """The largest magnitude of a recorded tensor, and the largest difference from it that is allowed."""
 
     size: float
     allowed: float
@@ -56,7 +56,7 @@ NO_TOLERANCE = Tolerance(0.0, 0.0)
 
 @dataclass
 class ReferenceRecording:
-    """The recorded tensors of each step and micro-batch, with the largest differences rounding explains."""
+    """The recorded tensors of each step and micro-batch, with tolerances for rounding."""
 
     values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
     tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)

@@ -33,7 +33,7 @@ SAME = 64.0
 
 @contextmanager
 def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value], Value]) -> Iterator[None]:
-    """Context: apply `replace` to the input of the module `name` of a layer; do nothing if None."""
+    """Context: apply `replace` (None: nothing) to the input of the module `name` of a layer."""
     if name is None:
         yield
         return
@@ -75,7 +75,7 @@ def random_refused(path: str) -> Iterator[None]:
 
 
 def require_no_hidden_input(what: str, results: Value, given: Iterable[Node], own: Iterable[Tensor]) -> None:
-    """Raise ModelError if `results` have a gradient for a leaf that is not among `own` parameters.
+    """Raise ModelError if `results` depend on a trainable tensor that is not one of the layer's own.
 
     `given`: the nodes of the arguments, beyond which the graph is not followed.
     """
@@ -138,7 +138,7 @@ def build_layers(
     *,
     always_copy: bool,
 ) -> BuiltLayers:
-    """Return a run's parameters, their copies in another dtype, the layers, and each layer's leaf tensors.
+    """Return a reference run's layers: parameters, their copies by dtype, modules, and leaf tensors.
 
     Aliases are a layer's own leaf tensors for its parameters, with gradients of their own. Layers use
     the parameters' own memory where that has their compute dtype, unless `always_copy`.

@@ -58,7 +58,7 @@ from plait.verification.step_location import RecordKey, Records, RecordScope
 
 @dataclass(frozen=True)
 class HeldState:
-    """The buffers and the attributes that are numbers, each with the module that holds it, and its name."""
+    """A model's buffers and number attributes at some time, to be restored later."""
 
     buffers: tuple[tuple[nn.Module, str, Tensor], ...]
     numbers: tuple[tuple[nn.Module, dict[str, int | float]], ...]

@@ -50,7 +50,7 @@ def add_offsets(seed: int) -> ValueChange:
 
 
 def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: ValueChange) -> nn.Module:
-    """Return a copy of `model` with changed initial values of floating-point parameters and buffers.
+    """Return a copy of `model` whose floating-point tensors are changed by `parameters` and `buffers`.
 
     Shared tensors stay shared. `model` may be on the meta device; it is not altered.
     """
@@ -112,7 +112,7 @@ class Perturbation:
 
 
 class NarrowingCasts(TorchDispatchMode):
-    """Context: notes whether tensors of a dtype are cast to a narrower one, and perturbs the results.
+    """Context: notes casts to a narrower dtype, and adds rounding errors to their results.
 
     As does a norm that computes in float32 in a model in float64: what is computed behind such a cast has the
     rounding errors of the narrower dtype.

@@ -111,7 +111,7 @@ def sums_after_mistakes(
     number: int,
     others: Mapping[str, Tensor],
 ) -> Records:
-    """Return the sums of a layer's first output after each mistake; the layer has run on `given` just now.
+    """Return sums over features of a layer's output, as computed with each of several mistakes.
 
     `number`: of the layer. `others`: the document ids of other micro-batches, by their names in a sentence.
     """
@@ -142,7 +142,7 @@ def _mistakes(definitions: Definitions, others: Mapping[str, Tensor]) -> Iterato
 
 
 def other_documents(ids: Mapping[RecordScope, Tensor], scope: RecordScope) -> dict[str, Tensor]:
-    """Return document ids that a micro-batch may have by mistake: of the one before, or of the last step."""
+    """Return document ids that a mistake may give a micro-batch: the previous one's, or the last step's."""
     others = {}
     last = ids.get(scope._replace(microbatch=scope.microbatch - 1))
     if last is not None:
@@ -154,14 +154,14 @@ def other_documents(ids: Mapping[RecordScope, Tensor], scope: RecordScope) -> di
 
 
 def summed(output: Tensor) -> Tensor:
-    """Return a weighted sum over the last dim of `[rows, length, …, features]`, as `[…, 1]`, float64."""
+    """Return a weighted sum of `output` over its last dim, float64, by which mistakes are recognised."""
     return (output.detach().double() @ unequal_weights(output.shape[-1], output.device)).unsqueeze(-1)
 
 
 def fitting_mistakes(
     actual: Tensor, allowed: float, sums: Sequence[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `actual` after the sentence of each mistake whose sums are those of `actual`.
+    """Yield the sentence of each mistake whose recorded sums `actual` has, with `actual`.
 
     `allowed`: the largest difference of an element that rounding explains.
     """

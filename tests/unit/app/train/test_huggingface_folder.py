@@ -98,11 +98,11 @@ def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:
         build_model(config_of(tmp_path).model, 300)
 
 
-def test_a_mixture_of_experts_is_named_as_one(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_whose_router_is_not_known_is_named_as_one(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "vocab_size": 8, **sizes}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phimoe", "vocab_size": 8, **sizes}))
     with pytest.raises(
-        ModelError, match=r"MixtralForCausalLM is a mixture of experts .num_local_experts = 8 in"
+        ModelError, match=r"PhimoeForCausalLM is a mixture of experts .num_local_experts = 16 in .* give a "
     ):
         build_model(config_of(tmp_path).model, 300)
 

@@ -13,8 +13,8 @@ from train_runs import make, run
 from plait.app.config.config import Config
 from plait.app.train.predicted_run import predicted_step, step_lines
 from plait.errors import ConfigError
-from plait.pictures.report.recorded_step import RecordedRank, RecordedStep, write_step
 from plait.pictures.report.run_record import read_run
+from plait.pictures.report.step_file import RecordedRank, RecordedStep, write_step
 from plait.ranks.launch.rank_pool import RankPool
 
 

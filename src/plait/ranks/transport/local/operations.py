@@ -30,7 +30,7 @@ Raises RuntimeError where the inputs do not fit together, for the ranks to raise
 
 @dataclass
 class CollectiveCall:
-    """One pending collective of a group."""
+    """A collective among threads that not all ranks have joined yet: its inputs so far, or outputs."""
 
     kind: str
     """The operation with everything that must be equal on the ranks, such as the shape."""
@@ -57,7 +57,7 @@ class CollectiveCall:
 
     @property
     def over(self) -> bool:
-        """Whether the outputs, or an error, are available."""
+        """Whether the collective is complete or has failed."""
         return self.outputs is not None or self.error is not None
 
     def output(self, index: int) -> Tensor | None:
@@ -75,7 +75,7 @@ class CollectiveCall:
 
 @dataclass
 class Transfer:
-    """One point-to-point message, copied when its send and its receive are both posted."""
+    """One point-to-point message between threads, copied when send and receive are both posted."""
 
     sent: Tensor | None = None
     buffer: Tensor | None = None
@@ -84,7 +84,7 @@ class Transfer:
 
     @property
     def over(self) -> bool:
-        """Whether the message, or an error, is available."""
+        """Whether the message was copied, or has failed."""
         return self.received is not None or self.error is not None
 
     def output(self, index: int) -> Tensor | None:

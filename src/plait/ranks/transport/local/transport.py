@@ -23,7 +23,7 @@ Key = tuple[tuple[int, ...], int]
 
 @dataclass(eq=False)
 class LocalPending:
-    """A collective or message that this thread has started, whose output goes to `written`."""
+    """A collective or message that this thread has started; waiting for it writes the output."""
 
     transport: LocalTransport
     operation: CollectiveCall | Transfer
@@ -40,7 +40,7 @@ class LocalPending:
             self.written.view(-1).copy_(output)
 
     def abandon(self) -> bool:
-        """Discard the result; return whether other ranks can complete without this rank's tensors."""
+        """Discard the result; return whether the other ranks need no more of this rank's tensors."""
         return self.operation.release(self.transport.index)
 
 

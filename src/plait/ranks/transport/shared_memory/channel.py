@@ -239,7 +239,7 @@ class PeerChannel:
             poll.register(self._outgoing, select.POLLOUT if writable else 0)  # 0: a hang-up only
 
     def note_hang_up(self, ready: Sequence[tuple[int, int]]) -> None:
-        """Record a hang-up of the outgoing connection if it is among the `ready` events of `poll`."""
+        """Record that the peer closed the connection, if `poll`'s `ready` events say so."""
         if self._outgoing is not None:
             number = self._outgoing.fileno()
             gone = select.POLLHUP | select.POLLERR

@@ -35,7 +35,7 @@ _SECONDS_BETWEEN_CONNECTS = 0.002
 
 
 class Channels:
-    """The channels from one rank to the others of a group. An error closes them, and all ranks fail."""
+    """Sends short messages (numbers, file descriptors) from one rank to all others of its group on a host."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Channels:
         return [*messages[: self.index], own, *messages[self.index :]]
 
     def require_same_call(self, sequence: int) -> None:
-        """Raise `RuntimeError` where a message `sequence` that has come describes another call.
+        """Raise `RuntimeError` if another rank's message `sequence` shows that it made another call.
 
         Does not block. Of ranks that make two calls at least one is told before it goes on, since each first
         sends its own.
@@ -126,7 +126,7 @@ class Channels:
         return f"{told}: make the same call with the same shapes on each."
 
     def acknowledge(self, *sequences: int) -> None:
-        """Mark all messages of these sequence numbers as no longer needed by this rank.
+        """Mark the messages with these sequence numbers as read: this rank needs them no more.
 
         The next message carries the acknowledgement; where later operations are pending, so that none may
         follow, it is sent at once.
@@ -141,11 +141,11 @@ class Channels:
         self.send(NO_SEQUENCE)
 
     def is_acknowledged(self, sequence: int) -> bool:
-        """Return whether every rank is known to have acknowledged all sequence numbers up to `sequence`."""
+        """Return whether every rank is known to need no message up to number `sequence` any more."""
         return sequence < min(self._acknowledged, *(channel.acknowledged for channel in self._channels))
 
     def wait_acknowledged(self, sequence: int) -> None:
-        """Block until every other rank has acknowledged all numbers up to `sequence`. Raises as `receive`."""
+        """Block until no other rank needs the messages up to number `sequence` any more."""
         self._receive_until(lambda channel: channel.acknowledged > sequence)
 
     def fail(self, error: Exception) -> None:
@@ -232,7 +232,7 @@ _INFO_BYTES = 512
 
 
 class HostRanks:
-    """The ranks of one mesh that share this rank's host, and the channels opened between them."""
+    """The ranks of a mesh on this rank's host, which can exchange messages through sockets."""
 
     def __init__(self, listener: Listener, infos: Sequence[HostInfo]) -> None:
         """Store this rank's listener, and the `HostInfo` of each rank of the mesh, in order."""
@@ -241,13 +241,13 @@ class HostRanks:
         self._channels: weakref.WeakSet[Channels] = weakref.WeakSet()
 
     def includes(self, ranks: Sequence[int]) -> bool:
-        """Return whether `ranks` all have a listener on one host. The result is the same on each of them."""
+        """Return whether all `ranks` are on one host and can exchange messages through sockets there."""
         infos = [self._infos[rank] for rank in ranks]
         hosts = [{**info, "listener": ""} for info in infos]
         return all(host == hosts[0] for host in hosts) and all("listener" in info for info in infos)
 
     def channels(self, ranks: Sequence[int], index: int, label: str, timeout: float) -> Channels:
-        """Open channels between `ranks` of this host, closed by `close`. Arguments as for `Channels`."""
+        """Open the connections by which these `ranks` of a host exchange messages; `close` closes them."""
         listeners = [self._infos[rank]["listener"] for rank in ranks]
         channels = Channels(self._listener, listeners, index, label, timeout, ranks)
         self._channels.add(channels)

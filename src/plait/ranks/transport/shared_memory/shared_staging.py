@@ -49,7 +49,7 @@ class SharedSegments:
             os.close(descriptor)
 
     def all_segments(self) -> tuple[Tensor, ...]:
-        """Return the segments of all ranks by index, as bytes. Blocks and raises as `Channels.receive`."""
+        """Return the shared memory of all ranks, by index, as bytes; block until all have sent it."""
         if not self._segments:
             messages = self._channels.receive(self._sequence, ChannelMessage(self._nbytes))
             descriptors = (message.descriptor for message in messages)
@@ -73,7 +73,7 @@ class SharedSegments:
 
 @dataclass(eq=False)
 class PendingRead:
-    """A pending collective: once every rank has staged its tensor, `wait` calls `read` with all of them."""
+    """A started collective: `wait` blocks until all ranks have staged their tensors, then reads them."""
 
     staging: SharedStagingBuffers
     sequences: tuple[int, ...]
@@ -105,7 +105,7 @@ class PendingRead:
 
 
 class SharedStagingBuffers:
-    """A group's staging buffers, one segment per rank. All ranks make them and stage in the same order."""
+    """Buffers in shared memory, one per rank of a group, into which ranks copy tensors for others."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
@@ -117,7 +117,7 @@ class SharedStagingBuffers:
         self._pending: dict[int, PendingRead] = {}
 
     def stage(self, tensor: Tensor, read: Read, *, further: int = 0) -> PendingRead:
-        """Copy `tensor` to this rank's segment, send the copy's offset; `wait()` of the result calls `read`.
+        """Copy `tensor` to shared memory for the others; `wait()` of the result calls `read`.
 
         All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes. `further`: how many more
         sequence numbers `read` uses, which are acknowledged with the read.
@@ -127,7 +127,7 @@ class SharedStagingBuffers:
         return self._send(offset, further, tensor.dtype, tensor.nbytes, read)
 
     def stage_parts(self, parts: Sequence[Tensor], most: int, read: Read) -> PendingRead:
-        """Copy flat tensors into shared memory, one behind the other; `read` gets `most` bytes of each rank.
+        """Copy flat tensors to shared memory, one after another; `read` gets `most` bytes per rank.
 
         `most` is the same on all ranks, at most `CAPACITY`; none has more bytes. Behind its own are others.
         """
@@ -155,13 +155,13 @@ class SharedStagingBuffers:
         return pending
 
     def finish_before(self, sequence: int) -> None:
-        """Finish this rank's reads of tensors staged before `sequence`; other ranks may wait for them."""
+        """Finish reading what other ranks staged before `sequence`, as they may wait for that."""
         for number, pending in list(self._pending.items()):
             if number < sequence:
                 pending.wait()
 
     def done(self, sequences: tuple[int, ...]) -> None:
-        """Acknowledge the operations with these sequence numbers, whose staged tensors this rank has read."""
+        """Tell other ranks that this one has read the tensors staged with these sequence numbers."""
         del self._pending[sequences[0]]
         self.channels.acknowledge(*sequences)
 

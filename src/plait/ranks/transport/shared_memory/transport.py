@@ -34,7 +34,7 @@ STAGING_LIMIT = 2**25
 
 
 class BarrieredStep:
-    """A pending operation that each rank executes between two barriers; the constructor enters the first."""
+    """A started operation: `wait` runs it between two barriers; making it enters the first."""
 
     def __init__(self, channels: Channels, step: Callable[[], None]) -> None:
         self._channels = channels
@@ -175,7 +175,7 @@ def reduce_in_place(
 
 
 class AnnouncedPending:
-    """A pending operation of the backend that this rank has described to the others."""
+    """A started operation of Gloo or NCCL whose call is compared with those of the other ranks."""
 
     def __init__(self, channels: Channels, sequence: int, pending: Pending) -> None:
         self._channels, self._sequence, self._pending = channels, sequence, pending
@@ -189,7 +189,7 @@ class AnnouncedPending:
         self._pending.wait(awaited)
 
     def abandon(self) -> bool:
-        """Stop comparing calls, and abandon the operation; return whether it was cancelled."""
+        """Stop comparing calls, and abandon the operation; return whether tensors can be reused."""
         with suppress(OSError):  # after an error the channels are closed
             self._finish_comparison()
         return self._pending.abandon()

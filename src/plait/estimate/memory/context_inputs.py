@@ -30,14 +30,14 @@ class ContextShare:
     """Bytes of the micro-batch's tensors that are not part of `inputs` and `targets`: those are copies."""
 
     def uncut_beside(self, classes: Value) -> int:
-        """Return `uncut`; without targets, plus bytes of the whole tensors that `classes` are parts of."""
+        """Return the bytes of whole tensors kept beside their parts; `classes`: the targets, if not known."""
         if self.targets is not None or self.sequence is None or self.sequence.group.size == 1:
             return self.uncut
         parts = sum(tensor.nbytes for tensor in tensors_of(classes))
         return self.uncut + parts * self.sequence.layout.length // self.sequence.size
 
     def new_sequence(self) -> LocalSequence | None:
-        """Return a copy of `sequence` for which no layer has computed results."""
+        """Return a copy of `sequence` without the results that layers have computed and share."""
         known = self.sequence
         return None if known is None else LocalSequence(known.parallelism, known.layout, known.documents)
 
@@ -64,7 +64,7 @@ def context_share(
 
 
 def as_input_batch(batch: Value, precision: torch.dtype | None) -> Value:
-    """Return empty tensors like a batch's on the meta device, floating-point ones in `precision`.
+    """Return empty tensors on meta with a batch's shapes; floating-point ones have dtype `precision`.
 
     Ids of packed documents keep their values; where they are on the meta device, each row is one document.
     """
@@ -98,7 +98,7 @@ def lasting_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
 
 
 def method_choices(sequence: LocalSequence | None) -> Iterator[MethodChoice]:
-    """Yield the methods of attention that layers have chosen for a sequence."""
+    """Yield for each attention of a micro-batch whether it runs as ring or as Ulysses (all-to-all)."""
     if sequence is not None:
         yield from (one for one in sequence.results.values() if isinstance(one, MethodChoice))
 

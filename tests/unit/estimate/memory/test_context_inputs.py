@@ -10,7 +10,7 @@ from torch import Tensor
 
 import plait
 from plait.errors import DataError
-from plait.estimate.memory.context_share import as_input_batch, context_share, result_bytes
+from plait.estimate.memory.context_inputs import as_input_batch, context_share, result_bytes
 from plait.estimate.memory.memory_report import Category
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic

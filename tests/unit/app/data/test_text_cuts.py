@@ -10,8 +10,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from plait.app.data import document_cuts
-from plait.app.data.document_cuts import Cut, DocumentEncoder, find_cut, text_ahead, text_cuts
+from plait.app.data import text_cuts as text_cuts_module
+from plait.app.data.text_cuts import Cut, DocumentEncoder, find_cut, text_ahead, text_cuts
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 
@@ -59,8 +59,8 @@ def test_a_cut_is_after_a_line_end_else_before_a_space_else_behind_one() -> None
 
 @pytest.mark.parametrize("part", [1, 7, 1000])
 def test_the_parts_of_a_document_have_its_tokens(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
-    monkeypatch.setattr(document_cuts, "PART", 60)
-    monkeypatch.setattr(document_cuts, "AHEAD", 20)
+    monkeypatch.setattr(text_cuts_module, "PART", 60)
+    monkeypatch.setattr(text_cuts_module, "AHEAD", 20)
     text = "a few words\nof a line " * 20
     for encode in (letters, words):
         encoder, parts = DocumentEncoder(encode, "a.txt"), []
@@ -93,7 +93,7 @@ def test_a_document_that_cannot_be_cut_is_encoded_at_once_up_to_a_limit(
         return behind_a_mark(texts)
 
     for name, value in {"PART": 60, "AHEAD": 20, "LARGEST": 200}.items():
-        monkeypatch.setattr(document_cuts, name, value)
+        monkeypatch.setattr(text_cuts_module, name, value)
     encoder = DocumentEncoder(counted, "a.txt")
     assert [*encoder.add("a" * 199)] == []
     assert sizes == [80, 160]
@@ -106,8 +106,8 @@ def test_a_document_that_cannot_be_cut_is_encoded_at_once_up_to_a_limit(
 def test_a_file_is_cut_where_no_token_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(document_cuts, "AHEAD", 8)
-    monkeypatch.setattr(document_cuts, "_WINDOW", 96)
+    monkeypatch.setattr(text_cuts_module, "AHEAD", 8)
+    monkeypatch.setattr(text_cuts_module, "_WINDOW", 96)
     path, text = tmp_path / "a.txt", "ein Wörtchen, 漢字🙂\nnoch eins " * 30
     path.write_text(text)
     data = text.encode()

@@ -45,7 +45,7 @@ _SHIFTS = (0, 1, 2, 3, 5, 7)
 
 
 def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterator[int]:
-    """Yield the ends, in bytes, of the ranges of about `size` into which a text file of `total` bytes is cut.
+    """Yield the byte offsets at which a text of `total` bytes is cut into ranges of about `size` bytes.
 
     `encode`: of the tokenizer, whose tokens no cut may change; None: of bytes, of which no cut does.
     """
@@ -206,13 +206,13 @@ class DocumentEncoder:
         self._held, self._wanted = "", PART + AHEAD
 
     def add(self, text: str) -> Iterator[Tokens]:
-        """Take a part of the text; yield the tokens that what follows cannot change."""
+        """Take the next part of the text; yield the tokens that later text cannot change."""
         self._held += text
         while len(self._held) >= self._wanted:
             yield from self._first_tokens()
 
     def end(self, ahead: str = "") -> Tokens:
-        """Return the other tokens, without those of `ahead`, which follows behind a cut."""
+        """Return the tokens not yet yielded; `ahead`: text after the document's cut, whose tokens are not."""
         if not ahead:
             return self._encode([self._held])[0] if self._held else np.empty(0, dtype=np.uint32)
         tokens, behind = self._encode([self._held + ahead, ahead])

@@ -38,7 +38,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The shard of a tensor on a rank of `tp`, and its further division over `shard` and `cp`."""
+    """The part of a tensor on a `tp` rank, and the ranges of it that `shard` and `cp` ranks hold."""
 
     boxes: tuple[BoxBounds, ...]
     """The boxes whose concatenation it is."""
@@ -48,7 +48,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """The layout of a parameter, and the names of others with the same shape and layout."""
+    """The layout of a parameter, which may stand for several parameters of equal shape and layout."""
 
     name: str
     shape: tuple[Count, ...]
@@ -62,7 +62,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PredictedRank:
-    """Predicted memory of a rank of `pp`, in bytes: see `plait.memory`."""
+    """Predicted memory of a rank of `pp`, in bytes by use, as `plait.memory` gives it."""
 
     rank: Count
     most: Count
@@ -73,7 +73,7 @@ class PredictedRank:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """The content of `run.json`, written before the first step."""
+    """The description of a run in `run.json`, written before the first step."""
 
     format: int
     started: str
@@ -145,7 +145,7 @@ def _contradictions(read: RunDescription) -> Iterator[str]:
 def read_file(
     kind: type[T], path: Path, contradictions: Callable[[T], Iterator[str]] = lambda _: iter(())
 ) -> T | None:
-    """Return the `kind` in a run's JSON file, None without it; DataError if damaged or contradictory."""
+    """Return an object of class `kind` from a JSON file of a run, or None without the file."""
     try:
         text = read_text(path)
         read = json_value(text)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from synthetic_runs import write_metrics, write_recorded_step
 
-from plait.pictures.report.recorded_step import (
+from plait.pictures.report.run_record import read_run
+from plait.pictures.report.sections import sections_of
+from plait.pictures.report.step_file import (
     MOST_ROWS,
     RecordedRank,
     RecordedStep,
     in_order,
     write_step,
 )
-from plait.pictures.report.run_record import read_run
-from plait.pictures.report.sections import sections_of
 
 
 def test_the_shares_of_a_ranks_time_add_up_to_the_step(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from plait.files import adapter_of, write_bytes
-from plait.pictures.report.run_description import Count, read_file
+from plait.pictures.report.run_file import Count, read_file
 from plait.pictures.timelines.html import TimeAxis, TimelineRow, timeline_data
 from plait.schedules.action import Action, Kind
 from plait.schedules.timed_schedule import Cell
@@ -41,7 +41,7 @@ _COLOURS = {axis: f"axis-{axis}" for axis in ("pp", "tp", "cp", "dp")} | {
 
 @dataclass(frozen=True)
 class RecordedRank:
-    """A recorded step of one rank."""
+    """What one rank did in a recorded step: its actions, waits and traffic."""
 
     actions: tuple[RecordedAction, ...]
     blocked: tuple[BlockedSpan, ...]
@@ -51,7 +51,7 @@ class RecordedRank:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The content of `step.json`."""
+    """A recorded step of all ranks: the content of `step.json`."""
 
     step: Count
     """Counted from 1."""
@@ -68,14 +68,14 @@ class RecordedStep:
 
     @cached_property
     def shown_ranks(self) -> list[int]:
-        """The ranks that have a row, pipeline by pipeline."""
+        """The ranks that the timeline shows, pipeline by pipeline."""
         ranks, each = len(self.ranks), len(self.ranks) // self.pipelines
         count = max(1, min(self.pipelines, MOST_ROWS // max(each, 1)))
         return [rank for pipeline in range(count) for rank in range(pipeline, ranks, self.pipelines)]
 
     @cached_property
     def axes(self) -> list[tuple[str, str]]:
-        """Name and colour of the axes along which a rank waits."""
+        """Name and colour of the mesh axes along which some rank waits."""
         found = {_shown_axis(axis) for rank in self.ranks for axis, _, _ in rank.blocked}
         return [(name, colour) for name, colour in _COLOURS.items() if name in found]
 
@@ -93,7 +93,7 @@ class RecordedStep:
         return min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
 
     def timeline(self) -> dict[str, object]:
-        """Return the data for `drawTimeline`."""
+        """Return the data for the page's JavaScript function `drawTimeline`."""
         first, last = self.bounds
         axis = TimeAxis(first, last - first, _MILLISECOND, "ms")
         rows = [self._row(rank) for rank in self.shown_ranks]
@@ -116,7 +116,7 @@ class RecordedStep:
             yield number, {name: nanoseconds / 1e9 for name, nanoseconds in uses.items()}
 
     def traffic(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """Yield axis, operation, calls and bytes of the rank with most bytes, and the bytes of all ranks."""
+        """Yield axis, operation, calls and bytes of the rank with most bytes, and the bytes of all."""
         totals: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rank in self.ranks:
             for axis, kinds in rank.traffic.items():
@@ -160,7 +160,7 @@ def _contradictions(step: RecordedStep) -> Iterator[str]:
 
 
 def in_order(rank: RecordedRank) -> Sequence[BlockedSpan]:
-    """Return the waits of a rank in order of their start, without overlaps."""
+    """Return the waits of a rank in the order of their start, without overlaps."""
     spans: list[BlockedSpan] = []
     for axis, start, end in sorted(rank.blocked, key=lambda span: span[1]):
         begin = max(start, spans[-1][2]) if spans else start

@@ -1,0 +1,223 @@
+"""The products of experts, with a backward that computes weight gradients later, in action `W`.
+
+    F    rows of gate and up → activation, times the pair's weight → rows of output, summed for each token
+    I    gradients of the rows, of the weights, and of the tokens; operands of the weight gradients are queued
+    W    weight gradients, added to their buffers
+
+The weight of a pair multiplies the activation, which is the same as multiplying the output, and half as wide.
+What stays until the backward is the tokens and the rows of gate and up. Letters: T tokens, H hidden features,
+A pairs of a token and an expert, F inner features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, kept
+from plait.tensor.autograd.split_backward import refuse_other_orders
+from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.experts.assignments import Assignments
+from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.experts.grouped_products import (
+    add_grouped_product,
+    for_each_row,
+    grouped_product,
+    grouped_sums,
+)
+
+Add = Callable[[Tensor, bool], None]
+"""Adds a weight gradient to a buffer, or writes it there."""
+
+
+@dataclass(frozen=True)
+class ExpertParameters:
+    """The parameters of a rank's experts, perhaps parts of them."""
+
+    gate_up: Tensor
+    """`[experts, 2F, H]`, or `[experts, H, 2F]` if transposed."""
+    down: Tensor
+    """`[experts, H, F]`, or `[experts, F, H]`."""
+    gate_up_bias: Tensor | None = None
+    """`[experts, 2F]`."""
+    down_bias: Tensor | None = None
+    """`[experts, H]`."""
+    transposed: bool = False
+
+    @property
+    def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """All parameters."""
+        return self.gate_up, self.down, self.gate_up_bias, self.down_bias
+
+    def inward(self, weight: Tensor) -> Tensor:
+        """Return `[experts, in, out]`, with which rows are multiplied in the forward."""
+        return weight if self.transposed else weight.transpose(1, 2)
+
+    def outward(self, weight: Tensor) -> Tensor:
+        """Return `[experts, out, in]`, with which gradients are multiplied in the backward."""
+        return weight.transpose(1, 2) if self.transposed else weight
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """What one call of experts computes, besides its tensors."""
+
+    assignments: Assignments
+    parameters: ExpertParameters
+    activation: GatedActivation
+    weights_first: bool
+    """Whether the weight of a pair multiplies the expert's input in place of its output."""
+    adds_bias: bool
+    """Whether `down_bias` is added here, and not by another rank."""
+    queue: WeightGradientQueue | None
+    """Where weight gradients are queued; None: they are computed with the other gradients."""
+
+    def gate_up(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Return the rows of gate and up, `[A, 2F]`."""
+        of, parameters = self.assignments, self.parameters
+        rows = grouped_product(
+            self._inputs(tokens, weights), parameters.inward(parameters.gate_up), of.groups
+        )
+        if parameters.gate_up_bias is not None:
+            rows += for_each_row(parameters.gate_up_bias, of.groups)
+        return rows
+
+    def output(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's sum of the outputs of its experts: `[T, H]`."""
+        of, parameters = self.assignments, self.parameters
+        activated = self.activation(gate_up)
+        if not self.weights_first:
+            activated *= of.weights_of(weights)
+        rows = grouped_product(activated, parameters.inward(parameters.down), of.groups)
+        if parameters.down_bias is not None and self.adds_bias:
+            bias = for_each_row(parameters.down_bias, of.groups)
+            rows += bias if self.weights_first else bias * of.weights_of(weights)
+        return of.sums(rows)
+
+    def gradients(
+        self, gradient: Tensor, tokens: Tensor, weights: Tensor, gate_up: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Add, Add, Add, Add]]:
+        """Return the gradients of tokens and weights, and the work of the four weight gradients."""
+        of, parameters = self.assignments, self.parameters
+        by_pair = of.weights_of(weights)
+        of_output = of.rows_of(gradient)
+        activated, activation_gradient = self.activation.with_gradient(gate_up)
+        of_activated = grouped_product(of_output, parameters.outward(parameters.down), of.groups)
+        if not self.weights_first:
+            of_weight = (of_activated * activated).sum(1)
+            if parameters.down_bias is not None and self.adds_bias:
+                of_weight += (of_output * for_each_row(parameters.down_bias, of.groups)).sum(1)
+            of_activated *= by_pair
+            activated *= by_pair
+        of_gate_up = activation_gradient(of_activated)
+        del of_output, of_activated
+        of_input = grouped_product(of_gate_up, parameters.outward(parameters.gate_up), of.groups)
+        if self.weights_first:
+            of_weight = (of_input * of.rows_of(tokens)).sum(1)
+            of_input *= by_pair
+        works = (
+            partial(self._add_gate_up, of_gate_up, tokens, weights),
+            partial(self._add_down, gradient, activated),
+            partial(self._add_gate_up_bias, of_gate_up),
+            partial(self._add_down_bias, gradient, weights),
+        )
+        return of.sums(of_input), of.in_slots(of_weight, weights), works
+
+    def _inputs(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Return the experts' inputs, `[A, H]`."""
+        rows = self.assignments.rows_of(tokens)
+        return rows.mul_(self.assignments.weights_of(weights)) if self.weights_first else rows
+
+    def _add_gate_up(
+        self, of_gate_up: Tensor, tokens: Tensor, weights: Tensor, total: Tensor, first: bool
+    ) -> None:
+        self._add(self._inputs(tokens, weights), of_gate_up, total, first)
+
+    def _add_down(self, gradient: Tensor, activated: Tensor, total: Tensor, first: bool) -> None:
+        self._add(activated, self.assignments.rows_of(gradient), total, first)
+
+    def _add(self, inputs: Tensor, of_outputs: Tensor, total: Tensor, first: bool) -> None:
+        left, right = (inputs, of_outputs) if self.parameters.transposed else (of_outputs, inputs)
+        add_grouped_product(total, left, right, self.assignments.groups, first)
+
+    def _add_gate_up_bias(self, of_gate_up: Tensor, total: Tensor, first: bool) -> None:
+        _add_bias(grouped_sums(of_gate_up, self.assignments.groups), total, first)
+
+    def _add_down_bias(self, gradient: Tensor, weights: Tensor, total: Tensor, first: bool) -> None:
+        rows = self.assignments.rows_of(gradient)
+        if not self.weights_first:
+            rows *= self.assignments.weights_of(weights)
+        _add_bias(grouped_sums(rows, self.assignments.groups), total, first)
+
+
+def compute_experts(tokens: Tensor, weights: Tensor, call: ExpertCall) -> Tensor:
+    """Return each token's weighted sum of the outputs of its experts, `[T, H]`.
+
+    `tokens [T, H]`, `weights [T, k]`. Recomputation keeps the rows of gate and up.
+    """
+    with torch.no_grad():
+        gate_up = kept(lambda: (call.gate_up(tokens, weights),))[0]
+    arguments, run = (tokens, weights, *call.parameters.each, gate_up, call), RECOMPUTED_RUN.get()
+    if run is None:
+        return apply_function(_Experts, *arguments, False)  # type: ignore[no-any-return]
+    if not run.is_second:
+        return run.result(lambda: (apply_function(_Experts, *arguments, False),))[0]  # type: ignore[return-value]
+    output: Tensor = apply_function(_Experts, *arguments, True)
+    # After the operands are saved, where a second run may end.
+    with torch.no_grad():
+        assert gate_up is not None
+        output.set_(run.result(lambda: (call.output(gate_up, weights),))[0])  # type: ignore[call-overload]
+    return output
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, *given: Any) -> Tensor:
+        """`given`: the parameters, the rows of gate and up, the call, and whether its output comes later."""
+        *ctx.parameters, gate_up, ctx.call, is_late = given
+        ctx.save_for_backward(tokens, weights, gate_up)
+        ctx.ran = False
+        if is_late:
+            return tokens.new_empty_strided(tokens.shape, (0,) * tokens.dim())
+        output: Tensor = ctx.call.output(gate_up, weights)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        call: ExpertCall = ctx.call
+        if call.queue is not None or torch.is_grad_enabled():
+            refuse_other_orders(ctx, "a layer of experts")
+        saved = [one.detach() for one in ctx.saved_tensors]  # pending work must not hold the layer's graph
+        of_tokens, of_weights, works = call.gradients(gradient, *saved)
+        found = [_given_or_queued(*each, call.queue) for each in zip(ctx.parameters, works, strict=True)]
+        return of_tokens, of_weights, *found, None, None, None
+
+
+def _given_or_queued(parameter: Tensor | None, add: Add, queue: WeightGradientQueue | None) -> Tensor | None:
+    """Queue the weight gradient of a parameter; without a queue, or if it is itself computed, return it."""
+    if parameter is None or not parameter.requires_grad:
+        return None
+    if queue is not None and parameter.is_leaf:
+        queue.add(partial(_add_to_buffer, queue, parameter, add))
+        return None
+    total = torch.empty_like(parameter)
+    add(total, True)
+    return total
+
+
+def _add_to_buffer(queue: WeightGradientQueue, parameter: Tensor, add: Add) -> None:
+    first = bool(queue.unwritten) and queue.begins((parameter,))
+    add(queue.buffer_of(parameter), first)
+
+
+def _add_bias(gradient: Tensor, total: Tensor, first: bool) -> None:
+    if first:
+        total.copy_(gradient)
+    else:
+        total.add_(gradient)
