@@ -26,10 +26,10 @@ class InitializedLayer(nn.Module):
     def __init__(
         self, std: float, exceptions: Mapping[str, float] | None = None, *, norm_start: float = 1.0
     ) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module, and
-        those of vectors that are drawn, by their own names.
+        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module.
 
-        `norm_start`: the initial weight of norms.
+        Or by a parameter's own name, also that of a vector, which else is constant. `norm_start`: the initial
+        weight of norms.
         """
         super().__init__()
         self.std, self.exceptions, self.norm_start = std, dict(exceptions or {}), norm_start
@@ -38,12 +38,11 @@ class InitializedLayer(nn.Module):
         """Return the initial distribution of each parameter: matrices normal, norms constant, biases 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            around = reversed(name.split(".")[:-1])
-            if parameter.dim() > 1:
-                named = (self.exceptions[module] for module in around if module in self.exceptions)
-                found[name] = Normal(next(named, self.std))
-            elif (own := name.rpartition(".")[2]) in self.exceptions:
-                found[name] = Normal(self.exceptions[own])
+            own, *around = reversed(name.split("."))
+            asked = (own, *around) if parameter.dim() > 1 else (own,)
+            named = next((self.exceptions[one] for one in asked if one in self.exceptions), None)
+            if named is not None or parameter.dim() > 1:
+                found[name] = Normal(self.std if named is None else named)
             else:
                 found[name] = Constant(self.norm_start if name.endswith(".weight") else 0.0)
         return found

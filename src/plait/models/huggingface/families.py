@@ -36,10 +36,10 @@ from plait.models.huggingface.common import (
 from plait.models.huggingface.latent_attention import LatentAttention, is_latent, latent_rules
 from plait.models.huggingface.mixture import (
     SparseMLP,
-    has_shared_expert,
     is_mixture,
     replaced_modules,
     require_known_mixtures,
+    shared_name,
 )
 from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block
 from plait.plan.rules import (
@@ -56,6 +56,7 @@ from plait.plan.rules import (
     vocabulary,
 )
 from plait.tensor.attention.attention import attend, heads_of, share_keys
+from plait.tensor.experts.routing import Scores
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers in a configuration that plait computes."""
@@ -103,9 +104,9 @@ class Family:
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values of the configuration that the model's code computes with and plait does not, with those that
     change nothing."""
-    router: Literal["none", "softmax"] = "none"
-    """How the `gate` of an MLP with several `experts` chooses among them: "softmax", those of the largest
-    probabilities, which `gate.norm_topk_prob` normalizes, as it does where a gate has no such attribute."""
+    router: Literal["none"] | Scores = "none"
+    """By which scores the router of an MLP with several `experts` (`gate` or `router`) chooses among them,
+    see `Routing`: `norm_topk_prob` of it normalizes weights, as they are where it has no such attribute."""
     mlp_rules: Mapping[str, Rule] = field(default_factory=lambda: GATED)
     """The rules of the linears of an MLP without a gate, by their names."""
     norm_start: float = 1.0
@@ -158,10 +159,10 @@ class Family:
         rules = {f"blocks.{one}.mlp.{self.mlp.before or ENTRANCE}": entrance for one in blocks}
         if dense:
             rules |= {f"blocks.*.mlp.mlp.{name}": rule for name, rule in self.mlp_rules.items()}
-        if any(self.is_sparse(mlp) and has_shared_expert(mlp) for mlp in mlps):
-            shared = "blocks.*.mlp.mlp.shared_expert"
+        shared = next(filter(None, (shared_name(mlp) for mlp in mlps if self.is_sparse(mlp))), None)
+        if shared is not None:
             rules |= {f"blocks.*.mlp.mlp.{ENTRANCE}": entrance}
-            rules |= {f"{shared}.{name}": rule for name, rule in self.mlp_rules.items()}
+            rules |= {f"blocks.*.mlp.mlp.{shared}.{name}": rule for name, rule in self.mlp_rules.items()}
         return rules
 
     def is_sparse(self, mlp: nn.Module) -> bool:
@@ -179,8 +180,10 @@ _GEMMA2 = Family(
     norm_start=0.0,
 )
 DECODERS: Mapping[str, Family] = {
+    "DeepseekV3ForCausalLM": Family(router="sigmoid"),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(_GEMMA2, head_norms="each", score_cap=None),
+    "GptOssForCausalLM": Family(windows="by type", router="softmax_of_chosen"),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(windows="all"),
     "MixtralForCausalLM": Family(windows="all", router="softmax", refused={"router_jitter_noise": (None, 0)}),
@@ -237,8 +240,12 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
             attention: nn.Module = LatentAttention(one, family.attention, rotary, std)
         else:
             attention = Attention(one, family, rotary, windows[index], std)
-        kind = SparseMLP if family.is_sparse(one.mlp) else MLP
-        blocks.append(block(attention, kind(one, family.mlp, std, norm_start=family.norm_start)))
+        start = family.norm_start
+        if family.router != "none" and is_mixture(one.mlp):
+            mlp: nn.Module = SparseMLP(one, family.mlp, family.router, std, norm_start=start)
+        else:
+            mlp = MLP(one, family.mlp, std, norm_start=start)
+        blocks.append(block(attention, mlp))
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
     cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
     head = Head("norm", body.norm, model.lm_head, std, cap=cap, norm_start=family.norm_start)
@@ -311,7 +318,7 @@ class Attention(InitializedLayer):
         key, value = self._prepared(key, "k_norm", normed), heads_of(value, attn.head_dim)
         keys = share_keys(key, value, window=self.window, query_heads=count)
         query = self._prepared(project_query(), "q_norm", normed)  # while keys and values are sent
-        options = {"softcap": self.cap, "dropout": self.attention_dropout}
+        options: Any = {"softcap": self.cap, "dropout": self.attention_dropout}
         mixed = attend(query, keys, scale=attn.scaling, sinks=getattr(attn, "sinks", None), **options)
         output: Tensor = attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return output

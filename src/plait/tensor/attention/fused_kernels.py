@@ -2,8 +2,8 @@
 
 `torch.nn.functional.scaled_dot_product_attention` calls the same operations, but does not return the
 log-sum-exp, and its backward takes that of its own keys only. Tensors are `[rows, heads, length, width]`; key
-and value may have fewer heads, each for consecutive query heads. The CPU's kernel takes values as wide as keys:
-narrower ones get features of 0, which are left out of the results. A bias is added to the scores,
+and value may have fewer heads, each for consecutive query heads. The CPU's kernel takes values as wide as
+keys: narrower ones get features of 0, which are left out of the results. A bias is added to the scores,
 `[rows, heads, queries, keys]`; a causal mask begins in the upper left corner.
 """
 
