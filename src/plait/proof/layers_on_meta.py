@@ -185,7 +185,7 @@ class MetaLayers:
         dims = self._rules.sequence_dims[layer.path]
         # Whatever part of the tokens a rank gives to experts, their gradients are complete: see `Experts`.
         proved = self._sharded[number] | {
-            join(join(layer.path, name), one)
+            join(name, one)
             for name, module in experts_in(layer.module)
             for one, _ in module.named_parameters()
         }

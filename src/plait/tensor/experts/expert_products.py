@@ -4,6 +4,8 @@
     I    gradients of the rows, of the weights, and of the tokens; operands of the weight gradients are queued
     W    weight gradients, added to their buffers
 
+Where tokens have come from other ranks, F sends the sums back, and I exchanges the gradients likewise.
+
 The weight of a pair multiplies the activation, which is the same as multiplying the output, and half as wide.
 What stays until the backward is the tokens and the rows of gate and up. Letters: T tokens, H hidden features,
 A pairs of a token and an expert, F inner features.
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, kept
+from plait.tensor.autograd.regather import PendingTensor
 from plait.tensor.autograd.split_backward import refuse_other_orders
 from plait.tensor.autograd.torch_calls import apply_function
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -31,6 +34,7 @@ from plait.tensor.experts.grouped_products import (
     grouped_product,
     grouped_sums,
 )
+from plait.tensor.experts.token_exchange import TokenExchange, pack, unpack
 
 Add = Callable[[Tensor, bool], None]
 """Adds a weight gradient to a buffer, or writes it there."""
@@ -77,6 +81,8 @@ class ExpertCall:
     """Whether `down_bias` is added here, and not by another rank."""
     queue: WeightGradientQueue | None
     """Where weight gradients are queued; None: they are computed with the other gradients."""
+    exchange: TokenExchange | None = None
+    """By which the tokens have come from other ranks; None: they are this rank's."""
 
     def gate_up(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the rows of gate and up, `[A, 2F]`."""
@@ -88,8 +94,13 @@ class ExpertCall:
             rows += for_each_row(parameters.gate_up_bias, of.groups)
         return rows
 
-    def output(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        """Return each token's sum of the outputs of its experts: `[T, H]`."""
+    def result(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's sum of the outputs of its experts, where the token came from."""
+        sums = self._sums(gate_up, weights)
+        return sums if self.exchange is None else self.exchange.rows.sums(self.exchange.start_return(sums)())
+
+    def _sums(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's sum of the outputs of this rank's experts: `[T, H]`."""
         of, parameters = self.assignments, self.parameters
         activated = self.activation(gate_up)
         if not self.weights_first:
@@ -98,7 +109,7 @@ class ExpertCall:
         if parameters.down_bias is not None and self.adds_bias:
             bias = for_each_row(parameters.down_bias, of.groups)
             rows += bias if self.weights_first else bias * of.weights_of(weights)
-        return of.sums(rows)
+        return of.rows.sums(rows)
 
     def gradients(
         self, gradient: Tensor, tokens: Tensor, weights: Tensor, gate_up: Tensor
@@ -106,7 +117,7 @@ class ExpertCall:
         """Return the gradients of tokens and weights, and the work of the four weight gradients."""
         of, parameters = self.assignments, self.parameters
         by_pair = of.weights_of(weights)
-        of_output = of.rows_of(gradient)
+        of_output = of.rows.copies(gradient)
         activated, activation_gradient = self.activation.with_gradient(gate_up)
         of_activated = grouped_product(of_output, parameters.outward(parameters.down), of.groups)
         if not self.weights_first:
@@ -119,7 +130,7 @@ class ExpertCall:
         del of_output, of_activated
         of_input = grouped_product(of_gate_up, parameters.outward(parameters.gate_up), of.groups)
         if self.weights_first:
-            of_weight = (of_input * of.rows_of(tokens)).sum(1)
+            of_weight = (of_input * of.rows.copies(tokens)).sum(1)
             of_input *= by_pair
         works = (
             partial(self._add_gate_up, of_gate_up, tokens, weights),
@@ -127,11 +138,11 @@ class ExpertCall:
             partial(self._add_gate_up_bias, of_gate_up),
             partial(self._add_down_bias, gradient, weights),
         )
-        return of.sums(of_input), of.in_slots(of_weight, weights), works
+        return of.rows.sums(of_input), of.in_slots(of_weight, weights), works
 
     def _inputs(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the experts' inputs, `[A, H]`."""
-        rows = self.assignments.rows_of(tokens)
+        rows = self.assignments.rows.copies(tokens)
         return rows.mul_(self.assignments.weights_of(weights)) if self.weights_first else rows
 
     def _add_gate_up(
@@ -140,7 +151,7 @@ class ExpertCall:
         self._add(self._inputs(tokens, weights), of_gate_up, total, first)
 
     def _add_down(self, gradient: Tensor, activated: Tensor, total: Tensor, first: bool) -> None:
-        self._add(activated, self.assignments.rows_of(gradient), total, first)
+        self._add(activated, self.assignments.rows.copies(gradient), total, first)
 
     def _add(self, inputs: Tensor, of_outputs: Tensor, total: Tensor, first: bool) -> None:
         left, right = (inputs, of_outputs) if self.parameters.transposed else (of_outputs, inputs)
@@ -150,20 +161,25 @@ class ExpertCall:
         _add_bias(grouped_sums(of_gate_up, self.assignments.groups), total, first)
 
     def _add_down_bias(self, gradient: Tensor, weights: Tensor, total: Tensor, first: bool) -> None:
-        rows = self.assignments.rows_of(gradient)
+        rows = self.assignments.rows.copies(gradient)
         if not self.weights_first:
             rows *= self.assignments.weights_of(weights)
         _add_bias(grouped_sums(rows, self.assignments.groups), total, first)
 
 
-def compute_experts(tokens: Tensor, weights: Tensor, call: ExpertCall) -> Tensor:
-    """Return each token's weighted sum of the outputs of its experts, `[T, H]`.
+def compute_experts(
+    hidden: Tensor, weights: Tensor, here: tuple[Tensor, Tensor] | None, call: ExpertCall
+) -> Tensor:
+    """Return each token's weighted sum of the outputs of its experts, like `hidden`, `[T, H]`.
 
-    `tokens [T, H]`, `weights [T, k]`. Recomputation keeps the rows of gate and up.
+    `weights [T, k]`. `here`: the tokens that this rank's experts compute, and their weights, where they have
+    come from other ranks. Recomputation keeps the rows of gate and up.
     """
+    tokens, token_weights = (hidden.detach(), weights.detach()) if here is None else here
     with torch.no_grad():
-        gate_up = kept(lambda: (call.gate_up(tokens, weights),))[0]
-    arguments, run = (tokens, weights, *call.parameters.each, gate_up, call), RECOMPUTED_RUN.get()
+        gate_up = kept(lambda: (call.gate_up(tokens, token_weights),))[0]
+    arguments = hidden, weights, *call.parameters.each, tokens, token_weights, gate_up, call
+    run = RECOMPUTED_RUN.get()
     if run is None:
         return apply_function(_Experts, *arguments, False)  # type: ignore[no-any-return]
     if not run.is_second:
@@ -172,31 +188,45 @@ def compute_experts(tokens: Tensor, weights: Tensor, call: ExpertCall) -> Tensor
     # After the operands are saved, where a second run may end.
     with torch.no_grad():
         assert gate_up is not None
-        output.set_(run.result(lambda: (call.output(gate_up, weights),))[0])  # type: ignore[call-overload]
+        output.set_(run.result(lambda: (call.result(gate_up, token_weights),))[0])  # type: ignore[call-overload]
     return output
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, *given: Any) -> Tensor:
-        """`given`: the parameters, the rows of gate and up, the call, and whether its output comes later."""
-        *ctx.parameters, gate_up, ctx.call, is_late = given
-        ctx.save_for_backward(tokens, weights, gate_up)
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, *given: Any) -> Tensor:
+        """`given`: parameters, the tokens that are computed here, their weights, their rows of gate and up,
+        the call, and whether its result is set later."""
+        *ctx.parameters, tokens, token_weights, gate_up, ctx.call, is_late = given
+        ctx.save_for_backward(tokens, token_weights, gate_up)
         ctx.ran = False
         if is_late:
-            return tokens.new_empty_strided(tokens.shape, (0,) * tokens.dim())
-        output: Tensor = ctx.call.output(gate_up, weights)
-        return output
+            return hidden.new_empty_strided(hidden.shape, (0,) * hidden.dim())
+        result: Tensor = ctx.call.result(gate_up, token_weights)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
-        if call.queue is not None or torch.is_grad_enabled():
+        queue, exchange = call.queue, call.exchange
+        if queue is not None or torch.is_grad_enabled():
             refuse_other_orders(ctx, "a layer of experts")
         saved = [one.detach() for one in ctx.saved_tensors]  # pending work must not hold the layer's graph
-        of_tokens, of_weights, works = call.gradients(gradient, *saved)
-        found = [_given_or_queued(*each, call.queue) for each in zip(ctx.parameters, works, strict=True)]
-        return of_tokens, of_weights, *found, None, None, None
+        if exchange is not None:
+            gradient = _meanwhile(queue, exchange.start(gradient))
+        *found, works = call.gradients(gradient, *saved)
+        returning = None if exchange is None else exchange.start_return(pack(*found))
+        given = [_given_or_queued(*each, queue) for each in zip(ctx.parameters, works, strict=True)]
+        if exchange is not None and returning is not None:
+            found = [exchange.rows.sums(one) for one in unpack(_meanwhile(queue, returning), found)]
+        return *found, *given, None, None, None, None, None
+
+
+def _meanwhile(queue: WeightGradientQueue | None, pending: PendingTensor) -> Tensor:
+    """Return what travels; compute queued weight gradients meanwhile, where they follow anyway."""
+    if queue is not None:
+        queue.overlap()
+    return pending()
 
 
 def _given_or_queued(parameter: Tensor | None, add: Add, queue: WeightGradientQueue | None) -> Tensor | None:

@@ -5,20 +5,25 @@ Letters: T tokens, H hidden features, E experts, F inner features of one expert,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.plan.layout.layout import Shard
+from plait.plan.layout.layout import Shard, divide
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import defers
-from plait.tensor.autograd.kept_results import computed_once
+from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, kept
+from plait.tensor.autograd.paired_collectives import gather, split
+from plait.tensor.autograd.regather import own_range
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.experts.assignments import assign
+from plait.tensor.experts.assignments import Assignments, assign
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
 
 SILU = GatedActivation()
 
@@ -102,14 +107,67 @@ class Experts(nn.Module):
         queue.products |= {id(self.gate_up_proj), id(self.down_proj)}
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """`hidden [T, H]`, the numbers of each token's experts `indices [T, k]` and their `weights [T, k]`.
+        """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`.
 
-        The number -1 stands for no expert. On meta every expert gets as many tokens.
+        The number -1 stands for no expert. On meta routing is assumed to be uniform. Communication: see
+        `plait.tensor.experts.token_exchange`; where several ranks give the same tokens, also an all-gather
+        of the output over them, and two in the backward.
         """
+        return self.start(hidden, indices, weights)()
+
+    def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """Start sending tokens to the ranks of their experts; return a function that returns the output."""
+        ranks = self.ranks
+        if ranks is None:
+            return partial(self._computed, hidden, indices, weights)
+        size = hidden.shape[0]
+        hidden, weights = (split(one, ranks.tokens, 0) for one in (hidden, weights))
+        indices = own_range(indices, ranks.tokens, 0)
+        finish: Callable[[], Tensor] = partial(self._computed, hidden, indices, weights)
+        if ranks.group.size > 1:
+            finish = self._start_exchange(ranks, hidden, indices, weights)
+        return lambda: gather(finish(), ranks.tokens, 0, size)
+
+    def _computed(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Return the output for tokens of this rank, which holds all experts."""
         assignments = computed_once(lambda: assign(indices, range(self.num_experts)))
+        return compute_experts(hidden, weights, None, self._call(hidden, assignments))
+
+    def _start_exchange(
+        self, ranks: ExpertRanks, hidden: Tensor, indices: Tensor, weights: Tensor
+    ) -> Callable[[], Tensor]:
+        """Start sending tokens with their experts' numbers and weights; return a function for the output."""
+        group, etp, count = ranks.group, ranks.etp, self.num_experts
+        exchange = computed_once(lambda: exchange_of(indices, count, group, etp))
+        weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))
+        numbers = indices.to(torch.int64 if hidden.itemsize == 8 else torch.int32)
+        sent, run = (hidden.detach(), weights.detach(), numbers), RECOMPUTED_RUN.get()
+        # A second run may find them among the results of the first.
+        pending = exchange.start(pack(*sent)) if run is None or not run.is_second else None
+
+        def finish() -> Tensor:
+            rows = kept(lambda: ((pending or exchange.start(pack(*sent)))(),))[0]
+            assert rows is not None
+            tokens, token_weights, theirs = unpack(rows, sent)
+            own = divide(count, group.size // etp)[group.index // etp]
+            assignments = computed_once(lambda: assign(theirs, own, exchange.counts.of_experts))
+            call = self._call(hidden, assignments, exchange, adds_bias=group.index % etp == 0)
+            return compute_experts(hidden, weights, (tokens, token_weights), call)
+
+        return finish
+
+    def _call(
+        self,
+        hidden: Tensor,
+        assignments: Assignments,
+        exchange: TokenExchange | None = None,
+        *,
+        adds_bias: bool = True,
+    ) -> ExpertCall:
         parameters = ExpertParameters(
             self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias, self.transposed
         )
         queue = self.queue if defers(hidden) else None
-        call = ExpertCall(assignments, parameters, self.activation, self.weights_first, True, queue)
-        return compute_experts(hidden, weights, call)
+        return ExpertCall(
+            assignments, parameters, self.activation, self.weights_first, adds_bias, queue, exchange
+        )

@@ -1,0 +1,161 @@
+"""The exchange of tokens between the ranks of experts: a token travels once to each rank with experts of it.
+
+    counts      all-gather    how many rows each rank sends to each, and how many tokens each expert gets
+    tokens      all-to-all    a row for each token and rank that has experts of it
+    results     all-to-all    the sum over that rank's experts, added up where the token came from
+
+In the backward the gradient of the output takes the way of the tokens, and the gradient of the tokens that of
+the results. Under uniform routing to k of E experts on `ep` ranks a token makes
+`ep (1 - C(E - E/ep, k) / C(E, k))` rows instead of k, of which one in `ep` stays on its rank. Where parts of
+an expert are on several ranks of `etp`, a token travels to each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+import torch
+from torch import Tensor
+
+from plait.plan.layout.layout import divide
+from plait.ranks.collectives import all_gather, all_to_all_uneven
+from plait.ranks.device import is_accelerator
+from plait.ranks.group import Group
+from plait.tensor.autograd.regather import PendingTensor
+from plait.tensor.experts.token_rows import TokenRows
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """How many rows travel between this rank and each other, as numbers on the host."""
+
+    sent: tuple[int, ...]
+    """Rows to each rank."""
+    received: tuple[int, ...]
+    """Rows from each rank."""
+    most_sent: int
+    """Rows of the rank that sends most."""
+    most_received: int
+    """Rows of the rank that receives most."""
+    of_experts: tuple[int, ...]
+    """Tokens of each expert of this rank."""
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """Which tokens of this rank travel to which ranks of a group."""
+
+    group: Group
+    rows: TokenRows
+    """The rows that this rank sends, in order of the rank that they go to, and for one rank of the token."""
+    counts: RowCounts
+
+    def start(self, tokens: Tensor) -> PendingTensor:
+        """Start sending each rank its tokens, of `[T, width]`; the result is `[rows received, width]`."""
+        counts = self.counts
+        return self._start(self.rows.copies(tokens), counts.sent, counts.received, counts.most_sent)
+
+    def start_return(self, rows: Tensor) -> PendingTensor:
+        """Start sending back `[rows received, width]`; the result is `[rows sent, width]`."""
+        counts = self.counts
+        return self._start(rows, counts.received, counts.sent, counts.most_received)
+
+    def _start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], most: int) -> PendingTensor:
+        width = rows.shape[1]
+        result = rows.new_empty(sum(received), width)
+        if rows.is_meta:
+            self.group.skip("all_to_all", rows)
+            return lambda rows=rows: result  # type: ignore[misc]  # until the wait what is sent is kept
+        sizes = [[count * width for count in counts] for counts in (sent, received)]
+        flat, out = rows.reshape(-1), result.view(-1)
+        handle = all_to_all_uneven(flat, self.group, *sizes, most=most * width, out=out, checked=False)
+        return lambda: handle.wait().view(-1, width)
+
+
+def exchange_of(indices: Tensor, experts: int, group: Group, etp: int) -> TokenExchange:
+    """Return the exchange of tokens with the experts' numbers `indices [T, k]`, of -1 for none to `experts`.
+
+    Each `etp` neighbours of `group` hold parts of the same experts; the first hold the first experts, as
+    `divide` cuts them. Communication: one all-gather of an int64 for each of `ep` parts and each expert, for
+    which the host waits.
+    """
+    ep = group.size // etp
+    visits = _visits(indices, experts, ep)
+    if indices.is_meta:
+        group.skip("all_gather", indices.new_empty(ep + experts))
+        counts = _assumed_counts(indices, experts, group, etp)
+    else:
+        counts = _gathered_counts(visits, indices, experts, group, etp)
+    places = _places(visits.t().repeat_interleave(etp, 0).flatten(), sum(counts.sent))
+    tokens = places % max(1, indices.shape[0])
+    return TokenExchange(group, TokenRows.of(tokens, visits.sum(1) * etp), counts)
+
+
+def _visits(indices: Tensor, experts: int, parts: int) -> Tensor:
+    """Return whether each token has experts in each of the `parts`, as `divide` cuts them: `[T, parts]`."""
+    each, more = divmod(experts, parts)
+    in_first = indices // (each + 1)
+    part = torch.where(in_first < more, in_first, (indices - more) // max(each, 1))
+    part = part.masked_fill((indices < 0) | (indices >= experts), parts)
+    visits = torch.zeros(len(indices), parts + 1, dtype=torch.bool, device=indices.device)
+    return visits.scatter_(1, part, True)[:, :parts]
+
+
+def _gathered_counts(visits: Tensor, indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
+    ep, part = group.size // etp, group.index // etp
+    flat = indices.flatten()
+    flat = flat.masked_fill((flat < 0) | (flat >= experts), experts)
+    of_experts = torch.zeros(experts + 1, dtype=torch.int64, device=indices.device)
+    of_experts.scatter_add_(0, flat, torch.ones_like(of_experts[:1]).expand(len(flat)))
+    own = torch.cat([visits.sum(0), of_experts[:experts]])
+    every = all_gather(own, group, checked=False).wait().view(group.size, ep + experts)
+    rows, mine = every[:, :ep], divide(experts, ep)[part]
+    most = torch.stack([rows.sum(1).max() * etp, rows.sum(0).max()])
+    loads = every[:, ep + mine.start : ep + mine.stop].sum(0)
+    read = torch.cat([rows[group.index], rows[:, part], most, loads]).tolist()  # the only wait of the host
+    to_parts, received = read[:ep], read[ep : ep + group.size]
+    sent = [count for count in to_parts for _ in range(etp)]
+    most_sent, most_received, *of_mine = read[ep + group.size :]
+    return RowCounts(tuple(sent), tuple(received), most_sent, most_received, tuple(of_mine))
+
+
+def _assumed_counts(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
+    """Return the counts of uniform routing, with as many tokens on every rank."""
+    (tokens, top_k), ep = indices.shape, group.size // etp
+    parts = divide(experts, ep)
+    to_parts = [
+        round(tokens * (1 - comb(experts - len(part), top_k) / comb(experts, top_k))) for part in parts
+    ]
+    loads = divide(group.size * tokens * top_k, experts)
+    mine = group.index // etp
+    return RowCounts(
+        tuple(count for count in to_parts for _ in range(etp)),
+        (to_parts[mine],) * group.size,
+        sum(to_parts) * etp,
+        max(to_parts) * group.size,
+        tuple(len(loads[expert]) for expert in parts[mine]),
+    )
+
+
+def _places(mask: Tensor, count: int) -> Tensor:
+    """Return where `mask` is true, at `count` places."""
+    if is_accelerator(mask) or mask.is_meta:  # where the host would wait for the count
+        return mask.nonzero_static(size=count).flatten()
+    return mask.nonzero().flatten()  # six times as fast
+
+
+def pack(values: Tensor, *others: Tensor) -> Tensor:
+    """Return rows `[n, width]` of the values, and behind them the bits of others, in the dtype of `values`.
+
+    The dtypes of others are as wide, or several times.
+    """
+    return torch.cat([values, *(one.contiguous().view(values.dtype) for one in others)], 1)
+
+
+def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `pack` has put into `rows`: tensors of the widths and dtypes of `like`."""
+    widths = [one.shape[1] * one.itemsize // rows.itemsize for one in like]
+    first, *others = torch.split(rows, widths, 1)
+    return [first, *(part.contiguous().view(one.dtype) for part, one in zip(others, like[1:], strict=True))]
