@@ -42,6 +42,8 @@ MORE: dict[str, Callable[..., nn.Module]] = {
     "phi3": partial(cases.phi3, **SHARED),
     "olmo2": partial(cases.olmo2, **SHARED),
     "smollm3": partial(cases.smollm3, **SHARED),
+    "gpt-oss": partial(cases.gpt_oss, **SHARED),
+    "deepseek-v3": partial(cases.deepseek_v3, heads=HEADS),
 }
 """Families whose layers are those of Llama, but for what they declare: they take fewer plans."""
 P = 0.3
