@@ -296,8 +296,11 @@ class PositionTracker:
 
     def follow_result(self, call: MarkedCall) -> None:
         """Set the sequence dim of a marked function's result."""
+        at = None if call.mark.dim is None else PositionDim(call.mark.dim)
+        if call.mark.like is not None:
+            given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+            at = self.of(given[call.mark.like])
         for tensor in tensors_of(call.result):
-            at = None if call.mark.dim is None else PositionDim(call.mark.dim)
             if at is not None and at.fits(tensor.shape, self._length):
                 self.follow(tensor, at)
             else:

@@ -32,6 +32,8 @@ class PositionMark:
     """The sequence dim of `arguments` and results; None: in results, the dim whose size shows it."""
     arguments: tuple[str, ...] = ()
     """The names of arguments that must have positions in `dim`."""
+    like: str | None = None
+    """The argument that has its positions where the result has them."""
 
 
 @dataclass
@@ -61,6 +63,14 @@ def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
     Such are position numbers, rotary angles or dropout masks. Each result has at most one dim with positions.
     """
     return _marked(function, PositionMark())
+
+
+def keeps_positions(argument: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator: the function computes each row of its result from that row of `argument` only.
+
+    Though its operations look as if they mixed rows: they sort them, say, and undo that.
+    """
+    return lambda function: _marked(function, PositionMark(like=argument))
 
 
 def call_begins(call: MarkedCall) -> None:

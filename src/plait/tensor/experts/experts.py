@@ -24,6 +24,7 @@ from plait.tensor.experts.assignments import Assignments, assign
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
+from plait.tensor.proof_marks import keeps_positions
 
 SILU = GatedActivation()
 
@@ -106,6 +107,7 @@ class Experts(nn.Module):
         self.queue = queue
         queue.products |= {id(self.gate_up_proj), id(self.down_proj)}
 
+    @keeps_positions("hidden")
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`.
 

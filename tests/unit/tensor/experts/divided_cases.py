@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from expert_cases import Answer, Case, answer, assert_close, plain
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.engine.pipeline.recompute import recomputing
 from plait.plan.layout import divide
 from plait.plan.layout.shards import shard
 from plait.plan.plan import Recompute
-from plait.ranks.group import Count, Group
+from plait.ranks.group import Count
 from plait.ranks.mesh import GridMesh
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WEIGHTS_NEXT, WeightGradientQueue
 from plait.tensor.experts.expert_layouts import expert_layouts
 from plait.tensor.experts.experts import ExpertRanks, Experts
-from plait.tensor.experts.token_exchange import TokenExchange
 
 
 @dataclass(frozen=True)
