@@ -44,6 +44,10 @@ MORE: dict[str, Callable[..., nn.Module]] = {
     "smollm3": partial(cases.smollm3, **SHARED),
     "gpt-oss": partial(cases.gpt_oss, **SHARED),
     "deepseek-v3": partial(cases.deepseek_v3, heads=HEADS),
+    "mixtral": partial(cases.mixtral, **SHARED),
+    "qwen2-moe": partial(cases.qwen2_moe, **SHARED),
+    "qwen3-moe": partial(cases.qwen3_moe, **SHARED),
+    "olmoe": partial(cases.olmoe, **SHARED),
 }
 """Families whose layers are those of Llama, but for what they declare: they take fewer plans."""
 P = 0.3

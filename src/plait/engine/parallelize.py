@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint, shared_blueprint
 from plait.engine.compilation.compiled_layer import LayerCompiler
 from plait.engine.engine import Engine
+from plait.engine.expert_balance import build_step_balance
 from plait.engine.fingerprint import fingerprint, lines_of_values
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.loss_stage import build_loss_stage
@@ -27,7 +28,13 @@ from plait.engine.sharding.gradient_norm import counted_parameters
 from plait.engine.sharding.unit import Unit, UnitFactory, reduction_groups
 from plait.engine.whole_tensors import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.errors import ModelError, PlanError, listed
-from plait.models.layers.layer_sequence import LayerSequence, copy_attributes, private_copy, sequence_of
+from plait.models.layers.layer_sequence import (
+    LayerSequence,
+    buffer_dtype,
+    copy_attributes,
+    private_copy,
+    sequence_of,
+)
 from plait.models.layers.model_validation import LateHooks, refuse_compiled_loss, refuse_lost_settings
 from plait.models.layers.value_text import DIFFERS_BY_RANK
 from plait.plan.arguments import require_flag, require_instance, require_whole
@@ -43,6 +50,7 @@ from plait.schedules.lowering.messages import channels_of
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
+from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
@@ -88,7 +96,10 @@ def parallelize(
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), expert_group(mesh, plan))
-    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
+    balance = build_step_balance(blueprint, mesh)
+    stages = build_stages(
+        blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue, balance
+    )
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
     compile_layers(stages, blueprint, meta_layers, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
@@ -103,6 +114,7 @@ def parallelize(
         queue=queue,
         context_parallelism=ContextParallelism.of(plan, mesh.group("cp"), queue.overlap),
         dropout=dropout,
+        balance=balance,
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh, blueprint.norm_axis),
         vocabulary=vocabulary,
         meta_layers=meta_layers,
@@ -245,6 +257,7 @@ def build_stages(
     source: TensorSource,
     dropout: DropoutGenerator,
     queue: WeightGradientQueue,
+    balance: StepBalance | None,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
     plan = blueprint.plan
@@ -261,8 +274,10 @@ def build_stages(
         for layer in copies:
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
+        if balance is not None:
+            balance.attach_to(copies)
         recompute = [blueprint.recompute[layer] for layer in spans[number]]
-        stages[number] = Stage(number, copies, queue, recompute=recompute, dropout=dropout)
+        stages[number] = Stage(number, copies, queue, recompute=recompute, dropout=dropout, balance=balance)
     return stages
 
 
@@ -293,12 +308,12 @@ def compile_layers(
 def read_buffers(
     sequence: LayerSequence, mine: Iterable[NamedLayer], source: TensorSource, plan: Plan, mesh: Mesh
 ) -> dict[int, Tensor]:
-    """Return this rank's buffers, by `id` of the model's; `source` may broadcast them from rank 0."""
+    """Return this rank's buffers, keyed by `id` of the model's; `source` may broadcast them from rank 0."""
     held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
     read = {}
     for name, place in locate_tensors(named(sequence.layers)).items():
         if place.is_buffer and id(place.tensor) in held:
-            dtype = DTYPES[plan.precision] or place.tensor.dtype
+            dtype = buffer_dtype(place.layer, place.name, DTYPES[plan.precision]) or place.tensor.dtype
             read[id(place.tensor)] = convert(source.read(name), dtype, mesh.device)
         elif place.is_buffer:
             source.skip(name)

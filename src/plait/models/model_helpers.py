@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.initial import Constant, Initial, Normal
+from plait.models.initial_values import Constant, Initial, Normal
 from plait.plan.decoder import multiplications
 from plait.plan.rules import Rules
 from plait.tensor.autograd.eager_operations import TRACE
@@ -26,10 +26,9 @@ class InitializedLayer(nn.Module):
     def __init__(
         self, std: float, exceptions: Mapping[str, float] | None = None, *, norm_start: float = 1.0
     ) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module.
+        """`std`: initial standard deviation of matrices; `exceptions`: others, by parameter or module.
 
-        Or by a parameter's own name, also that of a vector, which else is constant. `norm_start`: the initial
-        weight of norms.
+        A vector that they name itself is drawn, too. `norm_start`: the initial weight of norms.
         """
         super().__init__()
         self.std, self.exceptions, self.norm_start = std, dict(exceptions or {}), norm_start

@@ -126,7 +126,7 @@ class ReplayedRun:
 
     @property
     def has_results(self) -> bool:
-        """Whether the next result was kept, and has not been written to."""
+        """Whether the first run kept the next result, and nothing has written to it since."""
         return self._found() is not None
 
     def _found(self) -> Tensors | None:
@@ -332,7 +332,7 @@ class _RecomputingCall:
         return found
 
     def run_first(self) -> Value:
-        """Run the layer, and keep what a second run will use."""
+        """Run the layer in the forward, and keep results that its second run will reuse."""
         first = self._first
         # Plait's own linears and attention keep their results by themselves.
         first.active = True

@@ -84,7 +84,7 @@ class Symptoms:
 
     @property
     def axes(self) -> Sequence[str]:
-        """Names of the mesh axes over which a tensor may be summed; with hybrid sharding `replicate`, too."""
+        """Names of the mesh axes over which tensors may be summed."""
         is_hybrid = kind_of(self.plan).sharded and self.plan.replicate > 1
         axes = ("tp", "cp", "replicate", "dp", "pp") if is_hybrid else AXES
         return tuple(axis for axis in axes if axis != "cp" or self.plan.cp > 1)
@@ -125,7 +125,7 @@ def of_the_optimizer(plan: Plan) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
-    """Return text for ranks: their indices on an axis where no differing rank has the same, or numbers."""
+    """Return text that names ranks: by their indices along an axis if these are unique, or by number."""
     sizes = sizes_of_plan(symptoms.plan)
     for axis in AXES:
         indices, others = (

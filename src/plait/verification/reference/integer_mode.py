@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from plait.errors import ModelError
-from plait.models.initial import normal_values
+from plait.models.initial_values import normal_values
 from plait.tensor.attention.kernels import (
     BlockMask,
     block_backward,
