@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plait.engine.blueprint import Blueprint
 from plait.errors import ModelError, PlanError
+from plait.plan.axes import DATA_AXES
 from plait.ranks.mesh import Mesh
 from plait.schedules.action import Kind
 from plait.schedules.schedule import Schedule
@@ -53,9 +54,9 @@ def _axes(balance: Balance, *, in_parts: bool) -> tuple[str, ...]:
     """Return the axes whose ranks hold other tokens of the same document, or of the step."""
     if not balance.weight or balance.counts == "previous":
         return ("cp",)  # nothing is summed within the step
-    axes = ("cp", "tp") if in_parts else ("cp",)
-    if balance.counts == "step":
-        axes = ("replicate", "shard", *axes)
+    axes: tuple[str, ...] = DATA_AXES if balance.counts == "step" else ("cp",)
+    if in_parts:
+        axes = (*axes, "tp")
     if balance.counts == "step" and balance.coupled:
         axes = ("pp", *axes)
     return axes

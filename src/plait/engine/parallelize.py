@@ -85,24 +85,19 @@ def parallelize(
     `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
     """
     _require_arguments(plan, mesh, loss, rules, seed, values, broadcast)
-    mesh.check_plan(plan)
     loss = as_loss(loss)
     refuse_lost_settings(model, loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
     require_alike(model, blueprint, sequence, loss, mesh, {"seed": seed, "broadcast": broadcast})
     source = agreed_source(sequence, mesh, seed, values, broadcast=broadcast)
-    local = blueprint.schedule.stages_of(mesh.index("pp"))
-    spans = {stage: blueprint.stage_layers[stage] for stage in local}
+    spans = blueprint.layers_of(mesh.index("pp"))
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), expert_group(mesh, plan))
-    balance = build_step_balance(blueprint, mesh)
-    stages = build_stages(
-        blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue, balance
-    )
-    meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
+    parallel, balance = blueprint.tensor_parallel(*layer_groups(mesh)), build_step_balance(blueprint, mesh)
+    stages = build_stages(blueprint, sequence, spans, units, parallel, mesh, source, dropout, queue, balance)
+    meta_layers = blueprint.meta_layers(parallel, mesh.coordinate, mesh.shared_results)
     compile_layers(stages, blueprint, meta_layers, queue)
-    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    vocabulary = parallel.vocabulary_of(blueprint.sequence.layers[-1])
     loss_stage = build_loss_stage(blueprint, loss, vocabulary, last_layer(stages, blueprint), queue)
     exchange = Exchange(mesh.index("pp"), mesh.channel_groups(channels_of(blueprint.schedule)), mesh.device)
     runtime = Runtime(
@@ -124,23 +119,25 @@ def parallelize(
     return Engine(runtime)
 
 
-def expert_group(mesh: Mesh, plan: Plan) -> Group | None:
-    """Return this rank's group along `ep` and `etp`; None where experts are not divided."""
-    return mesh.group(("ep", "etp")) if plan.divides_experts else None
+def layer_groups(mesh: Mesh) -> tuple[Group, Group | None]:
+    """Return this rank's groups along `tp`, and along `ep` × `etp`; None where experts are not divided."""
+    return mesh.group("tp"), mesh.group(("ep", "etp")) if "ep" in mesh.sizes else None
 
 
 def _require_arguments(
-    plan: object,
-    mesh: object,
+    plan: Plan,
+    mesh: Mesh,
     loss: GivenLoss,
     rules: object,
     seed: object,
     values: object,
     broadcast: object,
 ) -> None:
-    """Raise PlanError for an argument of another type or out of range, and for a compiled loss."""
+    """Raise PlanError for an argument of another type or out of range, and for a compiled loss; MeshError for
+    a mesh of another plan."""
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     require_instance("the mesh", mesh, Mesh, "give plait.Mesh(plan)", PlanError)
+    mesh.check_plan(plan)
     if rules is not None:
         require_instance(
             "rules", rules, Mapping, "give a dictionary of rules by the paths of modules", PlanError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import cut, local_inputs
-from plait.engine.parallelize import expert_group
+from plait.engine.parallelize import layer_groups
 from plait.engine.pipeline.loss_stage import LossStage, build_loss_stage
 from plait.engine.pipeline.stage import Gradients, Stage
 from plait.models.layers.layer_sequence import buffer_dtype, private_copy
@@ -93,7 +93,7 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
     The last layer includes the loss. All ranks of `cp` and `tp` measure at once. Communication: the layers'
     collectives over `cp` and `tp`.
     """
-    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), expert_group(mesh, blueprint.plan))
+    tensor_parallel = blueprint.tensor_parallel(*layer_groups(mesh))
     local = local_inputs([given], ContextParallelism.of(blueprint.plan, mesh.group("cp")))
     (value,), (sequence,) = local.values, local.sequences
     dtype = DTYPES[blueprint.plan.precision]

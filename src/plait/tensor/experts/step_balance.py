@@ -91,7 +91,7 @@ class _CountTable:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RouterCall:
     """One call of a router: what its losses are computed from, besides its logits."""
 
     path: str
@@ -131,7 +131,7 @@ class StepBalance:
     _losses: dict[str, Tensor] = field(default_factory=dict)
     """This rank's share of both losses by path, float64 `[2]`."""
     _choices: dict[str, Tensor] = field(default_factory=dict)
-    _without_backward: list[tuple[_Call, Tensor]] = field(default_factory=list)
+    _without_backward: list[tuple[_RouterCall, Tensor]] = field(default_factory=list)
     """Calls whose logits need no gradient."""
     previous: dict[str, Tensor] = field(default_factory=dict)
     """The choices of the step before, by path: int64 `[E]`."""
@@ -193,7 +193,7 @@ class StepBalance:
         attached: Tensor = _Attached.apply(weights, logits, self, call)  # type: ignore[no-untyped-call]
         return attached
 
-    def gradient(self, call: _Call, logits: Tensor) -> Tensor:
+    def gradient(self, call: _RouterCall, logits: Tensor) -> Tensor:
         """Return the gradient of a call's losses with respect to its `logits`, scaled as the main loss's."""
         with torch.enable_grad():
             given = logits.detach().requires_grad_()
@@ -263,7 +263,7 @@ class StepBalance:
     def _sums_step(self) -> bool:
         return self.settings.counts == "step"
 
-    def _count(self, path: str, logits: Tensor, indices: Tensor) -> _Call:
+    def _count(self, path: str, logits: Tensor, indices: Tensor) -> _RouterCall:
         """Count a call's choices, add those of the balance loss to its table, and return the call."""
         if self._microbatch is None:
             raise ModelError(
@@ -285,7 +285,7 @@ class StepBalance:
         chosen = count_choices(indices, documents, tokens.count, place.experts)
         self._choices[path] += chosen.sum(0)
         load = self._load(path, tokens, logits, indices, chosen, documents)
-        return _Call(path, documents, load, documents < tokens.count)
+        return _RouterCall(path, documents, load, documents < tokens.count)
 
     def _load(
         self,
@@ -367,7 +367,7 @@ class StepBalance:
             first = sum(self.places[one].experts for one in paths[: paths.index(path)])
         return slice(first, first + self.places[path].experts)
 
-    def _add_losses(self, call: _Call, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_losses(self, call: _RouterCall, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return a call's shares of both losses, and add them to this rank's."""
         probabilities = self.routers[call.path].routing.probabilities(logits)
         layers = len(self.places) if self.settings.coupled else 1
@@ -382,7 +382,9 @@ class _Attached(torch.autograd.Function):
     """Autograd function of a router's weights; its backward adds the losses' gradient to the logits'."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, logits: Tensor, losses: StepBalance, call: _Call | None) -> Tensor:
+    def forward(
+        ctx: Any, weights: Tensor, logits: Tensor, losses: StepBalance, call: _RouterCall | None
+    ) -> Tensor:
         ctx.losses, ctx.call = losses, call
         ctx.save_for_backward(logits)
         return weights.view_as(weights)
