@@ -20,6 +20,7 @@ from plait.engine.engine import Engine
 from plait.engine.local_batch import local_inputs
 from plait.engine.parallelize import parallelize
 from plait.errors import DataError, PlaitError
+from plait.models.layers.layer_sequence import saved_tensors
 from plait.plan.plan import Plan
 from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
@@ -232,8 +233,8 @@ def first_differing_module(
     """
     local = with_values(model, 0, unchanged, unchanged).double().eval()
     with torch.no_grad():
-        for name, parameter in local.named_parameters():
-            parameter.copy_(state[name])
+        for name, tensor in saved_tensors(local).items():
+            tensor.copy_(state[name])
     device = next(iter(list_of_tensors(inputs))).device
     whole = local_inputs([inputs], ContextParallelism.of_one_rank())
     pairs = [pair for pair, _ in reference.matched if len(pair.ours) == 1]
