@@ -77,8 +77,8 @@ def test_a_plan_is_described_in_one_sentence() -> None:
         (
             Plan(dp=4, ep=2, etp=2),
             4,
-            "4 ranks on cpu (pp 1 × dp 4 × tp 1, experts over ep 2 × etp 2), schedule 1f1b, 4 sequences a step "
-            "in 4 × 1 micro-batches.",
+            "4 ranks on cpu (pp 1 × dp 4 × tp 1, experts over ep 2 × etp 2), schedule 1f1b, 4 sequences a "
+            "step in 4 × 1 micro-batches.",
         ),
         (
             long,
