@@ -49,7 +49,9 @@ def by_transformers(name: str) -> tuple[float, dict[str, Tensor]]:
         output = model(INPUTS)
     loss = functional.cross_entropy(output.logits.flatten(0, 1), TARGETS.flatten())
     (loss + WEIGHT * output.aux_loss).backward()
-    return float(loss.detach()), {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
+    return float(loss.detach()), {
+        key: one.grad for key, one in model.named_parameters() if one.grad is not None
+    }
 
 
 def by_plait(name: str, plan: Plan) -> tuple[float, dict[str, Tensor]]:

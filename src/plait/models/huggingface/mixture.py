@@ -26,6 +26,9 @@ _ROUTERS = ("gate", "router")
 """Names of a router in transformers."""
 _SHARED = ("shared_expert", "shared_experts")
 """Names of the expert that every token runs through."""
+_SHARED_GATE = "shared_expert_gate"
+_MATRICES = ("gate_up_proj", "down_proj")
+"""The parameters of all experts together."""
 
 
 def is_mixture(mlp: nn.Module) -> bool:
@@ -43,7 +46,15 @@ def _router_name(mlp: nn.Module) -> str:
 
 
 def replaced_modules(mlp: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a sparse MLP whose code plait replaces."""
+    """Yield the modules of a sparse MLP whose code plait replaces. Raises ModelError for other modules."""
+    parts, known = dict(mlp.named_children()), {*_ROUTERS, *_SHARED, "experts", _SHARED_GATE}
+    joined = all(isinstance(getattr(mlp.experts, name, None), Tensor) for name in _MATRICES)
+    if not joined or not parts.keys() & {*_ROUTERS} or parts.keys() - known:
+        raise ModelError(
+            f"a {type(mlp).__name__} has {', '.join(parts)}, and plait computes an MLP of "
+            f"{' or '.join(_ROUTERS)}, experts with {' and '.join(_MATRICES)}, and perhaps "
+            f"{' or '.join(_SHARED)}: write an nn.Sequential of the model's layers."
+        )
     yield from (mlp, getattr(mlp, _router_name(mlp)), mlp.experts)
 
 
@@ -79,7 +90,7 @@ class Mixture(nn.Module):
         router = _router(getattr(mlp, self.router_name), scores)
         self.add_module(self.router_name, router)
         self.top_k, self.experts = router.top_k, _experts(mlp.experts)
-        self.shared_expert_gate: Any = getattr(mlp, "shared_expert_gate", None)
+        self.shared_expert_gate: Any = getattr(mlp, _SHARED_GATE, None)
         if self.shared_name is not None:
             self.add_module(ENTRANCE, nn.Identity())  # the region of tp has the shared expert only
             self.add_module(self.shared_name, getattr(mlp, self.shared_name))

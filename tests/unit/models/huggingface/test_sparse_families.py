@@ -86,6 +86,14 @@ def registered_experts(model: Any) -> None:
     model.config._experts_implementation = "of a user"
 
 
+def with_another_module(model: Any) -> None:
+    model.model.layers[1].mlp.scale = nn.Identity()
+
+
+def with_single_experts(model: Any) -> None:
+    model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(24, 24)])
+
+
 def hook(path: str) -> Change:
     return lambda model: model.get_submodule(path).register_forward_hook(lambda *_: None)
 
