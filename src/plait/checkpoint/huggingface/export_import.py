@@ -34,6 +34,7 @@ from plait.models.huggingface.expert_tensors import (
     is_of_experts,
 )
 from plait.models.huggingface.weight_files import INDEX, NO_WEIGHTS, files_of_tensors
+from plait.models.layers.layer_sequence import saved_tensors
 from plait.package import VERSION
 from plait.plan.decoder import Decoder
 from plait.plan.layout.layout import Box
@@ -112,7 +113,7 @@ def export_adapted(
     experts = _expert_names(folder, config) if any(map(is_of_experts, names.values())) else None
     pairs = [
         pair
-        for name, one in model.named_parameters()
+        for name, one in saved_tensors(model).items()
         if name in names
         for pair in _pairs(name, names[name], tuple(one.shape), experts)
     ]

@@ -14,6 +14,7 @@ from plait.errors import ModelError, PlaitError, listed, missing_package
 from plait.models.huggingface import FAMILIES, from_huggingface
 from plait.models.huggingface.expert_tensors import joined_experts
 from plait.models.huggingface.weight_files import CONFIG, NO_WEIGHTS, SIZE_KEYS, config_in, files_of_tensors
+from plait.models.layers.layer_sequence import saved_tensors
 from plait.models.lora import adapters_of
 from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE
 
@@ -153,15 +154,15 @@ def _require_tied(folder: Path, model: nn.Sequential, found: Mapping[str, Any]) 
 
 
 def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], unused: list[str]) -> None:
-    """Raise ModelError unless the files have exactly the model's parameters, in their shapes."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    present = {id(one) for name, one in parameters.items() if name in found}
+    """Raise ModelError unless the files have exactly the model's tensors, in their shapes."""
+    tensors = model.state_dict(keep_vars=True)
+    present = {id(one) for name, one in tensors.items() if name in found}
     present |= {id(half) for one in adapters_of(model).values() for half in (one.down.weight, one.up.weight)}
-    faults = [f"{name} is missing" for name, one in model.named_parameters() if id(one) not in present]
+    faults = [f"{name} is missing" for name, one in saved_tensors(model).items() if id(one) not in present]
     faults += [
-        f"{name} is {list(one.get_shape())} and not {list(parameters[name].shape)}"
+        f"{name} is {list(one.get_shape())} and not {list(tensors[name].shape)}"
         for name, one in found.items()
-        if list(one.get_shape()) != list(parameters[name].shape)
+        if list(one.get_shape()) != list(tensors[name].shape)
     ]
     faults += [
         f"{name} holds {one.get_dtype()}" for name, one in found.items() if one.get_dtype() not in _FLOATS

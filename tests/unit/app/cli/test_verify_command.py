@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from parity import huggingface_cases
 from plait.app.cli.main import main
 from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
@@ -30,6 +32,8 @@ SETTINGS = {
     "run.device": "cpu",
 }
 TINY = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+BATCHES = TINY[2 * 4 :]
+"""The settings that are not the model's."""
 
 
 class Answer:
@@ -132,6 +136,18 @@ def test_plaits_own_models_are_compared_with_those_of_transformers(
     said = json.loads(capsys.readouterr().out)
     assert (said["equal"], said["against"], said["unmatched"]) == (True, "transformers", 0)
     assert said["phases"]["gradient"]["compared"] == {"gpt2": 16, "llama": 12}[name]
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_sparse_models_in_a_folder_are_compared_with_those_of_transformers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huggingface_cases.drawn(huggingface_cases.MODELS[name]).float().save_pretrained(tmp_path)
+    options = ["--run.ranks_as", "threads", "--against", "transformers", "--steps", "1", "--parallel.tp", "2"]
+    assert main(["verify", *BATCHES, "--model.name", str(tmp_path), *options, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["equal"], said["unmatched"]) == (True, 0)
 
 
 def test_plait_verify_exits_with_2_where_no_plan_can_run(
