@@ -103,7 +103,11 @@ BALANCED = partial(cases.mixtral, output_router_logits=True)
         (cases.qwen2_moe, hook(MLP), f"{MLP} .Qwen2MoeSparseMoeBlock. has hooks"),
         (cases.olmoe, hook(f"{MLP}.gate"), f"{MLP}.gate .OlmoeTopKRouter. has hooks"),
         (cases.qwen3_moe, hook(f"{MLP}.experts"), f"{MLP}.experts .Qwen3MoeExperts. has hooks"),
-        (cases.mixtral, registered_experts, "experts_implementation is 'of a user', a function of test_mix"),
+        (
+            cases.mixtral,
+            registered_experts,
+            "experts_implementation is 'of a user', a function of test_sparse",
+        ),
     ],
 )
 def test_what_plaits_experts_would_not_compute_is_refused(
