@@ -59,6 +59,8 @@ from plait.tensor.autograd.weight_gradient_queue import (
     WeightWork,
 )
 from plait.tensor.dropout import DropoutGenerator, names_of
+from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
@@ -115,7 +117,7 @@ class Stage:
         self._eager = [EagerLayer(layer, self.queue, self.dropout, self.balance) for layer in self.layers]
         self._evaluating: list[LayerRunner] = [one.forward for one in self._eager]
         self._without_graphs: list[LayerRunner] = [
-            recomputing(mode, one.forward, one.parameters)
+            recomputing(mode, one.forward, one.parameters, decides=one.decides)
             for mode, one in zip(modes, self._eager, strict=True)
         ]
         self._training = self._without_graphs
@@ -270,6 +272,10 @@ class EagerLayer:
         self.balance = balance if routers_of([layer]) else None
         self.parameters = list(layer.module.parameters())
         self.dropouts = names_of(layer.module)
+        self.has_contexts = bool(self.dropouts) or self.balance is not None
+        """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
+        self.decides = any(isinstance(one, Router | Experts) for one in layer.module.modules())
+        """Whether a recomputation must not choose experts again."""
         self.joined: list[JoinedLinears] = []
         """The linears that are one product."""
         self._readers: tuple[Readers, ...] = ()
@@ -313,11 +319,6 @@ class EagerLayer:
         """Restore the layer's run counters to their values before the step."""
         if self.before is not None:
             set_attributes(self.layer.module, self.before)
-
-    @property
-    def has_contexts(self) -> bool:
-        """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
-        return bool(self.dropouts) or self.balance is not None
 
     def contexts(self, microbatch: int, sequence: LocalSequence | None) -> ExitStack:
         """Return the contexts in which the layer runs: for dropouts, for routers, and `sequence`."""
