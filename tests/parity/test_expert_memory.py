@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plait
 from parity.case import Case
 from parity.pairs import in_quick
-from parity.test_memory import CONTEXT, SIZES, count_in_a_rank, draw, foretold
+from parity.test_memory import SIZES, count_in_a_rank, draw, foretold
 from plait.plan.plan import Plan
 from plait.tensor.experts.router import Router
 
