@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from plait.tensor.layer_values import list_of_tensors
 
@@ -32,18 +33,22 @@ class OperationRecording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Repeated] = []
+        self.made: set[int] = set()
+        """The addresses of all results."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        held = tree_map_only(Tensor, alias, (args, kwargs))
         result = func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             raise RuntimeError(f"{func} reads a value on the host, which a CUDA graph cannot")
         given = {
             address(one) for one in (*list_of_tensors(list(args)), *list_of_tensors(list(kwargs.values())))
         }
-        made = [one for one in list_of_tensors(result) if one.numel() and address(one) not in given]
-        if (made or writes(func)) and not is_empty(func):
-            self.operations.append(Repeated(func, args, kwargs, made))
+        made = [alias(one) for one in list_of_tensors(result) if one.numel() and address(one) not in given]
+        self.made.update(address(one) for one in list_of_tensors(result) if address(one) not in given)
+        if (made or writes(func)) and not only_allocates(func) and not only_reshapes(func):
+            self.operations.append(Repeated(func, *held, made))
         return result
 
     def replay(self) -> None:
@@ -56,12 +61,12 @@ class OperationRecording(TorchDispatchMode):
                     for result, fresh in zip(results, found, strict=True):
                         result.copy_(fresh)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors that the operations read, write or make."""
-        for _, args, kwargs, results in self.operations:
-            yield from list_of_tensors(list(args))
-            yield from list_of_tensors(list(kwargs.values()))
-            yield from results
+    def given(self) -> Iterator[tuple[Any, Tensor]]:
+        """Each operation with the tensors that it reads and writes, if they hold anything."""
+        for operation, args, kwargs, _ in self.operations:
+            for one in (*list_of_tensors(list(args)), *list_of_tensors(list(kwargs.values()))):
+                if one.numel():
+                    yield operation, one
 
 
 class OperationRecorder:
@@ -93,6 +98,16 @@ def writes(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
-def is_empty(func: Any) -> bool:
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory in the same shape, whatever becomes of the tensor's shape."""
+    return tensor.detach()
+
+
+def only_allocates(func: Any) -> bool:
     """Whether an operation only allocates."""
     return "empty" in func.overloadpacket.__name__
+
+
+def only_reshapes(func: Any) -> bool:
+    """Whether an operation changes where a tensor's memory is, or its shape, and nothing in memory."""
+    return torch.Tag.inplace_view in func.tags
