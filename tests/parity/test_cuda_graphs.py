@@ -93,6 +93,25 @@ def test_replayed_segments_train_as_one_rank_for_every_pair_of_factors(
         assert set(counts.eager) == {"the first steps of a shape"}
 
 
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("completion", ["late", 1])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pp": 2, "schedule": "1f1b"},
+        {"pp": 2, "schedule": "zb-v", "dp": 2, "strategy": "full"},
+        {"pp": 4, "schedule": "zb-h1", "recompute": "full"},
+        {"pp": 2, "schedule": "interleaved", "dp": 2, "strategy": "gradients", "reduce": "each"},
+    ],
+    ids=str,
+)
+def test_replayed_segments_change_no_memory_that_is_still_sent(
+    thread_ranks: Any, settings: dict[str, Any], completion: Any
+) -> None:
+    plan = Plan(**settings, microbatches=5, precision="fp64", cuda_graphs=True)
+    check(thread_ranks.under_rules(completion), gpt2(layers=3, tied=True), plan)
+
+
 def graph_counts(engine: Engine) -> Any:
     """How many graphs the engine has recorded and replayed, and what ran eagerly."""
     assert engine._runner.graphs is not None
