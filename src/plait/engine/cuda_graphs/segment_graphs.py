@@ -97,6 +97,11 @@ class SegmentGraphs:
         self._reasons: dict[Shape, str] = {}
         """Why a shape cannot be recorded."""
 
+    @property
+    def recorded(self) -> list[MicrobatchGraphs]:
+        """The graphs of each shape and slot."""
+        return list(self._graphs.values())
+
     def begin(self) -> None:
         """Begin a training step. Raises PlanError where a tensor that graphs use has moved."""
         self._addresses.check()
