@@ -220,8 +220,15 @@ class DropoutGenerator:
 
     def fill(self, table: MaskTable, microbatch: int) -> None:
         """Write the keys of this step's masks of a micro-batch to the table that its graphs read."""
-        keys = [key_of(self.seed, self.step, call.path, call.number) for call in table.calls]
-        table.fill(keys, self.rows[microbatch].start)
+        if table.calls:
+            table.fill(self._keys_of(table), self.rows[microbatch].start)
+
+    def has_filled(self, table: MaskTable, microbatch: int) -> bool:
+        """Return whether a table has the keys of this step's masks of a micro-batch; the host waits."""
+        return not table.calls or table.holds(self._keys_of(table), self.rows[microbatch].start)
+
+    def _keys_of(self, table: MaskTable) -> list[int]:
+        return [key_of(self.seed, self.step, call.path, call.number) for call in table.calls]
 
     def path_and_rows(self, module: Dropout) -> tuple[str, int]:
         """Return the path of a dropout in the running layer, and the number of the micro-batch's rows."""

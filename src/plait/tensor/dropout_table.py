@@ -55,9 +55,16 @@ class MaskTable:
 
     def fill(self, keys: Sequence[int], first_row: int) -> None:
         """Write this step's `keys` of the calls, in their order, for the micro-batch that starts at a row."""
+        self._values.copy_(sent(self._values_for(keys, first_row), self._values.device))
+
+    def holds(self, keys: Sequence[int], first_row: int) -> bool:
+        """Return whether the table has what `fill` would write; the host waits for the device."""
+        return self._values.cpu().equal(self._values_for(keys, first_row))
+
+    def _values_for(self, keys: Sequence[int], first_row: int) -> Tensor:
         pairs = zip(keys, self._elements.values(), strict=True)
         values = [(key, first_bits(key, first_row * elements)) for key, elements in pairs]
-        self._values.copy_(sent(torch.tensor(values, dtype=torch.int64), self._values.device))
+        return torch.tensor(values, dtype=torch.int64).view(-1, 2)
 
     @property
     def calls(self) -> list[MaskCall]:

@@ -13,19 +13,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from plait.engine.cuda_graphs.recorder import GraphRecorder, RecordedWork
 from plait.engine.cuda_graphs.segment_places import SegmentPlace
-from plait.engine.pipeline.loss_stage import LossStage
-from plait.engine.pipeline.stage import Gradients, Stage
+from plait.engine.pipeline.stage import Gradients
 from plait.errors import PlanError
 from plait.schedules.action import Kind
 from plait.tensor.dropout_table import MaskTable
 from plait.tensor.layer_values import Value, leaf_of, list_of_tensors, map_tensors
+
+
+class StageState(Protocol):
+    """Protocol of what a stage holds of its micro-batches; a `Stage` is one."""
+
+    values: dict[int, Value]
+    gradients: dict[int, Gradients]
+
+
+class LossState(Protocol):
+    """Protocol of what the loss stage holds of its micro-batches; a `LossStage` is one."""
+
+    targets: list[Value]
+    summed: dict[int, Tensor]
 
 
 @dataclass
@@ -58,8 +71,8 @@ class MicrobatchGraphs:
     def record(
         self,
         place: SegmentPlace,
-        stage: Stage,
-        loss: LossStage | None,
+        stage: StageState,
+        loss: LossState | None,
         compute: Callable[[], None],
         recorder: GraphRecorder,
     ) -> None:
@@ -86,7 +99,7 @@ class MicrobatchGraphs:
         self.segments.append(made)
         _hand_on(made, place, stage, loss)
 
-    def replay(self, place: SegmentPlace, stage: Stage, loss: LossStage | None) -> None:
+    def replay(self, place: SegmentPlace, stage: StageState, loss: LossState | None) -> None:
         """Compute the segment at `place`, for its micro-batch, by its recording."""
         number, segment = place.microbatch, self.segments[place.number]
         if loss is not None and place.number == 0:
@@ -114,7 +127,9 @@ class MicrobatchGraphs:
         return [None if one is None else _copied_tensor(one) for one in gradients]
 
 
-def _hand_on(segment: _RecordedSegment, place: SegmentPlace, stage: Stage, loss: LossStage | None) -> None:
+def _hand_on(
+    segment: _RecordedSegment, place: SegmentPlace, stage: StageState, loss: LossState | None
+) -> None:
     """Give a segment's results to the next instructions; copies of those that leave the stage."""
     number, leaves = place.microbatch, place.hands_on
     if segment.value_out is not None:

@@ -21,6 +21,7 @@ from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
 from plait.engine.cuda_graphs.host_reads import HostReads
 from plait.engine.cuda_graphs.microbatch_graphs import MicrobatchGraphs
 from plait.engine.cuda_graphs.recorder import GraphRecorder
+from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.engine.cuda_graphs.segment_places import SegmentPlace, places_of
 from plait.engine.pipeline.executor import Calls, RunCalls
 from plait.engine.pipeline.loss_stage import LossStage
@@ -79,6 +80,8 @@ class SegmentGraphs:
     ) -> None:
         """`never`: why nothing can be recorded, if so. `most`: graphs; further shapes run eagerly."""
         self.counts = GraphCounts()
+        self.check: ReplayCheck | None = None
+        """Compares replayed segments with eager ones, while it is set."""
         self._recorder, self._pipeline, self._dropout = recorder, pipeline, dropout
         self._addresses, self._device = addresses, device
         self._never, self._eager_steps, self._most = never, eager_steps, most
@@ -140,7 +143,10 @@ class SegmentGraphs:
                 self._dropout.table = None
             self.counts.recorded += 1
         else:
-            way.graphs.replay(place, stage, loss)
+            if self.check is None:
+                way.graphs.replay(place, stage, loss)
+            else:
+                self.check.compare(place, way.graphs, stage, loss, partial(run, calls))
             self.counts.replayed += 1
         if place.is_last:
             del self._ways[key]
@@ -168,8 +174,7 @@ class SegmentGraphs:
                 return _Way(shape, slot=-1, reason=f"more than {self._most} graphs")
             graphs = self._new_graphs(place.stage, shape, slot)
         taken.add(slot)
-        if graphs.masks.calls:
-            self._dropout.fill(graphs.masks, place.microbatch)
+        self._dropout.fill(graphs.masks, place.microbatch)
         return _Way(shape, graphs, slot, records)
 
     def _new_graphs(self, stage: int, shape: Shape, slot: int) -> MicrobatchGraphs:
