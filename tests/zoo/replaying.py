@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +11,7 @@ from unittest.mock import patch
 from parity.case import Case
 from parity.cases import gpt2
 from parity.dropping import DROPPING
-from plait.engine.cuda_graphs import microbatch_graphs
+from plait.engine.cuda_graphs import microbatch_graphs, optimizer_graph
 from plait.engine.cuda_graphs.segment_graphs import SegmentGraphs
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.sharding.reducer import Reducer
@@ -74,6 +74,17 @@ def graph_of_another_shape() -> Any:
     return patch.object(SegmentGraphs, "_shape_of", lambda self, place: original(self, place)[:2])
 
 
+@contextmanager
+def rate_of_the_recorded_step() -> Iterator[None]:
+    """An optimizer is recorded whose learning rate is a number, and the number is not asked for."""
+    original = optimizer_graph.settings_of
+    with (
+        patch.object(optimizer_graph, "why_never", lambda _: ""),
+        patch.object(optimizer_graph, "settings_of", lambda optimizer: original(optimizer)[1:]),  # type: ignore[index]
+    ):
+        yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplayRow:
     """A mistake of replayed segments, and what has to be said of the first difference, or in the error."""
@@ -124,20 +135,27 @@ REPLAYING = (
         plan=ONE_STAGE,
         segment="0F0",
         what="the loss",
-        cause="the graph reads a number, or memory, that is not what the segment reads now",
+        cause="the graph reads a number, or memory, that is not what would be read now",
     ),
     ReplayRow(
         defect=gradient_written_by_each_micro_batch,
         plan=ONE_STAGE,
         segment="0B1",
         what="the gradient of",
-        cause="the graph reads a number, or memory, that is not what the segment reads now",
+        cause="the graph reads a number, or memory, that is not what would be read now",
     ),
     ReplayRow(
         defect=gathered_parameters_freed,
         plan=SHARDED,
         segment="the parameter embedding.token.weight of stage 0",
         cause="has moved from address",
+    ),
+    ReplayRow(
+        defect=rate_of_the_recorded_step,
+        plan=ONE_STAGE,
+        segment="the optimizer's step",
+        what="parameter 0 of group 0",
+        cause="it changes by 0.5 times as much, as with the learning rate of another step",
     ),
     ReplayRow(
         defect=graph_of_another_shape,

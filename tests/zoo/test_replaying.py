@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from parity import woven
+from parity.capturable import TensorAdam
 from parity.case import Case
 from parity.cases import gpt2
 from parity.dropping import DROPPING
@@ -19,20 +20,26 @@ from zoo.replaying import REPLAYING, SHARDED, TWO_STAGES, ReplayRow
 
 
 def differences(case: Case, plan: Plan, shortens: bool = False) -> tuple[list[Any], int]:
-    """What a check finds in the fifth step, with a loss scale of 4, and how many segments it replays.
+    """What a check finds in the fifth step, with loss scale 4 and twice the rate, and how much it replays.
 
     `shortens`: that step's batch has a position less.
     """
     engine = recording_engine(case, plan)
+    optimizer = TensorAdam(engine.parameters(), 0.01)
     batches = woven.shares(case, engine, 5)
     for batch in batches[:4]:
         engine.forward_backward(*batch)
+        engine.step(optimizer, 1.0)
+        optimizer.zero_grad()
     graphs = graphs_of(engine)
     graphs.check = ReplayCheck(engine._runtime.units, engine._runtime.dropout)
     engine._runner.scale.value = 4.0
     replayed = graphs.counts.replayed
     last = [map_tensors(lambda tensor: tensor[:, :-1], one) if shortens else one for one in batches[4]]
     engine.forward_backward(*last)
+    for group in optimizer.param_groups:
+        group["lr"] *= 2
+    engine.step(optimizer, 1.0)
     return graphs.check.differences, graphs.counts.replayed - replayed
 
 
@@ -47,7 +54,9 @@ def test_the_check_finds_no_difference_where_there_is_none(thread_ranks: Any, ca
 def test_each_mistake_is_found_with_its_segment_and_cause(thread_ranks: Any, row: ReplayRow) -> None:
     with row.defect():
         try:
-            found, _ = thread_ranks.run(differences, row.case, row.plan, row.shortens, ranks=row.plan.world)[0]
+            found, _ = thread_ranks.run(differences, row.case, row.plan, row.shortens, ranks=row.plan.world)[
+                0
+            ]
         except PlanError as error:
             assert row.segment in str(error)
             assert row.cause in str(error)

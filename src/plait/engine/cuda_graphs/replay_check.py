@@ -22,6 +22,8 @@ from plait.tensor.layer_values import Value, list_of_tensors
 TOLERANCE = 1e-10
 """Of a difference, relative to the largest eager value, by default: both compute the same in fp64."""
 
+UNKNOWN = "the graph reads a number, or memory, that is not what would be read now"
+"""Of what has changed."""
 INPUT_GRADIENT = "the gradient of input"
 
 
@@ -92,6 +94,37 @@ class ReplayCheck:
         for what, other in replayed.items():
             self._note(place, graphs, what, other, eager[what])
 
+    def compare_update(
+        self, tensors: Mapping[str, Tensor], replay: Callable[[], None], update: Callable[[], object]
+    ) -> None:
+        """Replay an optimizer's step, undo what it has done to `tensors`, and run `update` instead."""
+        before = {name: one.detach().clone() for name, one in tensors.items()}
+        replay()
+        replayed = {name: one.detach().clone() for name, one in tensors.items()}
+        with torch.no_grad():
+            for name, one in tensors.items():
+                one.copy_(before[name])
+        update()
+        for name, one in tensors.items():
+            changes = [(made.detach() - before[name]).double() for made in (replayed[name], one)]
+            self._note_update(name, *changes)
+
+    def _note_update(self, name: str, replayed: Tensor, eager: Tensor) -> None:
+        if not eager.numel():
+            return
+        largest, error = float(eager.abs().max()), float((replayed - eager).abs().max())
+        if error <= self._tolerance * largest:
+            return
+        factor = float((replayed * eager).sum() / (eager * eager).sum())
+        is_scaled = torch.allclose(replayed, factor * eager, rtol=1e-6, atol=0)
+        cause = (
+            f"it changes by {factor:g} times as much, as with the learning rate of another step"
+            if is_scaled
+            else UNKNOWN
+        )
+        relative = error / largest if largest else float("inf")
+        self.differences.append(ReplayDifference("the optimizer's step", name, relative, cause))
+
     def _gradients_of(self, stage: int) -> dict[str, Tensor]:
         units = (unit for unit in self._units.values() if stage in unit.stages)
         pairs = (pair for unit in units for pair in unit.gradients_of(stage).items())
@@ -140,4 +173,4 @@ class ReplayCheck:
         is_scaled = torch.allclose(replayed, factor * eager, rtol=self._tolerance, atol=0)
         if is_scaled and what.startswith(INPUT_GRADIENT):
             return f"it is {factor:g} times the eager one, as with the loss scale of another step"
-        return "the graph reads a number, or memory, that is not what the segment reads now"
+        return UNKNOWN

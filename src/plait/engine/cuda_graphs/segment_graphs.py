@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
 from plait.engine.cuda_graphs.host_reads import HostReads
 from plait.engine.cuda_graphs.microbatch_graphs import MicrobatchGraphs
+from plait.engine.cuda_graphs.optimizer_graph import RECORDED, REPLAYED, OptimizerGraph
 from plait.engine.cuda_graphs.recorder import GraphRecorder
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.engine.cuda_graphs.segment_places import SegmentPlace, places_of
@@ -84,6 +86,7 @@ class SegmentGraphs:
         """Compares replayed segments with eager ones, while it is set."""
         self._recorder, self._pipeline, self._dropout = recorder, pipeline, dropout
         self._addresses, self._device = addresses, device
+        self._optimizers = WeakKeyDictionary[torch.optim.Optimizer, OptimizerGraph]()
         self._never, self._eager_steps, self._most = never, eager_steps, most
         self._graphs: dict[tuple[Shape, int], MicrobatchGraphs] = {}
         self._pools: dict[tuple[int, int], Any] = {}
@@ -111,6 +114,17 @@ class SegmentGraphs:
         self._pipeline.loss_stage.keep_scale_in_place()
         self._steps.update(self._seen)
         self._seen = set()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call `optimizer.step()`, or replay it: see `OptimizerGraph`."""
+        graph = self._optimizers.get(optimizer)
+        if graph is None:
+            graph = self._optimizers[optimizer] = OptimizerGraph(self._recorder)
+        done = graph.step(optimizer, self.check)
+        self.counts.recorded += done == RECORDED
+        self.counts.replayed += done == REPLAYED
+        if done not in (RECORDED, REPLAYED):
+            self.counts.eager[done] += 1
 
     def clear(self) -> None:
         """After an exception in a step, discard micro-batches in flight, and graphs that are not complete."""
