@@ -54,7 +54,7 @@ def input_of_the_recorded_micro_batch() -> Any:
 
 
 def gradient_written_by_each_micro_batch() -> Any:
-    """The first micro-batch's product overwrites what is in the gradient, and so do all others' by its graph."""
+    """The first micro-batch overwrites what is in the gradient, and so do all others, by its graph."""
     original = Reducer.__init__
 
     def init(self: Reducer, units: Any, queue: Any, **_: Any) -> None:
@@ -98,6 +98,8 @@ class ReplayRow:
     """The first segment that differs; of an error, a part of its text."""
     what: str = ""
     """The start of the name of the first result that differs."""
+    is_refused: bool = False
+    """Whether it is an error, not a difference."""
     cause: str
     """A part of the text."""
 
@@ -147,6 +149,7 @@ REPLAYING = (
     ReplayRow(
         defect=gathered_parameters_freed,
         plan=SHARDED,
+        is_refused=True,
         segment="the parameter embedding.token.weight of stage 0",
         cause="has moved from address",
     ),
@@ -161,6 +164,7 @@ REPLAYING = (
         defect=graph_of_another_shape,
         plan=ONE_STAGE,
         shortens=True,
+        is_refused=True,
         segment="0F0 was given",
         cause="its graph was recorded for",
     ),
