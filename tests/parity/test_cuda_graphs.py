@@ -35,6 +35,7 @@ from plait.engine.pipeline.loss_stage import LossStage
 from plait.plan.plan import Plan
 from plait.schedules.search.api import schedule
 from plait.tensor.layer_values import Microbatches
+from plait.tensor.torch_losses import as_loss
 
 CASE = gpt2(layers=2, tied=False)
 QUICK = ("in_place", "tuples", "crossing_ties", "buffers")
@@ -277,3 +278,26 @@ def in_another_order(plan: Plan) -> tuple[bool, int]:
         same &= torch.equal(*losses)
         same &= torch.equal(*(engine.evaluate(*batch) for engine in (plain, recorded)))
     return same & have_same_gradients(plain, recorded), graphs_of(recorded).counts.replayed
+
+
+def test_a_loss_with_buffers_is_recorded() -> None:
+    weights = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
+    one = case(lambda: nn.Sequential(nn.Linear(HIDDEN, CLASSES)), draw_vectors)
+    one = replace(one, loss=as_loss(nn.CrossEntropyLoss(weight=weights)))
+    plan = Plan(precision="fp64", cuda_graphs=True)
+    plain, recorded = woven.weave(one, replace(plan, cuda_graphs=False)), recording_engine(one, plan)
+    for batch in woven.shares(one, plain, 5):
+        assert torch.equal(plain.forward_backward(*batch), recorded.forward_backward(*batch))
+    assert have_same_gradients(plain, recorded)
+    assert graphs_of(recorded).counts.replayed > 0
+
+
+def test_replayed_segments_give_the_gradients_of_inputs() -> None:
+    plan = Plan(microbatches=2, precision="fp64", cuda_graphs=True)
+    one = case(lambda: nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)), draw_vectors)
+    plain, recorded = woven.weave(one, replace(plan, cuda_graphs=False)), recording_engine(one, plan)
+    for batch in woven.shares(one, plain, 5):
+        for engine in (plain, recorded):
+            engine.forward_backward(*batch, input_gradients=True)
+        assert torch.equal(plain.input_gradients(), recorded.input_gradients())
+    assert graphs_of(recorded).counts.replayed > 0
