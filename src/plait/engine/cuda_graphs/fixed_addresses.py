@@ -16,28 +16,29 @@ class FixedAddresses:
     """Compares addresses of parameters, gradients and buffers with those at the first recording."""
 
     def __init__(self, units: Mapping[str, Unit], stages: Mapping[int, Stage]) -> None:
-        self._tensors = dict(_tensors_of_units(units))
-        self._buffers = dict(_owners_of_buffers(stages))
-        self._known: dict[str, int] = {}
+        named, owned = dict(_tensors_of_units(units)), dict(_owners_of_buffers(stages))
+        self._names = [*named, *owned]
+        self._tensors, self._owners = list(named.values()), list(owned.values())
+        self._known: list[int] = []
 
     def note(self) -> None:
         """Note the addresses, when the first graph is recorded; later calls do nothing."""
-        self._known = self._known or dict(self._addresses())
+        self._known = self._known or self._addresses()
 
     def check(self) -> None:
         """Raise PlanError where a tensor is not where it was when the first graph was recorded."""
-        for name, address in self._addresses() if self._known else ():
-            if address != self._known[name]:
-                raise PlanError(
-                    f"{name} has moved from address {self._known[name]:#x} to {address:#x} since graphs that "
-                    "use it were recorded: write to it in place, with copy_(), or leave plan.cuda_graphs out."
-                )
+        if not self._known or (now := self._addresses()) == self._known:
+            return
+        pairs = zip(self._names, self._known, now, strict=True)
+        name, before, after = next((name, *both) for name, *both in pairs if both[0] != both[1])
+        raise PlanError(
+            f"{name} has moved from address {before:#x} to {after:#x} since graphs that use it were recorded: "
+            "write to it in place, with copy_(), or leave plan.cuda_graphs out."
+        )
 
-    def _addresses(self) -> Iterator[tuple[str, int]]:
-        for name, tensor in self._tensors.items():
-            yield name, tensor.data_ptr()
-        for name, (module, attribute) in self._buffers.items():
-            yield name, getattr(module, attribute).data_ptr()
+    def _addresses(self) -> list[int]:
+        buffers = [getattr(module, name) for module, name in self._owners]
+        return list(map(Tensor.data_ptr, self._tensors + buffers))
 
 
 def _tensors_of_units(units: Mapping[str, Unit]) -> Iterator[tuple[str, Tensor]]:

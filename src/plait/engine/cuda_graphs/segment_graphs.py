@@ -133,6 +133,7 @@ class SegmentGraphs:
                 self._graphs.pop((way.shape, way.slot), None)
         self._ways.clear()
         self._taken.clear()
+        self._seen.clear()
         self._dropout.table = None
 
     def bind(self, segments: Sequence[Segment], runs: Sequence[RunCalls]) -> list[RunCalls]:
@@ -145,7 +146,9 @@ class SegmentGraphs:
     def _run(self, place: SegmentPlace, run: RunCalls, calls: Calls) -> None:
         """Run a segment in the way of its micro-batch: by its graph, eagerly, or recording it."""
         key = place.stage, place.microbatch
-        way = self._ways[key] if place.number else self._ways.setdefault(key, self._begin(place))
+        if place.number == 0:
+            self._ways[key] = self._begin(place)
+        way = self._ways[key]
         stage, loss = self._pipeline.stages[place.stage], self._loss_of(place.stage)
         if way.graphs is None:
             self._run_eagerly(place, way, partial(run, calls))
@@ -174,9 +177,8 @@ class SegmentGraphs:
             return _Way(shape, slot=-1, reason=reason)
         if self._steps[shape] < self._eager_steps:
             self._seen.add(shape)
-            is_watched = (
-                self._steps[shape] + 1 == self._eager_steps
-            )  # in the first one layers may be compiled
+            # Not in the first step, in which layers may be compiled.
+            is_watched = self._steps[shape] + 1 == self._eager_steps
             notes = self._masks.setdefault(shape, MaskNotes()) if is_watched else None
             return _Way(shape, slot=-1, notes=notes, reason="the first steps of a shape")
         taken = self._taken[place.stage]
