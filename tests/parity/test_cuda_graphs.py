@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from parity import woven
 from parity.case import Case
-from parity.cases import GPT2_VOCAB, USER_CASES, case, gpt2
+from parity.cases import GPT2_VOCAB, USER_CASES, case, gpt2, llama
+from parity.contexts import packed
 from parity.data import draw_vectors
 from parity.dropping import DROPPING, by_hand
 from parity.layers import CLASSES, HIDDEN
@@ -242,6 +243,42 @@ def test_layers_that_no_graph_can_hold_run_eagerly_by_name(make: Any, recompute:
     counts = graphs_of(engine).counts
     assert bool(counts.recorded) == (not why)
     assert set(counts.eager) == {"the first steps of a shape", why} - {""}
+
+
+class Counting(nn.Module):
+    """A layer that counts its runs in a buffer, which plait sets back in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, CLASSES)
+        self.register_buffer("runs", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.runs += self.training
+        return self.linear(hidden)
+
+
+@pytest.mark.parametrize(
+    ("one", "settings", "why"),
+    [
+        (
+            packed(llama(layers=1), 8),
+            {},
+            "documents, or a part of the sequence: the host reads where they begin",
+        ),
+        (llama(layers=1), {"tp": 2}, "layers communicate over tp or cp"),
+        (llama(layers=1), {"cp": 2}, "layers communicate over tp or cp"),
+        (case(lambda: nn.Sequential(Counting()), draw_vectors), {}, "layer '0' counts its runs in Python"),
+    ],
+    ids=["documents", "tp", "cp", "counting"],
+)
+def test_plans_and_layers_that_cannot_be_recorded_train_eagerly_and_say_why(
+    thread_ranks: Any, one: Case, settings: dict[str, Any], why: str
+) -> None:
+    plan = Plan(**settings, microbatches=2, precision="fp64", cuda_graphs=True)
+    for outcome, counts in thread_ranks.run(train, one, plan, FIVE_STEPS, ranks=plan.world):
+        assert all(map(math.isfinite, outcome.losses))
+        assert (counts.recorded, set(counts.eager)) == (0, {why})
 
 
 def test_a_step_that_fails_while_it_is_recorded_is_recorded_again() -> None:

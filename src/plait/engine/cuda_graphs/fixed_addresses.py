@@ -32,7 +32,7 @@ class FixedAddresses:
         pairs = zip(self._names, self._known, now, strict=True)
         name, before, after = next((name, *both) for name, *both in pairs if both[0] != both[1])
         raise PlanError(
-            f"{name} has moved from address {before:#x} to {after:#x} since graphs that use it were recorded: "
+            f"{name} has moved from address {before:#x} to {after:#x} since graphs with it were recorded: "
             "write to it in place, with copy_(), or leave plan.cuda_graphs out."
         )
 
