@@ -59,7 +59,7 @@ class MaskTable:
 
     def holds(self, keys: Sequence[int], first_row: int) -> bool:
         """Return whether the table has what `fill` would write; the host waits for the device."""
-        return self._values.cpu().equal(self._values_for(keys, first_row))
+        return self._values.equal(sent(self._values_for(keys, first_row), self._values.device))
 
     def _values_for(self, keys: Sequence[int], first_row: int) -> Tensor:
         pairs = zip(keys, self._elements.values(), strict=True)
