@@ -66,10 +66,10 @@ def _map(rows: Sequence[Sequence[float]], top: float, height: float) -> Iterator
 
 def read_expert_loads(folder: Path) -> ExpertLoads | None:
     """Return the loads of experts in `folder`; None if there are none. Skips damaged lines."""
-    rows: list[_Row] = []
+    rows: list[_LoadRow] = []
     for line in lines_of(folder / EXPERTS_FILE):
         with suppress(ValueError):
-            row = validated(_Row, line)
+            row = validated(_LoadRow, line)
             if row.tokens and all(0 <= one < MOST for counts in row.tokens.values() for one in counts):
                 rows.append(row)
     shape = _shape(rows[-1]) if rows else {}
@@ -87,10 +87,10 @@ def _multiples(counts: Sequence[float]) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _LoadRow:
     step: int
     tokens: Mapping[str, tuple[float, ...]]
 
 
-def _shape(row: _Row) -> dict[str, int]:
+def _shape(row: _LoadRow) -> dict[str, int]:
     return {router: len(counts) for router, counts in row.tokens.items()}
