@@ -21,7 +21,7 @@ from plait.app.train.train_run import banner, train
 from plait.app.train.trainer import build_model
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface import from_huggingface
-from plait.models.huggingface.pretrained import weights_in
+from plait.models.huggingface.pretrained import logits_of, original_in, weights_in
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 
@@ -105,6 +105,12 @@ def test_a_mixture_of_experts_whose_router_is_not_known_is_named_as_one(tmp_path
         ModelError, match=r"PhimoeForCausalLM is a mixture of experts .num_local_experts = 16 in .* give a "
     ):
         build_model(config_of(tmp_path).model, 300)
+
+
+def test_the_reference_of_a_sparse_folder_runs_in_float64(tmp_path: Path) -> None:
+    cases.olmoe().save_pretrained(tmp_path)
+    logits = logits_of(original_in(tmp_path).double(), torch.zeros(1, 3, dtype=torch.int64))
+    assert logits.dtype == torch.float64
 
 
 def test_a_tied_head_with_values_of_its_own_is_named(tmp_path: Path) -> None:
