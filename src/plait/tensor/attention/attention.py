@@ -134,7 +134,7 @@ def _require_mask(dropout: AnyDropout | None) -> None:
 
 def _require_sinks(sinks: object, query: Tensor) -> None:
     """Raise ModelError for sinks that are not a score of each of the query's heads."""
-    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.shape == query.shape[1:2]):
+    if not (isinstance(sinks, Tensor) and sinks.shape == query.shape[1:2]):
         found = list(sinks.shape) if isinstance(sinks, Tensor) else f"an object of {type(sinks).__name__}"
         raise ModelError(
             f"attention was given sinks {found} for {query.shape[1]} query heads: give a tensor [heads], or "
@@ -208,7 +208,8 @@ def attend(
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     dropout, trace = dropout if is_active(dropout) else None, TRACE.get()
-    _require_sinks(sinks, query)
+    if sinks is not None:
+        _require_sinks(sinks, query)
     in_blocks = keys.sequence is not None or softcap is not None or sinks is not None
     # scaled_dot_product_attention has no fused kernel of a CPU for these.
     in_blocks = in_blocks or (keys.value.shape[3] < keys.key.shape[3] and not is_accelerator(query))
