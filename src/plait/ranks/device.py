@@ -53,11 +53,11 @@ def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) ->
 def multiplies_groups(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` multiplies matrices of `dtype` without the host.
 
-    On a CPU that is any of 32 or 16 bits. On a GPU bf16, by a kernel for CUDA of compute capability 9 or 10;
-    elsewhere torch loops over the groups, for which the host waits for their sizes.
+    On a CPU, and on meta, that is any of 32 or 16 bits. On a GPU bf16, by a kernel for CUDA of compute
+    capability 9 or 10; elsewhere torch loops over the groups, for which the host waits for their sizes.
     """
     device = where.device if isinstance(where, Tensor) else where
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip is not None:
         return False
