@@ -173,14 +173,14 @@ def norms_in_float64() -> Iterator[None]:
     routers = (MixtralTopKRouter, OlmoeTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter)
     with ExitStack() as entered:
         for kind in (*norms, *more_norms, *routers, modeling_deepseek_v3.DeepseekV3TopkRouter):
-            entered.enter_context(patch.object(kind, "forward", _in_float64(kind.forward)))
+            entered.enter_context(patch.object(kind, "forward", in_float64(kind.forward)))
         for module in (modeling_gemma2, modeling_deepseek_v3):
-            eager = _in_float64(module.eager_attention_forward)
+            eager = in_float64(module.eager_attention_forward)
             entered.enter_context(patch.object(module, "eager_attention_forward", eager))
         yield
 
 
-def _in_float64(function: Any) -> Any:
+def in_float64(function: Any) -> Any:
     """The function with float64 in its code where it has float32."""
     written = inspect.getsource(function)
     changed = re.sub(r"torch\.float(32)?\b", "torch.float64", written).replace(".float()", ".double()")

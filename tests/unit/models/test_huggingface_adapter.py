@@ -44,7 +44,7 @@ def test_the_layers_hold_the_models_own_parameters(name: str) -> None:
     heads = model.config.num_attention_heads
     width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
     layers = sequence_of(sequence).layers
-    costs = [one for one in layers if hasattr(one.module, "cost") and not one.path.endswith("mlp")]
+    costs = [one for one in layers if hasattr(one.module, "cost")]
     assert len(costs) >= model.config.num_hidden_layers
     for layer, cost in zip(costs, layer_costs(costs), strict=True):
         matrices = sum(one.numel() for one in layer.module.parameters() if one.dim() > 1)

@@ -36,6 +36,7 @@ from plait.models.huggingface.common import (
 from plait.models.huggingface.latent_attention import LatentAttention, is_latent, latent_rules
 from plait.models.huggingface.mixture import (
     SparseMLP,
+    balance_weight,
     is_mixture,
     replaced_modules,
     require_known_mixtures,
@@ -56,6 +57,7 @@ from plait.plan.rules import (
     vocabulary,
 )
 from plait.tensor.attention.attention import attend, heads_of, share_keys
+from plait.tensor.experts.routers import balance_experts
 from plait.tensor.experts.routing import Scores
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -249,7 +251,10 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
     cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
     head = Head("norm", body.norm, model.lm_head, std, cap=cap, norm_start=family.norm_start)
-    return assemble(embedding, blocks, head, context=context, rules=family.rules(attentions[0], mlps))
+    adapted = assemble(embedding, blocks, head, context=context, rules=family.rules(attentions[0], mlps))
+    if sparse and (weight := balance_weight(model)):
+        balance_experts(adapted, weight=weight, counts="step", coupled=True)
+    return adapted
 
 
 def _require_computed(config: Any, family: Family) -> None:

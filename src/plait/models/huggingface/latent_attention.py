@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.errors import ModelError
 from plait.models.huggingface.common import Branch, Rotary, add_branch, attention_parts, residual
 from plait.models.model_helpers import InitializedLayer, attention_cost
 from plait.models.rotary import Angles, rotate
@@ -60,6 +61,11 @@ class LatentAttention(InitializedLayer):
         self.attention_dropout = nn.Dropout(attn.attention_dropout)
         self.attention_dropout.train(attn.training)
         rotary.require_all_features(attn.qk_rope_head_dim)
+        if attn.num_key_value_groups != 1:
+            raise ModelError(
+                f"num_key_value_heads is {attn.config.num_key_value_heads}, where latent attention has a key "
+                f"for each of {attn.config.num_attention_heads} heads: set it to that number."
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the attention's output. With `tp` above 1, each rank has some heads."""

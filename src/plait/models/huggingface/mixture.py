@@ -26,6 +26,9 @@ _ROUTERS = ("gate", "router")
 """Names of a router in transformers."""
 _SHARED = ("shared_expert", "shared_experts")
 """Names of the expert that every token runs through."""
+_SHARED_GATE = "shared_expert_gate"
+_MATRICES = ("gate_up_proj", "down_proj")
+"""The parameters of all experts together."""
 
 
 def is_mixture(mlp: nn.Module) -> bool:
@@ -43,7 +46,15 @@ def _router_name(mlp: nn.Module) -> str:
 
 
 def replaced_modules(mlp: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a sparse MLP whose code plait replaces."""
+    """Yield the modules of a sparse MLP whose code plait replaces. Raises ModelError for other modules."""
+    parts, known = dict(mlp.named_children()), {*_ROUTERS, *_SHARED, "experts", _SHARED_GATE}
+    joined = all(isinstance(getattr(mlp.experts, name, None), Tensor) for name in _MATRICES)
+    if not joined or not parts.keys() & {*_ROUTERS} or parts.keys() - known:
+        raise ModelError(
+            f"a {type(mlp).__name__} has {', '.join(parts)}, and plait computes an MLP of "
+            f"{' or '.join(_ROUTERS)}, experts with {' and '.join(_MATRICES)}, and perhaps "
+            f"{' or '.join(_SHARED)}: write an nn.Sequential of the model's layers."
+        )
     yield from (mlp, getattr(mlp, _router_name(mlp)), mlp.experts)
 
 
@@ -64,13 +75,6 @@ class SparseMLP(InitializedLayer):
         """Return x plus the sum of its experts' outputs. With `tp` above 1, all ranks route alike."""
         return residual(self, x, self.branch, self.mlp)
 
-    def cost(self) -> float:
-        """Return the number of multiplications per token, by which layers are divided into stages."""
-        experts = self.mlp.experts
-        stored = sum(one.numel() for one in experts.parameters() if one.dim() > 2)
-        others = sum(one.numel() for one in self.parameters() if one.dim() == 2)
-        return float(1 + others + stored // experts.num_experts * self.mlp.top_k)
-
 
 class Mixture(nn.Module):
     """`[batch, length, hidden]` → the same shape: experts chosen by a router, and perhaps a shared one.
@@ -86,7 +90,7 @@ class Mixture(nn.Module):
         router = _router(getattr(mlp, self.router_name), scores)
         self.add_module(self.router_name, router)
         self.top_k, self.experts = router.top_k, _experts(mlp.experts)
-        self.shared_expert_gate: Any = getattr(mlp, "shared_expert_gate", None)
+        self.shared_expert_gate: Any = getattr(mlp, _SHARED_GATE, None)
         if self.shared_name is not None:
             self.add_module(ENTRANCE, nn.Identity())  # the region of tp has the shared expert only
             self.add_module(self.shared_name, getattr(mlp, self.shared_name))
@@ -152,10 +156,9 @@ def _is_clamped(experts: Any) -> bool:
 
 
 def require_known_mixtures(model: Any, mlps: list[Any]) -> None:
-    """Raise ModelError where sparse MLPs compute something that plait's experts do not, or a loss is added.
+    """Raise ModelError where sparse MLPs compute something that plait's experts do not.
 
-    The activation has to be SiLU or that of GPT-OSS, `experts_implementation` one of transformers' own, and
-    the configuration may not ask for the balancing loss, which plait does not add.
+    The activation has to be SiLU or that of GPT-OSS, `experts_implementation` one of transformers' own.
     """
     from transformers.activations import SiLUActivation
 
@@ -167,14 +170,13 @@ def require_known_mixtures(model: Any, mlps: list[Any]) -> None:
                 f"the experts' activation is a {type(act).__name__} (hidden_act = {config.hidden_act!r}), "
                 "and plait's experts compute silu: set hidden_act to 'silu', and put no hooks on it."
             )
-    coefficient = getattr(config, "router_aux_loss_coef", 0)
-    if getattr(config, "output_router_logits", False) and coefficient:
-        raise ModelError(
-            f"the configuration has output_router_logits on and router_aux_loss_coef = {coefficient!r}, by "
-            "which transformers adds a balancing loss that plait does not add to the loss of such a model: "
-            "set output_router_logits to false, or the coefficient to 0."
-        )
     _require_known_implementation(config)
+
+
+def balance_weight(model: Any) -> float:
+    """Return the factor of the balance loss that transformers adds to the loss; 0 where it adds none."""
+    adds = getattr(model.config, "output_router_logits", False)
+    return float(getattr(model, "router_aux_loss_coef", 0.0)) if adds else 0.0
 
 
 def _require_known_implementation(config: Any) -> None:

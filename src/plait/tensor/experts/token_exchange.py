@@ -8,6 +8,9 @@ In the backward the gradient of the output takes the way of the tokens, and the 
 the results. Under uniform routing to k of E experts on `ep` ranks a token makes
 `ep (1 - C(E - E/ep, k) / C(E, k))` rows instead of k, of which one in `ep` stays on its rank. Where parts of
 an expert are on several ranks of `etp`, a token travels to each of them.
+
+The host waits once, for the counts: it allocates the rows, and gives their sizes to the all-to-all. Buffers
+of the largest possible size, `T min(k, ep)` rows sent and all tokens received, would need no wait.
 """
 
 from __future__ import annotations

@@ -203,6 +203,7 @@ def test_plait_verify_refuses_wrong_options_in_one_sentence(
         ("--against transformers --all", "--all does not go with --against, which compares one plan"),
         ("--against transformers --mode exact", "--mode does not go with --against"),
         ("--against transformers --model.lora.rank 2", "compares models without adapters"),
+        ("--against transformers --model.name llama --model.experts 2", "plait's own llama with experts"),
         ("--mode exact --steps 2", "steps is 2: mode exact takes 1"),
         ("--parallel.tp 3", "model.heads = 4 is not divisible by parallel.tp = 3"),
         ("--model.layerz 1", "did you mean model.layers?"),
