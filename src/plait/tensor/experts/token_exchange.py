@@ -70,11 +70,22 @@ class TokenExchange:
         result = rows.new_empty(sum(received), width)
         if rows.is_meta:
             self.group.skip("all_to_all", rows)
-            return lambda rows=rows: result  # type: ignore[misc]  # until the wait what is sent is kept
+            return _skipped(result, rows)
         sizes = [[count * width for count in counts] for counts in (sent, received)]
         flat, out = rows.reshape(-1), result.view(-1)
         handle = all_to_all_uneven(flat, self.group, *sizes, most=most * width, out=out, checked=False)
         return lambda: handle.wait().view(-1, width)
+
+
+def _skipped(result: Tensor, rows: Tensor) -> PendingTensor:
+    """Return a function that returns `result`, and keeps the `rows` that are sent until it is called."""
+    kept = [rows]
+
+    def wait() -> Tensor:
+        kept.clear()
+        return result
+
+    return wait
 
 
 def exchange_of(indices: Tensor, experts: int, group: Group, etp: int) -> TokenExchange:
