@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parity import woven
-from parity.case import Case
+from parity.case import Case, Recipe
 from parity.cases import GPT2_VOCAB, USER_CASES, case, gpt2, llama
 from parity.contexts import packed
 from parity.data import draw_vectors
@@ -99,6 +99,19 @@ def test_replayed_segments_train_as_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:
     check_row(thread_ranks, row)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"pp": 2, "schedule": "zb-v"}, {"dp": 2, "strategy": "gradients", "reduce": "each"}],
+    ids=str,
+)
+def test_replayed_segments_add_to_the_gradients_of_earlier_calls(
+    thread_ranks: Any, settings: dict[str, Any]
+) -> None:
+    plan = Plan(**settings, microbatches=3, precision="fp64", cuda_graphs=True)
+    recipe = Recipe(steps=3, calls=2, set_to_none=False)
+    check_replayed(thread_ranks, gpt2(layers=3, tied=True), plan, recipe)
 
 
 @pytest.mark.parametrize("completion", ["late", 1])
