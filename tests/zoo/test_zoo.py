@@ -7,6 +7,7 @@ from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.verify import build_report
 from zoo.backward import BACKWARD
+from zoo.balancing import BALANCING
 from zoo.bounds import BOUNDS
 from zoo.cases import GPT2, TWO_COPIES
 from zoo.chunks import CHUNKS
@@ -57,6 +58,7 @@ TABLES = (
     SCALING,
     SINKS_AND_LATENTS,
     ROUTING,
+    BALANCING,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
