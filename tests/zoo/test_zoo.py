@@ -7,6 +7,7 @@ from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.verify import build_report
 from zoo.backward import BACKWARD
+from zoo.balancing import BALANCING
 from zoo.bounds import BOUNDS
 from zoo.cases import GPT2, TWO_COPIES
 from zoo.chunks import CHUNKS
@@ -21,6 +22,7 @@ from zoo.models import RANDOM
 from zoo.passing import PASSING, SENT_ON
 from zoo.precision import PRECISION, TWO_NATIVE_STEPS
 from zoo.reductions import REDUCTIONS
+from zoo.routing import ROUTING
 from zoo.row import case_of, report_of
 from zoo.saving import SAVING
 from zoo.scaling import HALF, SCALING, scale_grows_on_one_rank
@@ -55,6 +57,8 @@ TABLES = (
     PRECISION,
     SCALING,
     SINKS_AND_LATENTS,
+    ROUTING,
+    BALANCING,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
