@@ -73,12 +73,15 @@ def trace_model(
     targets: Value | None,
     loss: Loss,
     recorder: OperationRecorder | None = None,
+    known: dict[Hashable, LayerTrace] | None = None,
 ) -> ModelTraces:
     """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
     Layers of equal structure that read equal inputs are traced once. The rank has the largest shards; which
     rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
+    `known`: traces of plans that differ in `ep`, `etp`, `recompute` and rows only; those of layers that run
+    alike are taken from it, and others added. Layers that exchange positions are always traced.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     plan = blueprint.plan
@@ -90,7 +93,8 @@ def trace_model(
     share = context_share(
         blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets, recorder
     )
-    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder)
+    shared = known if known is not None and share.sequence is None else {}
+    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder, shared)
     value = traced[-1].output
     traces = [one.trace for one in traced]
     copies = end.writes_output and traces[-1].output_is_read
@@ -122,7 +126,7 @@ def trace_model(
 
 
 @dataclass(frozen=True)
-class _LayerTrace:
+class LayerTrace:
     """What a run of a layer on the meta device showed; layers of equal structure and inputs share it."""
 
     run: InferredLayer
@@ -143,13 +147,13 @@ def _trace_layers(
     queue: WeightGradientQueue,
     share: ContextShare,
     recorder: OperationRecorder | None,
-) -> list[_LayerTrace]:
+    known: dict[Hashable, LayerTrace],
+) -> list[LayerTrace]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
     structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
-    known: dict[Hashable, _LayerTrace] = {}
-    traced: list[_LayerTrace] = []
+    traced: list[LayerTrace] = []
     for number, layer in enumerate(layers):
         recompute = blueprint.recompute[number]
         key = structures[number], recompute, given.length, given.repeats, _described(value)
@@ -165,13 +169,13 @@ def _trace_layers(
             work = None if recorder is None else recorder.take(recompute)
             # Graphs compute what eager layers cache.
             cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]
-            known[key] = _LayerTrace(run, trace, output, cached, sequence, work)
+            known[key] = LayerTrace(run, trace, output, cached, sequence, work)
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output
     return traced
 
 
-def _cache_bytes(layer: NamedLayer, traced: _LayerTrace) -> dict[Hashable, int]:
+def _cache_bytes(layer: NamedLayer, traced: LayerTrace) -> dict[Hashable, int]:
     """Return the bytes that a layer's `ResultCache`s hold, by a number of the cache."""
     caches = result_caches(layer.module) if traced.cached else ()
     return {id(cache): nbytes for cache, nbytes in zip(caches, traced.cached, strict=True)}

@@ -5,7 +5,7 @@ The program of a rank runs on a ledger that records each allocation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -26,7 +26,7 @@ from plait.estimate.memory.memory_report import (
     MemorySnapshot,
     RankMemory,
 )
-from plait.estimate.memory.model_traces import ModelTraces, trace_model
+from plait.estimate.memory.model_traces import LayerTrace, ModelTraces, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.arguments import require_instance, require_whole
@@ -101,6 +101,7 @@ class MemoryEstimator:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
+    layer_traces: dict[Any, dict[Hashable, LayerTrace]] = field(default_factory=dict)
     records: bool = False
     """Whether traces have the operations of layers, too."""
     order_of: Callable[..., tuple[Schedule, StageCut]] = field(
@@ -167,24 +168,15 @@ class MemoryEstimator:
         gradients = tuple(kind.gradient for kind in blueprint.kinds.values())
         late = blueprint.lowering_spec.adds_late
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
-        key = (
-            degrees,
-            (plan.ep, plan.etp),
-            signature(microbatch),
-            plan.precision,
-            gradients,
-            late,
-            blueprint.recompute,
-            plan.loss_rows,
-            bool(plan.compile),
-            fuses,
-        )
+        alike = degrees, plan.precision, gradients, late, plan.loss_rows, bool(plan.compile), fuses
+        key = alike, (plan.ep, plan.etp), signature(microbatch), blueprint.recompute
         if key not in self.traces:
             targets = None
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
             recorder = None if fuses is None else OperationRecorder(fuses=fuses)
-            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss, recorder)
+            known = self.layer_traces.setdefault(alike, {})
+            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss, recorder, known)
         return self.traces[key]
 
 
