@@ -81,7 +81,7 @@ def trace_model(
     rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
     `known`: traces of plans that differ in `ep`, `etp`, `recompute` and rows only; those of layers that run
-    alike are taken from it, and others added. Layers that exchange positions are always traced.
+    alike are taken from it, and others added.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     plan = blueprint.plan
@@ -93,8 +93,8 @@ def trace_model(
     share = context_share(
         blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets, recorder
     )
-    shared = known if known is not None and share.sequence is None else {}
-    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder, shared)
+    known = {} if known is None else known
+    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder, known)
     value = traced[-1].output
     traces = [one.trace for one in traced]
     copies = end.writes_output and traces[-1].output_is_read
@@ -153,10 +153,11 @@ def _trace_layers(
     structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
+    held = _held(share.sequence)
     traced: list[LayerTrace] = []
     for number, layer in enumerate(layers):
         recompute = blueprint.recompute[number]
-        key = structures[number], recompute, given.length, given.repeats, _described(value)
+        key = structures[number], recompute, given.length, given.repeats, _described(value), held
         if key not in known:
             with running(share.sequence):
                 run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
@@ -173,6 +174,11 @@ def _trace_layers(
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output
     return traced
+
+
+def _held(sequence: LocalSequence | None) -> Hashable:
+    """Return a key of which positions, of which documents, a rank holds."""
+    return None if sequence is None else (sequence.layout, sequence.documents, sequence.group.index)
 
 
 def _cache_bytes(layer: NamedLayer, traced: LayerTrace) -> dict[Hashable, int]:

@@ -119,7 +119,8 @@ class ShardedPart(NamedTuple):
     axis: Literal["shard", "edp"]
     ranks: int
     """Between which their state is sharded; 1: it is not."""
-    count: float
+    size: float
+    """How many parameters these are."""
 
 
 HOST_LINK = 25e9
@@ -287,17 +288,20 @@ class LayerTimer:
         shape = self.shape
         if not timing.allocates or shape.state_ranks == shape.expert_state_ranks == 1:
             return 0.0
-        parts, seconds = self.parts(shape.parameters(kind), shape.expert_parameters((kind,), (True, False))), 0.0
+        parts, seconds = (
+            self.parts(shape.parameters(kind), shape.expert_parameters((kind,), (True, False))),
+            0.0,
+        )
         if timing.gathers == "each use":
             seconds += sum(self.gather_seconds(part, backward=backward) for part in parts)
         if backward and timing.scatters == "each":
             item = shape.kind.reduce.itemsize
-            sums = (AxisTransfer("reduce-scatter", part.axis, part.count * item) for part in parts)
+            sums = (AxisTransfer("reduce-scatter", part.axis, part.size * item) for part in parts)
             seconds += self._transfers(sums)
         return max(seconds - computed, 0.0) if self.hardware.overlaps else seconds
 
     def parts(self, count: float, experts: float) -> tuple[ShardedPart, ShardedPart]:
-        """Return `count` parameters, of which `experts` are divided ones of experts, by how they are sharded."""
+        """Return `count` parameters, `experts` of which are divided experts', by how they are sharded."""
         shape = self.shape
         return (
             ShardedPart("shard", shape.state_ranks, count - experts),
@@ -306,7 +310,7 @@ class LayerTimer:
 
     def gather_seconds(self, part: ShardedPart, *, backward: bool) -> float:
         """Return the seconds of gathering sharded parameters for a forward or a backward."""
-        nbytes = part.count * self.shape.item
+        nbytes = part.size * self.shape.item
         away = self.shape.kind.offloads_parameters and self.hardware.overlaps
         copied = nbytes / part.ranks / HOST_LINK if away else 0.0
         return copied + self.network.seconds(AxisTransfer("all-gather", part.axis, nbytes))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +48,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         return functional.grouped_mm(rows, matrices, offs=groups.ends)
     result = rows.new_empty(rows.shape[0], matrices.shape[2])
     if rows.is_meta:
-        for which, part, shape in _batches(groups):
-            given, out = (one[part].unflatten(0, shape) for one in (rows, result))
+        for which, given, out in _batches(groups, rows, result):
             torch.bmm(given, matrices[which], out=out)
         return result
     for part, matrix, out in zip(_parts(rows, groups), matrices, _parts(result, groups), strict=True):
@@ -69,8 +69,7 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, groups: Grou
         total.copy_(product) if first else total.add_(product)
         return
     if left.is_meta and total.dtype == left.dtype:
-        for which, part, shape in _batches(groups):
-            a, b = (one[part].unflatten(0, shape) for one in (left, right))
+        for which, a, b in _batches(groups, left, right):
             total[which].baddbmm_(a.mT, b, beta=0 if first else 1)
         return
     for a, b, one in zip(_parts(left, groups), _parts(right, groups), total, strict=True):
@@ -87,8 +86,7 @@ def _products_over_rows(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     if not left.is_meta:
         return functional.grouped_mm(left.t(), right, offs=groups.ends)
     result = left.new_empty(len(groups.sizes), left.shape[1], right.shape[1])
-    for which, part, shape in _batches(groups):
-        a, b = (one[part].unflatten(0, shape) for one in (left, right))
+    for which, a, b in _batches(groups, left, right):
         torch.bmm(a.mT, b, out=result[which])
     return result
 
@@ -106,16 +104,18 @@ def for_each_row(values: Tensor, groups: Groups) -> Tensor:
     return values.index_select(0, torch.searchsorted(groups.ends, every, right=True, out_int32=True))
 
 
-def _batches(groups: Groups) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-    """Yield which groups of equal size follow each other, their rows, and how many groups of which size.
+def _batches(groups: Groups, *operands: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield which groups of equal size follow each other, and their rows of each operand: `[n, size, width]`.
 
     On meta these are two batches at most: see `assign`.
     """
     group = row = 0
     for size, alike in groupby(groups.sizes):
         count = len([*alike])
-        yield slice(group, group + count), slice(row, row + count * size), (count, size)
-        group, row = group + count, row + count * size
+        rows = slice(row, row + count * size)
+        views = (one[rows].view(count, size, one.shape[1]) for one in operands)
+        yield slice(group, group + count), *views
+        group, row = group + count, rows.stop
 
 
 def _parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:
