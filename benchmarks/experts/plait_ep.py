@@ -1,4 +1,4 @@
-"""The same training with plait, one thread a rank; prints the median seconds of a step, and the first loss."""
+"""The same training with plait, one thread a rank; prints the median seconds of a step and the first loss."""
 
 import argparse
 import statistics

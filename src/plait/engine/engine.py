@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from plait.engine.expert_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.inference import generated, model_output
 from plait.engine.recorder import Recording
@@ -33,6 +34,7 @@ from plait.schedules.costs import Costs, is_within
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
+from plait.tensor.experts.step_balance import ExpertLoad
 from plait.tensor.layer_values import Value
 from plait.tensor.sampling import TokenChoice
 
@@ -51,9 +53,15 @@ class Engine:
         self._guard = OptimizerGuard(
             self.parameters(),
             Partitioning.of(self.plan, self.blueprint.kinds.values()),
-            self._agreement.note_optimizer,
+            self._before_step,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that `optimizer` is about to step, and correct the biases of routers."""
+        self._agreement.note_optimizer(optimizer)
+        if self._runtime.balance is not None:
+            self._runtime.balance.correct()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
         """Run a step's forward and backward with all gradient reductions, and return the mean loss, 0-d.
@@ -78,6 +86,7 @@ class Engine:
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
             scale = runner.scale.value / batch.divisor
+            runner.begin_balance(batch)
             runner.run(
                 runner.steps.train, batch.inputs, batch.targets, scale, input_gradients=input_gradients
             )
@@ -152,7 +161,7 @@ class Engine:
             finite = bool(norm.isfinite())
             scale.update(finite=finite)
             if not finite and scale.guards:
-                self._runner.reducer.drop()
+                self._runner.drop_gradients()
             if not finite and error_if_nonfinite:
                 raise NonFiniteError(
                     f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
@@ -171,7 +180,10 @@ class Engine:
         self.check_optimizer(optimizer)
         self._agreement.note_optimizer(optimizer, 0)
         norm = self.clip_grad_norm_(max_norm, norm_type)
-        optimizer.step()
+        if self._runner.graphs is None:
+            optimizer.step()
+        else:
+            self._runner.graphs.step(optimizer)
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -278,6 +290,15 @@ class Engine:
         return self._runner.loss_weights()[1]
 
     @property
+    def expert_load(self) -> ExpertLoad | None:
+        """Losses of routers, and how many tokens chose each expert, in the last step; None without routers.
+
+        Over the whole step and all ranks, equal on each.
+        """
+        balance = self._runtime.balance
+        return None if balance is None else balance.load
+
+    @property
     def averages_loss(self) -> bool:
         """Whether the loss of a batch is a mean over it; False for losses with reduction "sum"."""
         return not getattr(self._runtime.loss, "sums", False)
@@ -325,6 +346,8 @@ class Engine:
         order: `plait train` keeps its own in RUN/schedule.json. Raises ScheduleError for other actions.
         """
         require_same_actions(order, self.schedule)
+        if self._runtime.balance is not None:
+            require_counts(self._runtime.balance.settings, order)
         self._runner.require_same_call(f"follow {fingerprint_of_order(order)}", "model")
         self._runner.steps = replace(self._runner.steps, schedule=order)
 
@@ -370,12 +393,15 @@ class Engine:
     def run_state(self) -> dict[str, Any]:
         """State to save for resuming a run, besides parameters and optimizer state, as JSON values.
 
-        The number of steps, the loss scale, the order of actions. Set it, on all ranks, to continue another
-        run; an order of other stages or micro-batches is ignored, and there may be none.
+        The number of steps, the loss scale, the order of actions; the choices of experts in the last step,
+        where those of the next count them. Set it, on all ranks, to continue another run; an order of other
+        stages or micro-batches is ignored, and there may be none.
         """
         scale = self._runner.scale
         adapted = {"value": scale.value, "good_steps": scale.good_steps} if scale.dynamic else None
-        return {"passes": self.passes, "loss_scale": adapted, "order": to_json(self.schedule)}
+        state = {"passes": self.passes, "loss_scale": adapted, "order": to_json(self.schedule)}
+        balance = self._runtime.balance
+        return state if balance is None else state | {"expert_tokens": balance.counts_for_next_step()}
 
     @run_state.setter
     def run_state(self, state: Mapping[str, Any]) -> None:
@@ -383,6 +409,8 @@ class Engine:
         if self.adapts_loss_scale and state["loss_scale"] is not None:
             self._runner.scale.value = state["loss_scale"]["value"]
             self._runner.scale.good_steps = state["loss_scale"]["good_steps"]
+        if self._runtime.balance is not None:
+            self._runtime.balance.load_counts(state.get("expert_tokens", {}))
         order = from_json(state["order"], self.schedule) if "order" in state else None
         if order is not None:
             self.follow(order)

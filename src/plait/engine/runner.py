@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint
+from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
+from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
+from plait.engine.cuda_graphs.segment_graphs import SegmentGraphs
 from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import (
     LocalInputs,
@@ -43,6 +46,8 @@ from plait.ranks.mesh import Mesh
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator, names_of
+from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import (
     DTYPES,
     Microbatches,
@@ -83,6 +88,8 @@ class Runtime:
     """How sequences are divided over `cp`."""
     dropout: DropoutGenerator
     """The random numbers of this rank's dropouts."""
+    balance: StepBalance | None
+    """The losses of routers and the load of experts; None for a model without routers."""
     counted: Collection[str]
     """The parameters whose gradients this rank adds to a norm over the model: each counts once."""
     vocabulary: Vocabulary | None
@@ -123,6 +130,10 @@ class LossBatch:
     """The loss's weight of the global batch, 0-d."""
     divisor: Tensor
     """What the summed loss of the global batch is divided by, 0-d."""
+    documents: Sequence[TokenDocuments]
+    """Of each micro-batch's tokens, in training and where the model has routers; else empty."""
+    token_total: Tensor
+    """The number of tokens of the global batch in documents, without padding, 0-d."""
 
 
 class Runner:
@@ -134,7 +145,10 @@ class Runner:
         self.plan, self.mesh, self.pipeline = blueprint.plan, runtime.mesh, runtime.pipeline
         self.steps = blueprint.programs.posting_late() if self.mesh.uses_nccl else blueprint.programs
         """The programs; those of another order of the same actions may take their place."""
-        self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units, runtime.queue)
+        self.gatherer = Gatherer(runtime.units)
+        # A graph does the same in each micro-batch: it adds, also to the first gradient of a step.
+        first = not self.plan.cuda_graphs
+        self.reducer = Reducer(runtime.units, runtime.queue, writes_first=first)
         self.scale = loss_scale(self.plan.loss_scale, in_fp16=blueprint.trains_in_fp16)
         self.recorders: list[Recorder] = []
         """Records the training steps, if set."""
@@ -151,16 +165,33 @@ class Runner:
         """How many batches with targets there were."""
         self._agreed: dict[tuple[str, str], None] = {}
         """On GPUs the calls that the ranks along an axis have agreed on, oldest first."""
+        self.graphs: SegmentGraphs | None = None
+        """The recorded graphs of training steps; None: nothing is recorded."""
+        self.observe(None)
+
+    def record_segments(self, recorder: GraphRecorder, **options: Any) -> None:
+        """Record the segments of later training steps; `options`: those of `SegmentGraphs`."""
+        runtime = self.runtime
+        never = "" if self.plan.tp == self.plan.cp == 1 else "layers communicate over tp or cp"
+        addresses = FixedAddresses(runtime.units, self.pipeline.stages)
+        self.graphs = SegmentGraphs(
+            recorder, self.pipeline, runtime.dropout, addresses, self.mesh.device, never=never, **options
+        )
         self.observe(None)
 
     def observe(self, observer: InstructionObserver | None) -> None:
-        """Call `observer` after each instruction of later steps; None removes it."""
+        """Call `observer` after each instruction of later steps, without graphs; None removes it."""
         handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
         if observer is not None:
             handlers.append(dict.fromkeys(INSTRUCTION_TYPES, lambda one: observer(one, self.runtime)))
         # Under tp and cp weight gradients wait for what a layer's backward sends, to overlap with it.
         may_join = self.pipeline.may_join if self.plan.tp == self.plan.cp == 1 else None
-        self._executor = Executor(*handlers, bind_layers=self.pipeline.bind_layers, may_join=may_join)
+        self._executor = Executor(
+            *handlers,
+            bind_layers=self.pipeline.bind_layers,
+            may_join=may_join,
+            bind_segments=self.graphs.bind if self.graphs is not None and observer is None else None,
+        )
 
     @property
     def is_last(self) -> bool:
@@ -205,14 +236,32 @@ class Runner:
         weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in each])
         weights[counted:] = 0
         weights = sent(weights, self.mesh.device)
-        started = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
-        total = started.about("the loss's weight").wait()
-        return LossBatch(local, parts, counted, weights, total, divisor(self.runtime.loss, total))
+        documents: Sequence[TokenDocuments] = ()
+        if self.runtime.balance is not None and trains:
+            pairs_of_inputs = zip(local.values, local.sequences, strict=True)
+            documents = [TokenDocuments.of(*pair) for pair in pairs_of_inputs]
+        total, token_total = self._over_ranks(weights.sum(), documents)
+        mean = divisor(self.runtime.loss, total)
+        return LossBatch(local, parts, counted, weights, total, mean, documents, token_total)
+
+    def _over_ranks(self, weight: Tensor, documents: Sequence[TokenDocuments]) -> tuple[Tensor, Tensor]:
+        """Return the loss's weight of the global batch, and the number of its tokens in `documents`, 0-d.
+
+        Communication: one all-reduce of both over `dp_cp`, or of the weight where there are no documents.
+        """
+        own = weight
+        if documents:
+            tokens = torch.tensor(sum(one.counted for one in documents), dtype=weight.dtype)
+            own = torch.stack([weight, sent(tokens, weight.device)])
+        started = all_reduce(own, self.mesh.group("dp_cp"), checked=False)
+        sums = started.about("the loss's weight").wait()
+        return (sums[0], sums[1]) if documents else (sums, torch.zeros_like(sums))
 
     def mean_loss(self, batch: LossBatch) -> Tensor:
         """Return the mean loss of the latest step over the global batch, 0-d, on every rank.
 
-        Communication: one all-reduce of 8 bytes over `world`.
+        Communication: one all-reduce of 8 bytes over `world`; in a training step with routers, of 8 bytes
+        more for each of their experts and losses.
         """
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
@@ -222,7 +271,20 @@ class Runner:
         if self.is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / batch.divisor
         self._weights = batch.weights, batch.total_weight
-        return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
+        balance = self.runtime.balance if batch.documents else None
+        own = mean if balance is None else torch.cat([mean[None], balance.totals()])
+        summed = all_reduce(own, self.mesh.group("world"), checked=False).about("the mean loss").wait()
+        if balance is None:
+            return summed
+        balance.settle(summed[1:])
+        return summed[0]
+
+    def begin_balance(self, batch: LossBatch) -> None:
+        """Begin a training step of the routers' losses, if the model has routers."""
+        if self.runtime.balance is not None:
+            self.runtime.balance.begin(
+                batch.documents, batch.token_total, self.scale.value, anew=self.reducer.starts_anew
+            )
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
         """Return each micro-batch's range of rows (dim 0 of its first tensor) in the global batch.
@@ -271,6 +333,12 @@ class Runner:
             None if column[0] is None else torch.cat(column) for column in zip(*each.values(), strict=True)
         )
         return with_tensors(batch[0], whole)
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to None, so that an optimizer's next step changes nothing, no bias either."""
+        self.reducer.drop()
+        if self.runtime.balance is not None:
+            self.runtime.balance.drop()
 
     def non_finite(self) -> Tensor:
         """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
@@ -354,6 +422,8 @@ class Runner:
         try:
             if trains:
                 self.reducer.begin(self.scale.value)
+                if self.graphs is not None:
+                    self.graphs.begin()
             if parameters_changed:
                 self.gatherer.begin()
             # A backward runs in this thread: on a GPU autograd would hand each layer's to another one.
@@ -368,7 +438,11 @@ class Runner:
             if not trains:
                 self.pipeline.set_back()
         except BaseException:
+            if self.runtime.balance is not None:
+                self.runtime.balance.clear()
             self.pipeline.clear()
+            if self.graphs is not None:
+                self.graphs.clear()
             self.gatherer.clear()
             if trains:
                 self.reducer.clear()

@@ -226,11 +226,11 @@ class MetaLayers:
         ]
 
 
-def _expert_degrees(layer: nn.Module, ranks: ExpertRanks | None) -> tuple[int, int, int] | None:
+def _expert_degrees(layer: nn.Module, ranks: ExpertRanks | None) -> tuple[int, int, int, bool] | None:
     """Return how the experts of `layer` are divided, or None where it has none, or each rank has all."""
     if ranks is None or not any(experts_in(layer)):
         return None
-    return ranks.group.size, ranks.group.index, ranks.etp
+    return ranks.group.size, ranks.group.index, ranks.etp, ranks.takes_all
 
 
 def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:

@@ -11,8 +11,9 @@ import ctypes
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,20 @@ def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) ->
     if torch.version.hip is not None or torch.cuda.tunable.is_enabled():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def multiplies_groups(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `torch.nn.functional.grouped_mm` multiplies matrices of `dtype` without the host.
+
+    On a CPU, and on meta, that is any of 32 or 16 bits. On a GPU bf16, by a kernel for CUDA of compute
+    capability 9 or 10; elsewhere torch loops over the groups, for which the host waits for their sizes.
+    """
+    device = where.device if isinstance(where, Tensor) else where
+    if device.type in ("cpu", "meta"):
+        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def computation_settings() -> dict[str, object]:
@@ -345,8 +360,13 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 def random_state() -> RandomState:
-    """Return the states of torch's default random number generators: the CPU's and the current GPU's."""
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    """Return the states of torch's default random number generators: the CPU's and the current GPU's.
+
+    None for a GPU whose stream records a graph: its generator's state is then in the graph.
+    """
+    on_gpu = None
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        on_gpu = torch.cuda.get_rng_state()
     return torch.default_generator.get_state(), on_gpu
 
 
@@ -355,3 +375,30 @@ def set_random_state(state: RandomState) -> None:
     torch.default_generator.set_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
+
+
+def graph_pool() -> Any:
+    """Return a new pool of GPU memory for `DeviceGraph`s."""
+    return torch.cuda.graph_pool_handle()
+
+
+class DeviceGraph:
+    """A CUDA graph: the work of a function on a GPU, recorded once, and replayed on the same memory."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        """`pool`: from `graph_pool`. Graphs that share one must be replayed in the order of recording."""
+        self._device, self._pool = device, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what this thread gives to the GPU within the context; it is not computed."""
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            yield
+
+    def replay(self) -> None:
+        """Give the recorded work to the current stream."""
+        self._graph.replay()

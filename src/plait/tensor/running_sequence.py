@@ -67,6 +67,8 @@ class DocumentBounds:
     """Of each row."""
     starts: tuple[tuple[int, ...], ...]
     """By row: the first position of each document, ascending from 0."""
+    padding: tuple[tuple[int, ...], ...] = ()
+    """By row: which of its documents, counted from 0, are padding; empty: none is."""
 
     @property
     def are_packed(self) -> bool:

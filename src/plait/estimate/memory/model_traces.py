@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -22,7 +22,14 @@ from plait.estimate.memory.context_inputs import (
     method_choices,
     result_bytes,
 )
-from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
+from plait.estimate.memory.layer_traces import (
+    Trace,
+    meta_leaf,
+    trace_chunked_loss,
+    trace_layer,
+    trace_loss,
+    whole_backward_peak,
+)
 from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta, with_loss
 from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
@@ -32,6 +39,7 @@ from plait.plan.axes import AXES, EXPERTS_ONLY
 from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
@@ -74,6 +82,8 @@ def trace_model(
     loss: Loss,
     recorder: OperationRecorder | None = None,
     known: dict[Hashable, LayerTrace] | None = None,
+    *,
+    takes_all: bool = False,
 ) -> ModelTraces:
     """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
@@ -81,12 +91,16 @@ def trace_model(
     rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
     `known`: traces of plans that differ in `ep`, `etp`, `recompute` and rows only; those of layers that run
-    alike are taken from it, and others added.
+    alike are taken from it, and others added. `takes_all`: whether all tokens have the experts of this rank;
+    else as many as under uniform routing.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     plan = blueprint.plan
     experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
     tensor_parallel = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
+    if takes_all and tensor_parallel.experts is not None:
+        ranks = replace(tensor_parallel.experts, takes_all=True)
+        tensor_parallel = replace(tensor_parallel, experts=ranks)
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
@@ -167,6 +181,8 @@ def _trace_layers(
             if recompute == "selective" and not by_graphs:
                 trace_layer(stage, value)  # what to keep is known from the first backward
             trace, output = trace_layer(stage, value, recorder)
+            if any(experts_in(layer.module)):  # whose operands and gradients are large
+                trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
             work = None if recorder is None else recorder.take(recompute)
             # Graphs compute what eager layers cache.
             cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]

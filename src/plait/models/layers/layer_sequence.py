@@ -137,13 +137,23 @@ def on_meta(
         empty = convert(parameter.detach(), dtype, meta).new_empty(tuple(shapes[name]))
         found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for layer in sequence.layers:
-        for buffer in layer.module.buffers():
-            found[id(buffer)] = convert(buffer, dtype, meta)
+        for name, buffer in layer.module.named_buffers():
+            found[id(buffer)] = convert(buffer, buffer_dtype(layer.module, name, dtype), meta)
         for module in layer.module.modules():
             for value in vars(module).values():
                 if isinstance(value, Tensor):  # a plain attribute, neither parameter nor buffer
                     found[id(value)] = torch.empty_like(value, device=meta)
     return found
+
+
+def buffer_dtype(layer: nn.Module, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype to which a layer's buffer is converted where a run has `dtype`; None: it is not.
+
+    A module keeps those of its buffers that its attribute `keeps_dtype` names, such as small corrections that
+    add up over many steps.
+    """
+    owner, _, local = name.rpartition(".")
+    return None if local in getattr(layer.get_submodule(owner), "keeps_dtype", ()) else dtype
 
 
 def without_values(sequence: LayerSequence) -> LayerSequence:
@@ -152,6 +162,15 @@ def without_values(sequence: LayerSequence) -> LayerSequence:
     meta = on_meta(sequence, None, shapes)
     parameters = {name: cast(nn.Parameter, meta[id(one)]) for name, one in sequence.parameters.items()}
     return replace(sequence, layers=tuple(private_copy(sequence.layers, meta)), parameters=parameters)
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and saved buffers of a model by name; shared ones by their first name only."""
+    first: dict[int, str] = {}
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first.values()}
 
 
 def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:

@@ -1,9 +1,10 @@
 """Products of rows that are sorted into groups, one group for each expert, with a matrix for each group.
 
-By `torch.nn.functional.grouped_mm` where it applies, else in a loop over the groups. On a CPU it is such a
-loop itself, without Python: as fast for large matrices, and 2.5 times for many small ones. It makes new
-tensors, however, so large weight gradients are added to their buffers in a loop, in one pass over memory. On
-meta groups of equal size are one batch of products, which shows what is computed and allocated on a CPU.
+By `torch.nn.functional.grouped_mm` where it applies, else in a loop over the groups, whose sizes the host
+knows. On a CPU `grouped_mm` is such a loop itself, without Python: as fast for large matrices, and 2.5 times
+for many small ones. It makes new tensors, however, so large weight gradients are added to their buffers in a
+loop, in one pass over memory. On meta groups of equal size are one batch of products, which shows what is
+computed, and allocated on a CPU.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.ranks.device import is_accelerator
+from plait.ranks.device import is_accelerator, multiplies_groups
 
-GROUPED_DTYPES = torch.float32, torch.bfloat16, torch.float16
 ALIGNMENT = 16
 """Bytes to which `grouped_mm` wants the first element, and each row, of its operands aligned."""
 SMALLEST_IN_LOOP = 2**14
@@ -124,11 +124,12 @@ def _parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:
 
 def _is_grouped(*operands: Tensor) -> bool:
     """Return whether `grouped_mm` takes the operands; on meta, whether it would take such ones."""
-    return all(_is_aligned(one) for one in operands)
+    first = operands[0]
+    return multiplies_groups(first, first.dtype) and all(map(_is_aligned, operands))
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    if operand.dtype not in GROUPED_DTYPES or (not operand.is_meta and operand.data_ptr() % ALIGNMENT):
+    if not operand.is_meta and operand.data_ptr() % ALIGNMENT:
         return False
     *_, between_rows, within_rows = sorted(operand.stride()[-2:], reverse=True)
     return within_rows == 1 and between_rows * operand.itemsize % ALIGNMENT == 0

@@ -23,6 +23,7 @@ from plait.tensor.call_hooks import is_altered
 from plait.tensor.dropout import Dropout, set_region_part, set_sequence_part
 from plait.tensor.experts.expert_layouts import expert_layouts
 from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm, VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 from plait.tensor.parallel.partition import (
@@ -34,6 +35,7 @@ from plait.tensor.parallel.partition import (
     Partition,
     column_layouts,
     norm_layouts,
+    partitioned_layouts,
     row_layouts,
 )
 
@@ -127,6 +129,8 @@ def apply_rules(
             for module in layer.modules():
                 if isinstance(module, Dropout) and not module.in_region:
                     set_sequence_part(module, boundary.dim, boundary.part)
+                elif isinstance(module, Router):
+                    module.sequence_part = boundary.part
     return results
 
 
@@ -142,6 +146,8 @@ def _applied(
     """Return the parallel form of `module`; where the rule has no layout, `module` itself, modified."""
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
+        return module
+    if rule.kind == "partitioned":
         return module
     if rule.kind == "replicated":
         for dropout in (one for one in module.modules() if isinstance(one, Dropout)):
@@ -200,6 +206,8 @@ def _parallel(
 
 def _layouts(path: str, module: nn.Module, partition: Partition, rule: Rule, axes: Axes) -> dict[str, Layout]:
     """Return the layouts of a module's parameters, by name."""
+    if rule.kind == "partitioned":
+        return partitioned_layouts(module, partition, axes, path)
     if isinstance(module, nn.Embedding):
         return column_layouts(module.num_embeddings, module.embedding_dim, partition, axes, path)
     if isinstance(module, nn.RMSNorm):

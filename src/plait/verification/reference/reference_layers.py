@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from plait.errors import ModelError, PlaitError
 from plait.models.initial_values import ModuleReset, initial_value
-from plait.models.layers.layer_sequence import LayerSequence, private_copy
+from plait.models.layers.layer_sequence import LayerSequence, buffer_dtype, private_copy
 from plait.models.layers.stateful_layers import other_leaf
 from plait.tensor.layer_values import NamedLayer, Value, convert, map_tensors, tensors_of
 from plait.tensor.losses import Loss
@@ -164,7 +164,9 @@ def build_layers(
         for local, buffer in layer.module.named_buffers():
             if id(buffer) not in buffers:
                 value = initial_value(layer.module, layer.path, local, seed, latest)
-                buffers[id(buffer)] = convert(value, formats.compute, device)
+                buffers[id(buffer)] = convert(
+                    value, buffer_dtype(layer.module, local, formats.compute), device
+                )
             tensors[id(buffer)] = buffers[id(buffer)]
         layers += private_copy([layer], tensors)
         aliases_of_layers.append({name: alias for name, alias in aliases.items() if alias.requires_grad})

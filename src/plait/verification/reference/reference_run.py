@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from plait.engine.local_batch import local_inputs
 from plait.models.layers.layer_sequence import LayerSequence, evaluating, own_numbers
 from plait.tensor.dropout import DropoutGenerator, names_of
+from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
+from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
@@ -41,6 +43,7 @@ from plait.verification.expected_dtypes import (
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.inside_layers import ModuleSketches
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
+from plait.verification.reference.reference_balance import ReferenceBalance
 from plait.verification.reference.reference_layers import (
     build_layers,
     failure_named,
@@ -129,9 +132,11 @@ class ReferenceRun:
         )
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
+        self.balance = ReferenceBalance(self.layers)
         compute = formats.compute
         self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
-        self.definitions.install((layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE})
+        forwards = {**OF_PLAIT, **OF_EXPERTS, **OF_HUGGINGFACE}
+        self.definitions.install((layer.module for layer in self.layers), forwards)
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -218,6 +223,7 @@ class ReferenceRun:
         whole = self._mean(inputs, targets)
         target_parts = split(targets, microbatches, "targets")
         input_parts = split(inputs, microbatches, "inputs")
+        self.balance.begin([self._documents(part) for part in input_parts])
         rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
         weight = self._divisor(target_parts)
@@ -233,7 +239,9 @@ class ReferenceRun:
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
         for name, parameter in self.update.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
-        yield RecordScope(step), records | self.update.apply(step)
+        updated = self.update.apply(step)
+        self.balance.end()
+        yield RecordScope(step), records | updated
 
     def _reduced(self, name: str) -> Tensor:
         """Return a parameter's summed gradient; a perturbed run adds the rounding error of its reduction."""
@@ -247,7 +255,13 @@ class ReferenceRun:
         with self._running(inputs) as (value, ids):
             if ids is not None:
                 self.ids[scope] = ids
-            return self._run_layers(scope, value, targets, weight)
+            return self._run_layers(scope, value, targets, weight, self._documents(inputs))
+
+    def _documents(self, inputs: Value) -> TokenDocuments:
+        """Return the documents of a micro-batch."""
+        value, _ = separated(inputs)
+        (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
+        return TokenDocuments.of(value, sequence)
 
     @contextmanager
     def _running(self, inputs: Value) -> Iterator[tuple[Value, Tensor | None]]:
@@ -257,7 +271,9 @@ class ReferenceRun:
         with running(sequence), self.definitions.running(ids):
             yield value, ids
 
-    def _run_layers(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
+    def _run_layers(
+        self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor, documents: TokenDocuments
+    ) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
@@ -292,7 +308,8 @@ class ReferenceRun:
             with failing, random_refused(layer.path), recording as sketches, features:
                 self.definitions.windows.clear()
                 given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
-                output = self._run(layer, scope.microbatch, value)
+                with self.balance.recording():
+                    output = self._run(layer, scope.microbatch, value)
             if is_first:
                 own = self.aliases[number].values()
                 require_no_hidden_input(layer.path or "the model", output, given, own)
@@ -310,9 +327,18 @@ class ReferenceRun:
         total = self._total(value, targets, checked=is_first)
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
-            with self.casts:
-                torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
+            self._backward(total, weight, self.balance.losses(documents))
         return records | self._contributions(scope)
+
+    def _backward(self, total: Tensor, weight: Tensor, auxiliary: Tensor | None) -> None:
+        """Compute the gradients of a micro-batch: of its share of the mean loss, and `auxiliary` losses."""
+        scale, roots = self.update.scale.value, [total]
+        seeds = [(scale / weight).to(total)]
+        if auxiliary is not None and auxiliary.requires_grad:
+            roots.append(auxiliary)
+            seeds.append(auxiliary.new_tensor(scale))
+        with self.casts:
+            torch.autograd.backward(roots, seeds)
 
     def _total(self, output: Value, targets: Value, *, checked: bool) -> Tensor:
         """Return the summed loss; `checked`: require that it depends on these arguments alone."""
@@ -360,7 +386,7 @@ class ReferenceRun:
         with torch.no_grad(), self._running(inputs) as (given, _):
             value = map_tensors(torch.clone, given)
             for layer in self.layers:
-                with failure_named(layer.path or "the model"):
+                with failure_named(layer.path or "the model"), self.balance.recording():
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
             total = self._total(value, targets, checked=False)
         before.set_back()

@@ -171,7 +171,7 @@ def test_recomputed_experts_have_the_bits_of_kept_ones_and_are_assigned_once(
                 output: Tensor = layer(parts[0], indices, parts[1])
                 return output.sin()
 
-            return recomputing(mode, compute)(given)
+            return recomputing(mode, compute, decides=True)(given)
 
         found = answer(run, layer, (hidden, indices, weights), case.gradient())
         queue.run()
