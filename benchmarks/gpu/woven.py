@@ -10,7 +10,7 @@ from torch import Tensor
 from work import LIMIT, Trainee, Work, build, optimizer_of, with_values
 
 import plait
-from plait.engine.cuda_graphs.recorder import CudaGraphRecorder
+from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder
 from plait.engine.parallelize import build_engine
 
 

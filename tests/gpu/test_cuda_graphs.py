@@ -24,7 +24,7 @@ from parity.recorded_steps import graphs_of
 from parity.repeated_operations import OperationRecorder
 from parity.woven import global_rows
 from plait.engine import Engine
-from plait.engine.cuda_graphs.recorder import CudaGraphRecorder, GraphRecorder
+from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder, GraphRecorder
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.engine.cuda_graphs.segment_graphs import GraphCounts
 from plait.engine.parallelize import build_engine

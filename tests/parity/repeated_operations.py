@@ -70,7 +70,7 @@ class OperationRecording(TorchDispatchMode):
 
 
 class OperationRecorder:
-    """Records torch's operations, see `plait.engine.cuda_graphs.recorder.GraphRecorder`."""
+    """Records torch's operations, see `plait.engine.cuda_graphs.graph_recorder.GraphRecorder`."""
 
     def __init__(self) -> None:
         self.recordings: list[OperationRecording] = []

@@ -13,7 +13,7 @@ from plait.verification.verify import build_report
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
 from zoo.row import case_of
-from zoo.unusual import OTHERS, TRANSFORMERS
+from zoo.unusual import MIXTURES, OTHERS, TRANSFORMERS
 
 BLOCKS = {1: 1, 2: 1, 4: 3}
 """By ranks: enough for two stages on each."""
@@ -147,7 +147,7 @@ QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied")
     "right",
     [
         pytest.param(one, id=one.name, marks=[] if one.name in QUICK else [pytest.mark.full])
-        for one in (*OTHERS, *TRANSFORMERS)
+        for one in (*OTHERS, *MIXTURES, *TRANSFORMERS)
     ],
 )
 def test_unusual_models_and_plans_are_equal(thread_ranks, right):

@@ -22,6 +22,7 @@ from zoo.models import RANDOM
 from zoo.passing import PASSING, SENT_ON
 from zoo.precision import PRECISION, TWO_NATIVE_STEPS
 from zoo.reductions import REDUCTIONS
+from zoo.routing import ROUTING
 from zoo.row import case_of, report_of
 from zoo.saving import SAVING
 from zoo.scaling import HALF, SCALING, scale_grows_on_one_rank
@@ -57,6 +58,7 @@ TABLES = (
     SCALING,
     SINKS_AND_LATENTS,
     BALANCING,
+    ROUTING,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint
 from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
-from plait.engine.cuda_graphs.recorder import GraphRecorder
+from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
 from plait.engine.cuda_graphs.segment_graphs import SegmentGraphs
 from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import (

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from plait.engine.cuda_graphs.recorder import GraphRecorder, RecordedWork
+from plait.engine.cuda_graphs.graph_recorder import GraphRecorder, RecordedWork
 from plait.engine.cuda_graphs.segment_places import SegmentPlace
 from plait.engine.pipeline.stage import Gradients
 from plait.errors import PlanError

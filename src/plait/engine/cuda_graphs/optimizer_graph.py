@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.engine.cuda_graphs.graph_recorder import GraphRecorder, RecordedWork
 from plait.engine.cuda_graphs.host_reads import HostReads
-from plait.engine.cuda_graphs.recorder import GraphRecorder, RecordedWork
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
 
 RECORDED, REPLAYED = "the optimizer's step was recorded", "the optimizer's step was replayed"

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
+from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
 from plait.engine.cuda_graphs.host_reads import HostReads
 from plait.engine.cuda_graphs.microbatch_graphs import MicrobatchGraphs
 from plait.engine.cuda_graphs.optimizer_graph import RECORDED, REPLAYED, OptimizerGraph
-from plait.engine.cuda_graphs.recorder import GraphRecorder
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.engine.cuda_graphs.segment_places import SegmentPlace, places_of
 from plait.engine.pipeline.executor import Calls, RunCalls

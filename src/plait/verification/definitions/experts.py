@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,8 +60,15 @@ def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, T
     return logits, (routing.scale * weights).to(hidden.dtype), indices
 
 
-def _experts(book: Definitions, layer: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    result = torch.zeros_like(hidden)
+def _experts(
+    book: Definitions,
+    layer: Any,
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    shared: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    result = torch.zeros_like(hidden) if shared is None else shared()
     for expert in range(layer.num_experts):
         tokens = (indices == expert).any(-1).nonzero()[:, 0]
         weight = weights[tokens].masked_fill(indices[tokens] != expert, 0).sum(-1, keepdim=True)

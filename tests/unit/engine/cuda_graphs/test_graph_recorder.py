@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.engine.cuda_graphs.recorder import CudaGraphRecorder
+from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder
 
 CUDA = torch.device("cuda", 0)
 
