@@ -57,8 +57,8 @@ TABLES = (
     PRECISION,
     SCALING,
     SINKS_AND_LATENTS,
-    BALANCING,
     ROUTING,
+    BALANCING,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)

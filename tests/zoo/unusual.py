@@ -225,6 +225,8 @@ TRANSFORMERS = (
     Right("llama fp16", _of("llama"), replace(FULL, **FP16), NATIVE),
     Right("gemma3 fp32", _of("gemma3"), replace(CP, precision="fp32"), NATIVE),
     Right("yarn bf16", _of("llama-scaled"), replace(TP, **BF16), NATIVE),
+    Right("gpt-oss bf16", _of("gpt-oss"), replace(TP, pp=2, **BF16), NATIVE),
+    Right("deepseek-v3 bf16", _of("deepseek-v3"), replace(CP, **BF16), NATIVE),
     Right("smollm3 packed bf16", packed(_of("smollm3"), 8), replace(PP, **BF16), NATIVE),
 )
 OTHERS = (

@@ -196,7 +196,7 @@ class TrainConfig(Section):
     balance: BalanceName | None = None
     """tokens whose choices of experts are balanced: those of each document; of the whole step, which the
     schedule gpipe or one micro-batch allows; or of the previous step; coupled: of all layers together; none:
-    as the model in a folder has it, else document"""
+    as the model in a folder says, else document"""
     balance_weight: Annotated[float, Field(ge=0)] | None = None
     """factor of the balance loss of each layer, which is model.top_k where all experts have the same load;
     none: that of the model in a folder, else 0"""

@@ -39,7 +39,7 @@ def test_a_run_compares_its_steps_with_the_prediction(
 
 
 def test_lines_have_the_median_step_and_the_means_of_all_ranks(tmp_path: Path) -> None:
-    axes = [f"{axis} communication" for axis in ("tp", "cp", "pp", "dp")]
+    axes = [f"{axis} communication" for axis in ("tp", "cp", "ep", "pp", "dp")]
     names = ["matrix products", "attention", "element-wise", "recomputation", *axes, "bubble", "optimizer"]
     predicted = SimpleNamespace(
         step_seconds=0.25,
