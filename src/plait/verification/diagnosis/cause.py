@@ -281,6 +281,8 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "what one stage sent is not what the next one got: either it was changed on its way, as in a "
         "buffer that was used again too early, or it is another message"
     ),
+    StepPhase.ROUTING: "the layer's input is equal, and experts are chosen otherwise",
+    StepPhase.RECOMPUTED_ROUTING: "experts are chosen otherwise when the layer runs again in its backward",
     StepPhase.LOSS_GRADIENT: (
         "the loss is equal, and its gradient is not: either it starts with another scale, or the backward "
         "of the loss is not that of its forward"

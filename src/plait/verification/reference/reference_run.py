@@ -29,6 +29,7 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, ten
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
+from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
@@ -40,6 +41,7 @@ from plait.verification.expected_dtypes import (
 )
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.inside_layers import ModuleSketches
+from plait.verification.reference.recorded_routing import MARGIN, ROUTING, experts_in, records_of
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (
     build_layers,
@@ -112,10 +114,12 @@ class ReferenceRun:
 
         `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`, or it
         is `narrowing`, gradients and parameters of this run, and if `narrowing` tensors between layers, are
-        reset to it once they are recorded, so that a perturbation shows in the next tensors only. `scale`:
-        the first value of a dynamic loss scale. `output_linear`: the name, in the last layer, of a linear
-        whose input is recorded as the layer's output.
+        reset to it once they are recorded, so that a perturbation shows in the next tensors only. Tokens go
+        to the experts that it has recorded. `scale`: the first value of a dynamic loss scale.
+        `output_linear`: the name, in the last layer, of a linear whose input is recorded as the layer's
+        output.
         """
+        self.routed = baseline  # whose experts tokens go to
         if baseline is not None and not (options.resynchronizes or baseline.narrowing):
             baseline = None
         self.loss = loss
@@ -131,7 +135,9 @@ class ReferenceRun:
         self.dropout.attach_to(layer.module for layer in self.layers)
         compute = formats.compute
         self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
-        self.definitions.install((layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE})
+        self.definitions.install(
+            (layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
+        )
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -151,6 +157,8 @@ class ReferenceRun:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
+        if key.kind == MARGIN and self.formats.compute is not None:
+            return epsilon_of(self.formats.compute)
         if key.kind == "final":
             return self.formats.epsilon_of_gradient(self.model_parameters[key.name])
         if key.kind in ("norm", "largest"):  # squares are added up in float32, or in float64
@@ -215,7 +223,6 @@ class ReferenceRun:
     ) -> Iterator[tuple[RecordScope, Records]]:
         self.dropout.step = step
         self._update_aliases()
-        whole = self._mean(inputs, targets)
         target_parts = split(targets, microbatches, "targets")
         input_parts = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(part))) for part in input_parts]
@@ -224,12 +231,14 @@ class ReferenceRun:
         for name, parameter in self.update.trainable.items():
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
-        totals, before = [], HeldState.of(self.layers)
+        totals, before, parts = [], HeldState.of(self.layers), []
         for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
             before.set_back(to_copies=True)  # what changes in each run changes once a step
             records = self._microbatch(RecordScope(step, number), part, of_targets, weight)
             totals.append(records[RecordKey("total")].double())
+            parts.append({key: value for key, value in records.items() if key.kind == ROUTING})
             yield RecordScope(step, number), records
+        whole = self._mean(inputs, targets, before, parts)
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
         for name, parameter in self.update.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
@@ -283,6 +292,7 @@ class ReferenceRun:
             return perturbed
 
         is_first = scope == RecordScope(0, 0) and not self.perturbation.number
+        chosen = [] if self.routed is None else [self.routed.values[scope]]
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
@@ -291,16 +301,20 @@ class ReferenceRun:
             failing = failure_named(layer.path or "the model")
             with failing, random_refused(layer.path), recording as sketches, features:
                 self.definitions.windows.clear()
+                self.definitions.routing.begin(experts_in(chosen, number))
                 given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
                 output = self._run(layer, scope.microbatch, value)
             if is_first:
                 own = self.aliases[number].values()
                 require_no_hidden_input(layer.path or "the model", output, given, own)
+            calls = self.definitions.routing.calls
+            records |= records_of(layer.module, number, calls, value)
             found = {} if sketches is None else sketches.found
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
             if not self.is_exact and not self.perturbation.number:
                 run = partial(self._run, layer, scope.microbatch)
                 others = other_documents(self.ids, scope)
+                self.definitions.routing.begin()
                 records |= sums_after_mistakes(self.definitions, run, value, number, others)
             if linear is None:
                 value = boundary(output, number)
@@ -352,16 +366,20 @@ class ReferenceRun:
         with self.dropout.running(microbatch, layer.path, names_of(layer.module)), self.casts:
             return layer.module(value)
 
-    def _mean(self, inputs: Value, targets: Value) -> Tensor:
-        """Return the mean loss of a whole batch, without gradients and without changing the layers."""
+    def _mean(self, inputs: Value, targets: Value, before: HeldState, parts: Sequence[Records]) -> Tensor:
+        """Return the mean loss of a whole batch, without gradients and without changing the layers.
+
+        `before`: the layers' state before the step. `parts`: of its micro-batches, the records of routing.
+        """
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
-        before = HeldState.of(self.layers)
+        after = HeldState.of(self.layers)
         before.set_back(to_copies=True)
         with torch.no_grad(), self._running(inputs) as (given, _):
             value = map_tensors(torch.clone, given)
-            for layer in self.layers:
+            for number, layer in enumerate(self.layers):
+                self.definitions.routing.begin(experts_in(parts, number))
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
             total = self._total(value, targets, checked=False)
-        before.set_back()
+        after.set_back()
         return total.double() / self._divisor([targets])
