@@ -22,6 +22,7 @@ from zoo.passing import PASSING, SENT_ON
 from zoo.precision import PRECISION, TWO_NATIVE_STEPS
 from zoo.reductions import REDUCTIONS
 from zoo.row import case_of, report_of
+from zoo.routing import ROUTING
 from zoo.saving import SAVING
 from zoo.scaling import HALF, SCALING, scale_grows_on_one_rank
 from zoo.scattering import SCATTERING
@@ -53,6 +54,7 @@ TABLES = (
     BOUNDS,
     PRECISION,
     SCALING,
+    ROUTING,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)

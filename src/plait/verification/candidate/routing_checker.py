@@ -102,7 +102,7 @@ class RoutingChecker:
             where = f"row {int(row)}" + "".join(f", position {int(one)}" for one in position)
             return (
                 f"the first of {len(wrong)} tokens (of {len(own)}) that go to other experts is {where}: to "
-                f"{_listed(own[first])} instead of {_listed(expected[first])}, "
+                f"experts {_listed(own[first])} instead of {_listed(expected[first])}, "
                 f"{_reason(first, margins, rounding, is_misread, own_margins)}"
             )
 
