@@ -98,6 +98,9 @@ GROUPED = of(
 TIED = Case("sparse tied", with_values(first_sparse), draw_with_zeros)
 SHARED = Case("sparse shared", with_values(with_shared), draw)
 
+MANY = of(partial(Sparse, 16, 1), name="many")
+"""More experts than most micro-batches have tokens for."""
+
 EP = Plan(dp=2, ep=2, microbatches=2)
 EP_OF_THREE = Plan(dp=2, ep=2, microbatches=3)
 RECOMPUTED = Plan(dp=2, ep=2, microbatches=2, recompute="full")
@@ -107,5 +110,6 @@ PARTS = Plan(tp=2, etp=2, microbatches=2)
 """Each rank has half of the inner features of all experts."""
 COPIES = Plan(dp=4, ep=2, microbatches=2)
 """Ranks 0 and 2 have the first experts, 1 and 3 the others."""
+COPIES_OF_THREE = Plan(dp=4, ep=2, microbatches=3)
 SHARDS = Plan(dp=4, ep=2, microbatches=2, strategy="full")
 SPLIT = Plan(pp=2, dp=2, ep=2, microbatches=3, schedule="zb-h1")

@@ -13,6 +13,8 @@ from zoo.chunks import CHUNKS
 from zoo.context import CONTEXT
 from zoo.definitions import DEFINITIONS
 from zoo.dropping import DROPPING
+from zoo.exchange_of_tokens import EXCHANGE_OF_TOKENS
+from zoo.expert_gradients import EXPERT_GRADIENTS
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, FINE_TUNING
 from zoo.forward import FORWARD
 from zoo.four import FOUR
@@ -21,8 +23,8 @@ from zoo.models import RANDOM
 from zoo.passing import PASSING, SENT_ON
 from zoo.precision import PRECISION, TWO_NATIVE_STEPS
 from zoo.reductions import REDUCTIONS
-from zoo.row import case_of, report_of
 from zoo.routing import ROUTING
+from zoo.row import case_of, report_of
 from zoo.saving import SAVING
 from zoo.scaling import HALF, SCALING, scale_grows_on_one_rank
 from zoo.scattering import SCATTERING
@@ -55,6 +57,8 @@ TABLES = (
     PRECISION,
     SCALING,
     ROUTING,
+    EXCHANGE_OF_TOKENS,
+    EXPERT_GRADIENTS,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)

@@ -59,7 +59,9 @@ class RoutingChecker:
         while self._handles:
             self._handles.pop().remove()
 
-    def _note(self, layer: nn.Module, router: Router, given: Any, gives: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _note(
+        self, layer: nn.Module, router: Router, given: Any, gives: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         logits, _, indices = gives
         routed = Routed(router, logits.detach(), indices)
         self._calls.setdefault(layer, []).append(routed)
@@ -125,8 +127,8 @@ def _reason(first: int, margins: Tensor, rounding: float, is_misread: Tensor, ow
             "mistake of the layout, so verify it with another seed"
         )
     return (
-        f"whose scores differ by {margin:.1e}, and rounding explains {rounding:.1e}: the scores are others, by "
-        "another input of the router or other parameters"
+        f"whose scores differ by {margin:.1e}, and rounding explains {rounding:.1e}: the scores are others, "
+        "by another input of the router or other parameters"
     )
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.experts.mixture import MixtureOfExperts, SharedExperts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
 from plait.verification.definitions.functions import Definitions, Forward
@@ -108,5 +110,27 @@ def _activated(activation: GatedActivation, both: Tensor) -> Tensor:
     return result
 
 
-FORWARDS: dict[type[nn.Module], Forward] = {Router: _router, Experts: _experts}
+def _mixture(book: Definitions, layer: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Return the output of each token's experts plus that of the shared experts, like `x`, `[..., H]`."""
+    tokens = x.flatten(0, -2)
+    _, weights, indices = layer.router(tokens)
+    output: Tensor = layer.experts(tokens, indices, weights).view_as(x)
+    if layer.shared is None:
+        return output
+    shared: Tensor = layer.shared(x)
+    return output + (shared if layer.shared_gate is None else layer.shared_gate(x).sigmoid() * shared)
+
+
+def _shared_experts(book: Definitions, layer: SharedExperts, x: Tensor) -> Tensor:
+    gate, up = layer.gate_up(x).chunk(2, -1)
+    output: Tensor = layer.down(functional.silu(gate) * up)
+    return output
+
+
+FORWARDS: dict[type[nn.Module], Forward] = {
+    Router: _router,
+    Experts: _experts,
+    MixtureOfExperts: _mixture,
+    SharedExperts: _shared_experts,
+}
 """By the type of a module, its forward by definition."""

@@ -36,7 +36,7 @@ class RoutingCalls:
         self.calls, self.given = [], given
 
     def note(self, weight: Tensor, indices: Tensor, margins: Tensor) -> Tensor:
-        """Note that the router with `weight` has chosen `indices`; return them, or those that the call is given."""
+        """Note what the router with `weight` has chosen; return that, or what the call is given."""
         number = len(self.calls)
         if number < len(self.given):
             indices = self.given[number].reshape(indices.shape)

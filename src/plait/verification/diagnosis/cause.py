@@ -8,6 +8,7 @@ from itertools import combinations
 
 import torch
 
+from plait.plan.axes import sizes_of_plan
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.single_tensor import (
     factor,
@@ -42,6 +43,10 @@ IN_SHARDS = (
     StepPhase.OPTIMIZER,
 )
 """Phases in which ranks of dp and cp have shards of parameters."""
+OF_EXPERTS = (
+    "that travel to the ranks of their experts and back are lost, are others, have another weight, or count "
+    "more than once"
+)
 
 
 def summands(symptoms: Symptoms) -> str | None:
@@ -119,7 +124,7 @@ def norm(symptoms: Symptoms) -> str | None:
                 "it is too small: it leaves out what other ranks hold, for the squares of the ranks of "
                 f"{axis} add up to what it should be"
             )
-    degrees = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp}
+    degrees = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp, "ep": plan.ep}
     times = [
         name for name, size in degrees.items() if size > 1 and abs(actual**2 / expected**2 / size - 1) < 1e-6
     ]
@@ -196,6 +201,8 @@ def _forward(symptoms: Symptoms) -> str:
         suspects.append(
             "its positions are not this rank's, or it sees other keys than those of its documents and window"
         )
+    if symptoms.of_experts:
+        suspects.append(f"tokens {OF_EXPERTS}")
     if symptoms.partitioned:
         suspects.append("it is cut over tp in a way that it cannot be")
     if suspects:
@@ -224,6 +231,8 @@ def _input_gradient(symptoms: Symptoms) -> str:
             "a gradient of keys and values that other ranks of cp return is lost, is another rank's, or "
             "counts more than once"
         )
+    if symptoms.of_experts:
+        suspects.append(f"gradients of tokens {OF_EXPERTS}")
     if symptoms.plan.recompute != "none":
         suspects.append("what is recomputed is not what was computed")
     return known + either(suspects)
@@ -233,6 +242,8 @@ def _reduction(symptoms: Symptoms) -> str:
     plan = symptoms.plan
     known = "what each micro-batch gave is right, as far as that is compared"
     degrees = {"dp": plan.dp, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp}
+    if symptoms.of_experts:
+        degrees["edp"] = sizes_of_plan(plan)["edp"]
     axes = [axis for axis, size in degrees.items() if size > 1]
     if not axes:
         return f"{known}, and something changed the gradients afterwards"
