@@ -74,7 +74,7 @@ PRIVATE_USES = {
         "_unsafe_view",
     ): "a result of another shape that is no view",
     (
-        "models/layers/carried_values.py",
+        "models/layers/stateful_layers.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "documented, private by its path",
@@ -88,7 +88,7 @@ PRIVATE_USES = {
         "__torch_dispatch__",
         "_C",
     ): "an operation within another is no call that a TorchFunctionMode is to see: documented",
-    ("models/layers/carried_values.py", "_written", "_schema"): "what an operation writes: no public way",
+    ("models/layers/stateful_layers.py", "_written", "_schema"): "what an operation writes: no public way",
     ("tensor/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
     ("ranks/gradient_hooks.py", "first_gradient_hook", "_backward_hooks"): "no public way to list hooks",
     ("ranks/gradient_hooks.py", "first_gradient_hook", "_post_accumulate_grad_hooks"): "likewise",

@@ -231,7 +231,7 @@ def test_import_does_not_load_torch() -> None:
     assert done.stdout.strip() == "False", "plait, schedules and plan must not import torch"
 
 
-DEFINED_AGAIN = {"Attention", "Embedding", "Head", "MLP"}
+DEFINED_AGAIN = {"Attention", "Embedding", "Head", "MLP", "SparseMLP"}
 """One meaning each: that layer, of one family of models."""
 
 

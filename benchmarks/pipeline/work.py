@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import plait
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
 from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
 from plait.tensor.layer_values import NamedLayer

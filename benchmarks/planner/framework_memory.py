@@ -8,8 +8,8 @@ from itertools import chain
 
 from frameworks import Framework
 
+from plait.estimate.memory.decoder_memories import ActivationMemories, RankActivations, StageMemory
 from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
-from plait.estimate.memory.memory_by_size import ActivationMemories, RankActivations, StageMemory
 from plait.estimate.time.layer_operations import MicrobatchShape, keys_read
 from plait.plan.decoder import LayerKind
 from plait.plan.plan import Recompute

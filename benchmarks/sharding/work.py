@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 from plait.models.layers.layer_sequence import sequence_of
 
 RANKS, MICROBATCHES = 2, 4

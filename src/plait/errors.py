@@ -15,7 +15,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", ") -> str:
-    """Return the first `most` names as text, followed by how many more there are."""
+    """Return the first `most` names as text, and how many more there are."""
     more = f"{between.rstrip(', ')} and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
 
@@ -51,7 +51,7 @@ def missing_package(what: str, package: str, extra: str) -> str:
 
 
 def hub_remedy(name: str) -> str:
-    """Return what to do with a name that is no path here but may be of Hugging Face's hub, or "".
+    """Return a hint if `name`, not a path here, may be a name on Hugging Face's hub; else "".
 
     As a clause that follows "…: give one of these". Nothing is downloaded.
     """

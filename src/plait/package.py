@@ -20,7 +20,7 @@ def public_name(package: str, name: str, homes: Mapping[str, Sequence[str]]) -> 
 
 
 def submodule(package: str, name: str) -> ModuleType:
-    """Return the module `name` of a package, imported. Raises AttributeError where there is none.
+    """Import and return the submodule `name` of a package. Raises AttributeError if there is none.
 
     So `plait.checkpoint.dcp` is there after `import plait`, which imports neither.
     """

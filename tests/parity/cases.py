@@ -50,6 +50,18 @@ def llama(
     return Case("llama", build, draw_contexts(vocab))
 
 
+@cache
+def sparse_llama(*, layers: int = 2, experts: int = 5, top_k: int = 2, shared: int = 8) -> Case:
+    """A small Llama with experts."""
+
+    def build() -> nn.Module:
+        sizes = {"hidden": 16, "heads": 4, "kv_heads": 2, "inner": 12, "layers": layers, "vocab": GPT2_VOCAB}
+        sparse = {"experts": experts, "top_k": top_k, "shared": shared}
+        return plait.models.llama(context=GPT2_CONTEXT, **sizes, **sparse)
+
+    return Case("sparse_llama", build, draw_contexts(GPT2_VOCAB))
+
+
 def draw_contexts(vocab: int) -> DrawBatch:
     """Full contexts of random tokens, the next token as the target."""
 

@@ -93,9 +93,12 @@ olmo2 = partial(_decoder, "Olmo2")
 smollm3 = partial(_decoder, "SmolLM3", no_rope_layer_interval=2)
 
 
+EAGER = {"experts_implementation": "eager"}
+"""By default transformers computes experts in a way that refuses float64."""
+
+
 def _sparse(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:
-    """With experts, which transformers computes by default in a way that refuses float64."""
-    return _decoder(family, heads, kv_heads, **{"experts_implementation": "eager", **more})
+    return _decoder(family, heads, kv_heads, **EAGER | more)
 
 
 mixtral = partial(_sparse, "Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=3)

@@ -42,6 +42,10 @@ MORE: dict[str, Callable[..., nn.Module]] = {
     "phi3": partial(cases.phi3, **SHARED),
     "olmo2": partial(cases.olmo2, **SHARED),
     "smollm3": partial(cases.smollm3, **SHARED),
+    "mixtral": partial(cases.mixtral, **SHARED),
+    "qwen2-moe": partial(cases.qwen2_moe, **SHARED),
+    "qwen3-moe": partial(cases.qwen3_moe, **SHARED),
+    "olmoe": partial(cases.olmoe, **SHARED),
 }
 """Families whose layers are those of Llama, but for what they declare: they take fewer plans."""
 P = 0.3

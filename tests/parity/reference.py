@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parity.case import SEED, WEIGHT_DECAY, Case, Recipe
 from parity.outcome import Outcome
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 
 
 def materialise(model: nn.Module, dtype: torch.dtype, seed: int = SEED) -> nn.Module:

@@ -12,6 +12,7 @@ from parity.dropping import DROPPING, IN_CONTEXTS, TWICE, by_hand
 from parity.pairs import covering_rows, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
 from plait.engine.compilation.compiled_layer import CompiledRun
+from plait.errors import ModelError
 from plait.plan.plan import Plan
 
 BY_NAME = {case.name: case for case in USER_CASES}
@@ -135,9 +136,18 @@ def test_generated_code_trains_as_one_rank_under_context_parallelism(
 
 @pytest.mark.full
 @pytest.mark.transformers
-@pytest.mark.parametrize("name", huggingface_cases.MODELS)
+@pytest.mark.parametrize(
+    "name", [one for one in huggingface_cases.MODELS if one not in huggingface_cases.SPARSE]
+)
 def test_compiled_models_of_transformers_train_as_one_rank(thread_ranks, name):
     plan = Plan(pp=2, schedule="zb-h1", microbatches=2, precision="fp64", compile="graphs")
     # Some norms compute in float32, whose rounding depends on how they are divided into operations.
     with huggingface_cases.norms_in_float64():
         check_parity(thread_ranks, huggingface_cases.case(name), plan)
+
+
+@pytest.mark.transformers
+def test_a_layer_with_experts_is_not_compiled_and_named(thread_ranks):
+    plan = Plan(microbatches=1, precision="fp64", compile="graphs")
+    with pytest.raises(ModelError, match=r"the layer 'blocks\.0\.mlp' cannot be compiled.* 'where possible'"):
+        check_parity(thread_ranks, huggingface_cases.case("mixtral"), plan)

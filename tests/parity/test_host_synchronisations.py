@@ -162,7 +162,7 @@ READING = ("tolist", "numpy", "cpu", "item")
 MAKING = ("tensor", "as_tensor")
 ALLOWED = {
     "ranks/consistency_check.py": "headers are in CPU memory with Gloo; guards and loads ask for hashes",
-    "ranks/plain_values.py": "results of a launch, once, after the ranks have ended",
+    "ranks/json_values.py": "results of a launch, once, after the ranks have ended",
     "ranks/launch/result_exchange.py": "the same",
     "ranks/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
     "ranks/transport/shared_memory/group_channels.py": "once per mesh",

@@ -115,6 +115,28 @@ def test_families_without_code_of_their_own_train_as_one_rank(
     check_parity(thread_ranks, cases.case(name), MORE_WOVEN[plan])
 
 
+SPARSE_WOVEN = MORE_WOVEN | {
+    "pipeline": Plan(pp=2, schedule="zb-h1", microbatches=4, precision="fp64"),
+    "copies": Plan(dp=2, microbatches=2, precision="fp64"),
+    "experts": Plan(dp=2, ep=2, microbatches=2, strategy="full", precision="fp64"),
+    "experts over tp": Plan(tp=2, ep=2, microbatches=2, precision="fp64"),
+    "parts of experts": Plan(dp=2, tp=2, ep=2, etp=2, pp=2, microbatches=2, precision="fp64"),
+}
+SPARSE_QUICK = (
+    *(("mixtral", "pipeline"), ("mixtral", "full shards"), ("qwen2-moe", "tp"), ("qwen2-moe", "shards")),
+    *(("qwen2-moe-partly-dense", "everything"), ("qwen3-moe-partly-dense", "experts over tp")),
+    *(("qwen3-moe", "experts"), ("olmoe", "copies"), ("olmoe", "parts of experts")),
+)
+
+
+@pytest.mark.usefixtures("norms_in_float64")
+@pytest.mark.parametrize(("name", "plan"), in_quick(product(cases.SPARSE, SPARSE_WOVEN), *SPARSE_QUICK))
+def test_mixtures_of_experts_of_transformers_train_as_one_rank(
+    thread_ranks: RankPool, name: str, plan: str
+) -> None:
+    check_parity(thread_ranks, cases.case(name), SPARSE_WOVEN[plan])
+
+
 def test_heads_in_one_linear_are_not_repeated(thread_ranks: RankPool) -> None:
     with pytest.raises(PlanError, match=r"blocks of 4, 2, 2 parts \(heads\) do not divide into 4; set tp"):
         check_parity(thread_ranks, cases.case("phi3"), MORE_WOVEN["repeated"])
@@ -134,7 +156,7 @@ SEEN_ELSEWHERE = (*NEW, "llama-scaled", "gpt-neox-in-turn")
     "name",
     [
         pytest.param(name, marks=pytest.mark.full if name.startswith(SEEN_ELSEWHERE) else [])
-        for name in sorted(set(cases.MODELS) - set(FAMILIES) - set(NEW))
+        for name in sorted(set(cases.MODELS) - set(FAMILIES) - set(NEW) - set(cases.SPARSE))
     ],
 )
 def test_variants_of_transformers_configurations_train_as_one_rank(thread_ranks: RankPool, name: str) -> None:
@@ -145,7 +167,7 @@ VERIFIED = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2)
 
 
 @pytest.mark.full  # the next test verifies two of them with dropout
-@pytest.mark.parametrize("name", FAMILIES + NEW)
+@pytest.mark.parametrize("name", [*FAMILIES, *NEW, *cases.SPARSE])
 def test_verify_finds_models_of_transformers_equal(thread_ranks: RankPool, name: str) -> None:
     verify(thread_ranks, cases.MODELS[name](), VERIFIED)
 
@@ -181,7 +203,7 @@ def evaluated(
 
 
 @pytest.mark.usefixtures("norms_in_float64")
-@pytest.mark.parametrize("name", in_quick(("gpt2", "mistral", *NEW), "mistral"))
+@pytest.mark.parametrize("name", in_quick(("gpt2", "mistral", *NEW, *cases.SPARSE), "mistral", "qwen2-moe"))
 def test_losses_and_likeliest_tokens_are_those_of_the_model(thread_ranks: RankPool, name: str) -> None:
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(2, torch.Generator().manual_seed(3))
     plan = Plan(pp=2, tp=2, microbatches=2, precision="fp64")

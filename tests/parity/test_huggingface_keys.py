@@ -31,7 +31,14 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": cases.GEMMA | {"attn_implementation": "eager"},
     "Gemma3ForCausalLM": cases.GEMMA | {"layer_types": ONE_OF_EACH},
     "SmolLM3ForCausalLM": {"no_rope_layer_interval": 2},
+    "MixtralForCausalLM": cases.EAGER | {"num_local_experts": 4, "sliding_window": None},
+    "OlmoeForCausalLM": cases.EAGER | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 6},
+    "Qwen2MoeForCausalLM": cases.EAGER
+    | cases.QWEN_EXPERTS
+    | {"shared_expert_intermediate_size": 8, "use_sliding_window": True, "sliding_window": 3},
+    "Qwen3MoeForCausalLM": cases.EAGER | cases.QWEN_EXPERTS | {"num_experts_per_tok": 2},
 }
+SPARSE = {name for name, one in DECODERS.items() if one.router != "none"}
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -53,6 +60,11 @@ READ_BY_SOME: list[dict[str, Any]] = [
     {"use_bidirectional_attention": True},
     {"use_parallel_residual": False},
     {"partial_rotary_factor": 0.5},
+    {"clip_qkv": 0.3},
+    {"norm_topk_prob": True},
+    {"decoder_sparse_step": 2},
+    {"mlp_only_layers": [0]},
+    {"output_router_logits": True},
     rope("linear", factor=2.0, partial_rotary_factor=0.5),
     rope("proportional", factor=2.0, partial_rotary_factor=0.5),
 ]
@@ -67,7 +79,13 @@ FURTHER: list[dict[str, Any]] = [
     *({key: True} for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "is_decoder")),
     *({key: True} for key in ("add_cross_attention", "use_sliding_window", "attn_temperature_tuning")),
     *({key: False} for key in ("scale_attn_weights", "tie_word_embeddings", "attention_bias", "use_cache")),
-    *({key: 0.3} for key in ("attention_multiplier", "residual_multiplier", "clip_qkv", "rotary_pct")),
+    *({key: 0.3} for key in ("attention_multiplier", "residual_multiplier", "rotary_pct")),
+    *({key: 0.3} for key in ("router_jitter_noise", "router_aux_loss_coef", "input_jitter_noise")),
+    *({"num_experts_per_tok": value} for value in (1, 2, 4)),
+    *({key: 0} for key in ("num_experts", "num_local_experts")),
+    {"output_router_logits": True, "router_aux_loss_coef": 0.0},
+    {"mlp_only_layers": [0, 1]},
+    {"num_shared_experts": 2},
     *({key: 3} for key in ("logits_scaling", "logit_scale", "embedding_multiplier", "attention_chunk_size")),
     *({key: 3} for key in ("query_pre_attn_scalar", "pretraining_tp", "n_inner", "no_rope_layer_interval")),
     *({key: 0.5} for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "initializer_range")),
@@ -94,8 +112,13 @@ REFUSED = {
     "add_cross_attention": {"GPT2LMHeadModel"},
     "sliding_window": {name for name, one in DECODERS.items() if one.windows != "none"},
     "rope_parameters": set(FAMILIES) - {"GPT2LMHeadModel"},
+    "clip_qkv": {"OlmoeForCausalLM"},
+    "hidden_act": SPARSE,
+    "output_router_logits": SPARSE,
+    "router_jitter_noise": {"MixtralForCausalLM"},
 }
-"""Families that read a value which plait may refuse: sliding_window = 0, angles by the length."""
+"""Families that read a value which plait may refuse: sliding_window = 0, angles by the length, and what
+counts in training only."""
 
 
 @pytest.fixture(scope="module")

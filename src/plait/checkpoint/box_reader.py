@@ -62,7 +62,7 @@ class BoxReader:
             self.fill_box(part.view_of(shard), name, part.box)
 
     def fill_box(self, view: Tensor, name: str, box: Box) -> None:
-        """Read one box (a range per dim) of tensor `name` into `view`, of its shape. Errors as for `fill`."""
+        """Read one box (a range per dim) of tensor `name` into `view`, which has the box's shape."""
         found = 0  # elements; stored boxes are disjoint, or `read_manifest` has refused them
         for file, stored in self._stored.get(name, ()):
             common = intersection(box, stored.box)
@@ -101,7 +101,7 @@ class FullTensors:
         return self.read_box(name, full_box(self.manifest.tensors[name].shape), dtype)
 
     def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a box (a range per dim) of a tensor on the CPU. Other arguments and errors as for `read`."""
+        """Return a box (a range per dim) of a tensor on the CPU, in `dtype` (None: as saved)."""
         found = torch.empty(box.sizes, dtype=dtype or self.dtype(name))
         self._boxes.fill_box(found, name, box)
         return found

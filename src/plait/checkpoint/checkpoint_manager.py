@@ -58,7 +58,7 @@ class CheckpointManager:
 
     @property
     def error(self) -> str:
-        """Error of the save in progress or "": on rank 0 that of any rank, on another rank only its own."""
+        """Error of the save in progress, or "": on rank 0 any rank's, on other ranks their own."""
         return "" if self._pending is None else self._pending.error
 
     def save(

@@ -46,7 +46,7 @@ class DcpKeys:
 
 
 def parse_keys(source: DcpReader) -> DcpKeys:
-    """Return the keys of the DCP checkpoint `source`, grouped by what they hold.
+    """Return the keys of the DCP checkpoint `source`, as model, optimizer state, options and others.
 
     Raises CheckpointError without a model, for several optimizers, and for state of unknown parameters.
     """

@@ -56,7 +56,7 @@ from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_checkpoint` returns: the user's state, and what differs from when it was saved."""
+    """Result of `load_checkpoint`: the user's state, and what differs from the saved run."""
 
     state: dict[str, Any]
     options: dict[str, tuple[Any, Any]]
@@ -93,7 +93,7 @@ def load(
 def load_checkpoint(
     engine: Checkpointable, optimizer: GivenOptimizers, path: str | Path, options: Options
 ) -> Loaded:
-    """Load a checkpoint as `load` does, which prints what differs."""
+    """Load a checkpoint as `load` does, but return what differs instead of printing it."""
     require_engine(engine)
     require_choice("options", options, get_args(Options), CheckpointError)
     require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)

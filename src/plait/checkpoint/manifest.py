@@ -139,7 +139,7 @@ def key_of(tensor: str, box: Box) -> str:
 
 
 def section(state: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the mapping at the nested keys `names` of a user's state; empty where there is none."""
+    """Return the mapping at the nested keys `names` of a user's state; {} if there is none."""
     found: Any = state
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None

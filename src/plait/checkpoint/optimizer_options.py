@@ -53,7 +53,7 @@ def restore_options(
 def require_option_types(
     optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any], options: Options
 ) -> None:
-    """Raise CheckpointError where an option that `restore_options` would set is of another type than now."""
+    """Raise CheckpointError if a saved option, to be restored, has another type than the current one."""
     for group, number, kept in _to_restore(optimizers, names, saved, options):
         for key, value in kept.items():
             if key in group and not _is_alike(group[key], value):

@@ -73,7 +73,7 @@ class OptimizerSet:
         }
 
     def require_own_parameters(self, names: Mapping[int, str]) -> None:
-        """Raise CheckpointError where optimizers share a parameter, or have one that `names` has not."""
+        """Raise CheckpointError if optimizers share a parameter, or have one not in `names`."""
         seen: set[int] = set()
         for one in self.members:
             own = {id(parameter) for parameter in _parameters_of(one)}

@@ -208,6 +208,6 @@ class WriterAssignment:
 
 
 def written_by(shards: Iterable[RankShard], rank: int) -> Iterator[RankShard]:
-    """Yield those shards of `rank` that it writes; the others are written by ranks that also hold them."""
+    """Yield the shards that `rank` writes, out of those it holds; other holders write the rest."""
     writers = WriterAssignment()
     return (shard for shard in shards if writers.assign(shard.ranks, shard.shard.nbytes) == rank)

@@ -141,6 +141,10 @@ class Blueprint:
         bounds = accumulate(self.layers_per_stage, initial=0)
         return tuple(range(first, stop) for first, stop in pairwise(bounds))
 
+    def layers_of(self, rank: int) -> dict[int, range]:
+        """Return by stage the numbers of the layers that a rank of `pp` runs."""
+        return {stage: self.stage_layers[stage] for stage in self.schedule.stages_of(rank)}
+
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
         """What `lower` needs besides the schedule: layers per stage, units per layer, timing, overlap."""

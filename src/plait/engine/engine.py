@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from plait.engine.expert_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.inference import generated, model_output
 from plait.engine.recorder import Recording
@@ -33,6 +34,7 @@ from plait.schedules.costs import Costs, is_within
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
+from plait.tensor.experts.step_balance import ExpertLoad
 from plait.tensor.layer_values import Value
 from plait.tensor.sampling import TokenChoice
 
@@ -51,9 +53,15 @@ class Engine:
         self._guard = OptimizerGuard(
             self.parameters(),
             Partitioning.of(self.plan, self.blueprint.kinds.values()),
-            self._agreement.note_optimizer,
+            self._before_step,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that `optimizer` is about to step, and correct the biases of routers."""
+        self._agreement.note_optimizer(optimizer)
+        if self._runtime.balance is not None:
+            self._runtime.balance.correct()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
         """Run a step's forward and backward with all gradient reductions, and return the mean loss, 0-d.
@@ -78,6 +86,7 @@ class Engine:
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
             scale = runner.scale.value / batch.divisor
+            runner.begin_balance(batch)
             runner.run(
                 runner.steps.train, batch.inputs, batch.targets, scale, input_gradients=input_gradients
             )
@@ -152,7 +161,7 @@ class Engine:
             finite = bool(norm.isfinite())
             scale.update(finite=finite)
             if not finite and scale.guards:
-                self._runner.reducer.drop()
+                self._runner.drop_gradients()
             if not finite and error_if_nonfinite:
                 raise NonFiniteError(
                     f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
@@ -233,7 +242,7 @@ class Engine:
             yield name, as_dtensor(shard, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
-        """Return two parameter groups: `weight_decay` (None: the optimizer's) for matrices, else 0."""
+        """Return two parameter groups: matrices with `weight_decay`, and all others without any."""
         if weight_decay is not None:
             require_number("weight_decay", weight_decay, PlanError)
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -276,6 +285,15 @@ class Engine:
     def loss_weight(self) -> Tensor:
         """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
         return self._runner.loss_weights()[1]
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """Losses of routers, and how many tokens chose each expert, in the last step; None without routers.
+
+        Over the whole step and all ranks, equal on each.
+        """
+        balance = self._runtime.balance
+        return None if balance is None else balance.load
 
     @property
     def averages_loss(self) -> bool:
@@ -325,6 +343,8 @@ class Engine:
         order: `plait train` keeps its own in RUN/schedule.json. Raises ScheduleError for other actions.
         """
         require_same_actions(order, self.schedule)
+        if self._runtime.balance is not None:
+            require_counts(self._runtime.balance.settings, order)
         self._runner.require_same_call(f"follow {fingerprint_of_order(order)}", "model")
         self._runner.steps = replace(self._runner.steps, schedule=order)
 

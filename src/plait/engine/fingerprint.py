@@ -84,7 +84,7 @@ def _environment_lines() -> Iterator[str]:
 
 
 def settings_lines() -> Iterator[str]:
-    """Yield torch's settings that change what is computed, such as the default dtype."""
+    """Yield lines of text on torch's settings that change results, such as the default dtype."""
     for name, value in computation_settings().items():
         yield f"{name} = {value}"
 
@@ -117,7 +117,7 @@ def fingerprint_of_order(order: Schedule) -> str:
 
 
 def fingerprint_of_tokens(*values: Value, every: bool = False) -> str:
-    """Return a hash of the integer CPU tensors in `values`, including those in items of `Microbatches`.
+    """Return a hash of the integer CPU tensors (tokens) in `values`; with `every` of all tensors.
 
     With `every` of all tensors. Else those on a GPU are left out, since reading them would block the host,
     and those with fractions, which may be large.

@@ -159,7 +159,7 @@ def _at_positions(tensor: Tensor, layout: SequenceLayout, index: int, what: str)
 
 
 def joined(value: Value, sequence: LocalSequence | None) -> Value:
-    """Return the whole sequences of which the ranks of `cp` hold parts along dim 1: inverse of `cut`.
+    """Return whole sequences, given the parts (along dim 1) that `cp` ranks hold: inverse of `cut`.
 
     Communication: one all-gather of each tensor over `cp`, padded to the longest part.
     """

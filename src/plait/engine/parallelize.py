@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint, shared_blueprint
 from plait.engine.compilation.compiled_layer import LayerCompiler
 from plait.engine.engine import Engine
+from plait.engine.expert_balance import build_step_balance
 from plait.engine.fingerprint import fingerprint, lines_of_values
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.loss_stage import build_loss_stage
@@ -27,7 +28,13 @@ from plait.engine.sharding.gradient_norm import counted_parameters
 from plait.engine.sharding.unit import Unit, UnitFactory, reduction_groups
 from plait.engine.whole_tensors import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.errors import ModelError, PlanError, listed
-from plait.models.layers.layer_sequence import LayerSequence, copy_attributes, private_copy, sequence_of
+from plait.models.layers.layer_sequence import (
+    LayerSequence,
+    buffer_dtype,
+    copy_attributes,
+    private_copy,
+    sequence_of,
+)
 from plait.models.layers.model_validation import LateHooks, refuse_compiled_loss, refuse_lost_settings
 from plait.models.layers.value_text import DIFFERS_BY_RANK
 from plait.plan.arguments import require_flag, require_instance, require_whole
@@ -43,6 +50,7 @@ from plait.schedules.lowering.messages import channels_of
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
+from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
@@ -77,21 +85,19 @@ def parallelize(
     `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
     """
     _require_arguments(plan, mesh, loss, rules, seed, values, broadcast)
-    mesh.check_plan(plan)
     loss = as_loss(loss)
     refuse_lost_settings(model, loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
     require_alike(model, blueprint, sequence, loss, mesh, {"seed": seed, "broadcast": broadcast})
     source = agreed_source(sequence, mesh, seed, values, broadcast=broadcast)
-    local = blueprint.schedule.stages_of(mesh.index("pp"))
-    spans = {stage: blueprint.stage_layers[stage] for stage in local}
+    spans = blueprint.layers_of(mesh.index("pp"))
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), expert_group(mesh, plan))
-    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
-    meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
+    parallel, balance = blueprint.tensor_parallel(*layer_groups(mesh)), build_step_balance(blueprint, mesh)
+    stages = build_stages(blueprint, sequence, spans, units, parallel, mesh, source, dropout, queue, balance)
+    meta_layers = blueprint.meta_layers(parallel, mesh.coordinate, mesh.shared_results)
     compile_layers(stages, blueprint, meta_layers, queue)
-    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    vocabulary = parallel.vocabulary_of(blueprint.sequence.layers[-1])
     loss_stage = build_loss_stage(blueprint, loss, vocabulary, last_layer(stages, blueprint), queue)
     exchange = Exchange(mesh.index("pp"), mesh.channel_groups(channels_of(blueprint.schedule)), mesh.device)
     runtime = Runtime(
@@ -103,6 +109,7 @@ def parallelize(
         queue=queue,
         context_parallelism=ContextParallelism.of(plan, mesh.group("cp"), queue.overlap),
         dropout=dropout,
+        balance=balance,
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh, blueprint.norm_axis),
         vocabulary=vocabulary,
         meta_layers=meta_layers,
@@ -112,23 +119,25 @@ def parallelize(
     return Engine(runtime)
 
 
-def expert_group(mesh: Mesh, plan: Plan) -> Group | None:
-    """Return this rank's group along `ep` and `etp`; None where experts are not divided."""
-    return mesh.group(("ep", "etp")) if plan.divides_experts else None
+def layer_groups(mesh: Mesh) -> tuple[Group, Group | None]:
+    """Return this rank's groups along `tp`, and along `ep` × `etp`; None where experts are not divided."""
+    return mesh.group("tp"), mesh.group(("ep", "etp")) if "ep" in mesh.sizes else None
 
 
 def _require_arguments(
-    plan: object,
-    mesh: object,
+    plan: Plan,
+    mesh: Mesh,
     loss: GivenLoss,
     rules: object,
     seed: object,
     values: object,
     broadcast: object,
 ) -> None:
-    """Raise PlanError for an argument of another type or out of range, and for a compiled loss."""
+    """Raise PlanError for an argument of another type or out of range, and for a compiled loss; MeshError for
+    a mesh of another plan."""
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     require_instance("the mesh", mesh, Mesh, "give plait.Mesh(plan)", PlanError)
+    mesh.check_plan(plan)
     if rules is not None:
         require_instance(
             "rules", rules, Mapping, "give a dictionary of rules by the paths of modules", PlanError
@@ -245,6 +254,7 @@ def build_stages(
     source: TensorSource,
     dropout: DropoutGenerator,
     queue: WeightGradientQueue,
+    balance: StepBalance | None,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
     plan = blueprint.plan
@@ -261,8 +271,10 @@ def build_stages(
         for layer in copies:
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
+        if balance is not None:
+            balance.attach_to(copies)
         recompute = [blueprint.recompute[layer] for layer in spans[number]]
-        stages[number] = Stage(number, copies, queue, recompute=recompute, dropout=dropout)
+        stages[number] = Stage(number, copies, queue, recompute=recompute, dropout=dropout, balance=balance)
     return stages
 
 
@@ -293,12 +305,12 @@ def compile_layers(
 def read_buffers(
     sequence: LayerSequence, mine: Iterable[NamedLayer], source: TensorSource, plan: Plan, mesh: Mesh
 ) -> dict[int, Tensor]:
-    """Return this rank's buffers, by `id` of the model's; `source` may broadcast them from rank 0."""
+    """Return this rank's buffers, keyed by `id` of the model's; `source` may broadcast them from rank 0."""
     held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
     read = {}
     for name, place in locate_tensors(named(sequence.layers)).items():
         if place.is_buffer and id(place.tensor) in held:
-            dtype = DTYPES[plan.precision] or place.tensor.dtype
+            dtype = buffer_dtype(place.layer, place.name, DTYPES[plan.precision]) or place.tensor.dtype
             read[id(place.tensor)] = convert(source.read(name), dtype, mesh.device)
         elif place.is_buffer:
             source.skip(name)

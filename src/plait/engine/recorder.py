@@ -169,7 +169,7 @@ class Recording:
         return measured_costs(self._schedule(), self._rows())
 
     def waits(self) -> tuple[float, ...]:
-        """Return the milliseconds that each rank of `pp` waited for messages; DataError as for `timeline`."""
+        """Return the milliseconds that each rank of `pp` waited for messages in the recorded step."""
         return measured_waits(self._rows())
 
     def _rows(self) -> tuple[tuple[MeasuredAction, ...], ...]:
@@ -231,7 +231,7 @@ def _decoded(numbers: Tensor) -> MeasuredAction:
 
 
 def measured_timeline(schedule: Schedule, rows: MeasuredRows) -> Timeline:
-    """Return the measured actions of all ranks, `rows`, as a timeline; see `Recording.timeline`."""
+    """Return the measured actions of all ranks, `rows`, as a timeline that starts at 0."""
     first = min((row[0].start for row in rows if row), default=0)
     actions = tuple(tuple(done.action for done in row) for row in rows)
     ran = replace(schedule, actions=actions, bound=None)
@@ -245,7 +245,7 @@ def measured_timeline(schedule: Schedule, rows: MeasuredRows) -> Timeline:
 
 
 def measured_costs(schedule: Schedule, rows: MeasuredRows) -> Costs:
-    """Return the median times of each stage's actions, and of messages; see `Recording.costs`."""
+    """Return the median times of each stage's forwards and gradients, and of messages."""
     durations: dict[tuple[int, Kind], list[int]] = {}
     for done in (done for row in rows for done in row):
         durations.setdefault((done.action.stage, done.action.kind), []).append(done.end - done.start)

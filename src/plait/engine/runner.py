@@ -43,6 +43,8 @@ from plait.ranks.mesh import Mesh
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator, names_of
+from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import (
     DTYPES,
     Microbatches,
@@ -83,6 +85,8 @@ class Runtime:
     """How sequences are divided over `cp`."""
     dropout: DropoutGenerator
     """The random numbers of this rank's dropouts."""
+    balance: StepBalance | None
+    """The losses of routers and the load of experts; None for a model without routers."""
     counted: Collection[str]
     """The parameters whose gradients this rank adds to a norm over the model: each counts once."""
     vocabulary: Vocabulary | None
@@ -123,6 +127,10 @@ class LossBatch:
     """The loss's weight of the global batch, 0-d."""
     divisor: Tensor
     """What the summed loss of the global batch is divided by, 0-d."""
+    documents: Sequence[TokenDocuments]
+    """Of each micro-batch's tokens, in training and where the model has routers; else empty."""
+    token_total: Tensor
+    """The number of tokens of the global batch in documents, without padding, 0-d."""
 
 
 class Runner:
@@ -205,14 +213,32 @@ class Runner:
         weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in each])
         weights[counted:] = 0
         weights = sent(weights, self.mesh.device)
-        started = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
-        total = started.about("the loss's weight").wait()
-        return LossBatch(local, parts, counted, weights, total, divisor(self.runtime.loss, total))
+        documents: Sequence[TokenDocuments] = ()
+        if self.runtime.balance is not None and trains:
+            pairs_of_inputs = zip(local.values, local.sequences, strict=True)
+            documents = [TokenDocuments.of(*pair) for pair in pairs_of_inputs]
+        total, token_total = self._over_ranks(weights.sum(), documents)
+        mean = divisor(self.runtime.loss, total)
+        return LossBatch(local, parts, counted, weights, total, mean, documents, token_total)
+
+    def _over_ranks(self, weight: Tensor, documents: Sequence[TokenDocuments]) -> tuple[Tensor, Tensor]:
+        """Return the loss's weight of the global batch, and the number of its tokens in `documents`, 0-d.
+
+        Communication: one all-reduce of both over `dp_cp`, or of the weight where there are no documents.
+        """
+        own = weight
+        if documents:
+            tokens = torch.tensor(sum(one.counted for one in documents), dtype=weight.dtype)
+            own = torch.stack([weight, sent(tokens, weight.device)])
+        started = all_reduce(own, self.mesh.group("dp_cp"), checked=False)
+        sums = started.about("the loss's weight").wait()
+        return (sums[0], sums[1]) if documents else (sums, torch.zeros_like(sums))
 
     def mean_loss(self, batch: LossBatch) -> Tensor:
         """Return the mean loss of the latest step over the global batch, 0-d, on every rank.
 
-        Communication: one all-reduce of 8 bytes over `world`.
+        Communication: one all-reduce of 8 bytes over `world`; in a training step with routers, of 8 bytes
+        more for each of their experts and losses.
         """
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
@@ -222,7 +248,20 @@ class Runner:
         if self.is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / batch.divisor
         self._weights = batch.weights, batch.total_weight
-        return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
+        balance = self.runtime.balance if batch.documents else None
+        own = mean if balance is None else torch.cat([mean[None], balance.totals()])
+        summed = all_reduce(own, self.mesh.group("world"), checked=False).about("the mean loss").wait()
+        if balance is None:
+            return summed
+        balance.settle(summed[1:])
+        return summed[0]
+
+    def begin_balance(self, batch: LossBatch) -> None:
+        """Begin a training step of the routers' losses, if the model has routers."""
+        if self.runtime.balance is not None:
+            self.runtime.balance.begin(
+                batch.documents, batch.token_total, self.scale.value, anew=self.reducer.starts_anew
+            )
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
         """Return each micro-batch's range of rows (dim 0 of its first tensor) in the global batch.
@@ -271,6 +310,12 @@ class Runner:
             None if column[0] is None else torch.cat(column) for column in zip(*each.values(), strict=True)
         )
         return with_tensors(batch[0], whole)
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to None, so that an optimizer's next step changes nothing, no bias either."""
+        self.reducer.drop()
+        if self.runtime.balance is not None:
+            self.runtime.balance.drop()
 
     def non_finite(self) -> Tensor:
         """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
@@ -368,6 +413,8 @@ class Runner:
             if not trains:
                 self.pipeline.set_back()
         except BaseException:
+            if self.runtime.balance is not None:
+                self.runtime.balance.clear()
             self.pipeline.clear()
             self.gatherer.clear()
             if trains:

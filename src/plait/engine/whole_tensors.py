@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from plait.engine.fingerprint import lines_of_values
 from plait.engine.runner import Runtime
 from plait.errors import ModelError, PlaitError, listed
-from plait.models.initial import ModuleReset, initial_value
+from plait.models.initial_values import ModuleReset, initial_value
 from plait.plan.axes import STAGE_AXES
 from plait.plan.layout.shards import shard
 from plait.plan.rules import join

@@ -25,9 +25,10 @@ from plait.models.model_helpers import (
     require_length,
 )
 from plait.models.rotary import ResultCache, rotary_angles, rotate
-from plait.plan.decoder import ROPE_BASE, Decoder
+from plait.plan.decoder import ROPE_BASE, TOP_K, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, heads_of, share_keys
+from plait.tensor.experts.mixture import MixtureOfExperts
 
 EPSILON = 1e-5
 """Epsilon of the norms, as in Llama 2."""
@@ -49,6 +50,11 @@ RULES: Rules = {
     "head.output": vocabulary,
 }
 """The rules of tensor parallelism; other modules are whole on every rank."""
+SHARED_RULES: Rules = {
+    "blocks.*.mlp.mixture.shared.gate_up": column.joined(2),
+    "blocks.*.mlp.mixture.shared.down": row,
+}
+"""Those of shared experts; the norm before a mixture is also the input of routers, which are whole."""
 
 
 def llama(
@@ -58,6 +64,9 @@ def llama(
     heads: int = 32,
     kv_heads: int | None = None,
     inner: int | None = None,
+    experts: int | None = None,
+    top_k: int = TOP_K,
+    shared: int = 0,
     vocab: int = 32000,
     context: int = 4096,
     tied: bool = False,
@@ -67,13 +76,15 @@ def llama(
 
     The defaults are those of Llama 2 7B. `layers` counts transformer blocks, each two layers of the sequence.
     `kv_heads`: key and value heads, each shared by `heads / kv_heads` query heads in a row; None: as many as
-    heads. `inner`: width inside the MLP; None: 2/3 · 4 · hidden, rounded up to a multiple of 256. `tied`: the
-    head's weight is the token embedding's. `rope_base`: the base of the rotary frequencies. ModelError where
-    the sizes do not fit each other.
+    heads. `inner`: width inside the MLP; None: 2/3 · 4 · hidden, rounded up to a multiple of 256. `experts`:
+    makes the model sparse, with so many MLPs a block, of which each token passes through `top_k`, and through
+    one of width `shared`; see `MixtureOfExperts`. `tied`: the head's weight is the token embedding's.
+    `rope_base`: the base of the rotary frequencies. ModelError where the sizes do not fit each other.
     """
     given = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "context": context}
     others = {"kv_heads": kv_heads, "inner": inner, "tied": tied, "rope_base": rope_base}
-    return llama_of(Decoder.of_family("llama", **given, **others))
+    sparse = {"experts": experts, "top_k": top_k, "shared": shared}
+    return llama_of(Decoder.of_family("llama", **given, **others, **sparse))
 
 
 def llama_of(sizes: Decoder) -> nn.Sequential:
@@ -85,13 +96,27 @@ def llama_of(sizes: Decoder) -> nn.Sequential:
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
         of_attention = hidden, sizes.heads, sizes.key_heads, context, sizes.rope_base, std, angles
-        blocks = [
-            block(Attention(*of_attention), MLP(hidden, sizes.inside, std)) for _ in range(sizes.layers)
-        ]
+        blocks = [block(Attention(*of_attention), _mlp(sizes, std)) for _ in range(sizes.layers)]
         head = Head(nn.RMSNorm(hidden, eps=EPSILON), hidden, vocab)
     if sizes.tied:
         head.output.weight = embedding.token.weight
-    return assemble(embedding, blocks, head, context=context, rules=RULES)
+    return assemble(embedding, blocks, head, context=context, rules=_rules(sizes))
+
+
+def _mlp(sizes: Decoder, std: float) -> MLP | SparseMLP:
+    """Return the MLP of a block: one, or experts."""
+    if sizes.experts is None:
+        return MLP(sizes.hidden, sizes.inside, std)
+    return SparseMLP(sizes.hidden, sizes.inside, sizes.experts, sizes.top_k, sizes.shared, std)
+
+
+def _rules(sizes: Decoder) -> Rules:
+    """Return the rules for a model of these sizes: each has to match a module."""
+    if sizes.experts is None:
+        return RULES
+    dense = ("blocks.*.mlp.norm", "blocks.*.mlp.gate", "blocks.*.mlp.up", "blocks.*.mlp.down")
+    others = {path: rule for path, rule in RULES.items() if path not in dense}
+    return {**others, **SHARED_RULES} if sizes.shared else others
 
 
 class Embedding(InitializedLayer):
@@ -167,4 +192,18 @@ class MLP(InitializedLayer):
         """Return x plus the MLP's output."""
         normed = self.norm(x)
         result: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return result
+
+
+class SparseMLP(InitializedLayer):
+    """`[batch, length, hidden]` → the same shape: x + mixture(norm(x)), with experts that are gated MLPs."""
+
+    def __init__(self, hidden: int, inner: int, experts: int, top_k: int, shared: int, std: float) -> None:
+        super().__init__(INITIAL_STD, {"down": std, "down_proj": std})
+        self.norm = nn.RMSNorm(hidden, eps=EPSILON)
+        self.mixture = MixtureOfExperts(hidden, inner, experts, top_k, shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x plus the mixture's output."""
+        result: Tensor = x + self.mixture(self.norm(x))
         return result

@@ -26,8 +26,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from plait.errors import ModelError, listed
-from plait.models.initial import Constant, Initial, initial_value
-from plait.models.initial import Normal as NormalValues
+from plait.models.initial_values import Constant, Initial, initial_value
+from plait.models.initial_values import Normal as NormalValues
 from plait.models.layers.layer_sequence import NO_SHAPE, sequence_of
 from plait.plan.arguments import require_instance, require_number, require_whole
 from plait.plan.rules import Rule, Rules, join, match, piece, replicated

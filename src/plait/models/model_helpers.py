@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.initial import Constant, Initial, Normal
+from plait.models.initial_values import Constant, Initial, Normal
 from plait.plan.decoder import multiplications
 from plait.plan.rules import Rules
 from plait.tensor.autograd.eager_operations import TRACE
@@ -26,7 +26,7 @@ class InitializedLayer(nn.Module):
     def __init__(
         self, std: float, exceptions: Mapping[str, float] | None = None, *, norm_start: float = 1.0
     ) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module.
+        """`std`: initial standard deviation of matrices; `exceptions`: others, by parameter or module.
 
         `norm_start`: the initial weight of norms.
         """
@@ -37,9 +37,9 @@ class InitializedLayer(nn.Module):
         """Return the initial distribution of each parameter: matrices normal, norms constant, biases 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            around = reversed(name.split(".")[:-1])
+            innermost_first = reversed(name.split("."))
             if parameter.dim() > 1:
-                named = (self.exceptions[module] for module in around if module in self.exceptions)
+                named = (self.exceptions[one] for one in innermost_first if one in self.exceptions)
                 found[name] = Normal(next(named, self.std))
             else:
                 found[name] = Constant(self.norm_start if name.endswith(".weight") else 0.0)

@@ -94,7 +94,7 @@ def angles_of_positions(
     like: Tensor,
     cache: ResultCache | None,
 ) -> Angles:
-    """Return `compute(positions)`, where positions `[length, 1]` have this dtype and the device of `like`.
+    """Return the rotary angles that `compute` gives for positions `[length, 1]`, from `cache` if known.
 
     The positions are 0, 1, 2, …; under context parallelism those of this rank; and with packed documents
     those in each row's documents, `[rows, 1, length, 1]`. The result must depend on them, on `key` and the

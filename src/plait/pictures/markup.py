@@ -33,7 +33,7 @@ $scripts
 def document(
     title: str, body: str, *, style: str, data: object, scripts: Iterable[str], policy: str = POLICY
 ) -> str:
-    """Return an HTML document that needs no other file.
+    """Return a self-contained HTML document.
 
     `data`: what the scripts read as JSON from the element `data`; no text in it can end that element.
     `policy`: the content security policy of the page.

@@ -22,6 +22,10 @@ FAMILIES: Mapping[Family, Mapping[str, bool]] = {
 ROPE_BASE = 10000.0
 INNER_MULTIPLE = 256
 """Llama's inner width is a multiple of it, as in the published code."""
+TOP_K = 2
+"""Experts of a token, if not given, as in Mixtral."""
+OPTIONAL = ("kv_heads", "inner", "experts")
+"""Sizes that may be None."""
 MOST_BLOCKS, MOST_SIZE = 10_000, 2**31 - 1
 """The largest number of transformer blocks, and of any other size, that files may give."""
 FLOPS = 6.0
@@ -33,10 +37,12 @@ class Decoder:
     """Sizes of a decoder-only transformer like plait's `gpt2` and `llama`: layers, width, heads, vocabulary.
 
     `layers` counts transformer blocks. `kv_heads`: key and value heads; None: as many as heads. `inner`: the
-    width inside the MLP; None: 4 · hidden, or Llama's rule where the MLP is `gated`. `biases`: linears and
-    norms have them, as GPT-2's norms do. `positions`: the embedding has a table of positions. `rotary`:
-    attention turns pairs of features of queries and keys, by frequencies of base `rope_base`. `tied`: the
-    head uses the token embedding. Raises ModelError for sizes that do not fit each other.
+    width inside the MLP; None: 4 · hidden, or Llama's rule where the MLP is `gated`. `experts`: how many such
+    MLPs each block has, of which a token passes through `top_k`, and through one of width `shared`; None: one
+    MLP. `biases`: linears and norms have them, as GPT-2's norms do. `positions`: the embedding has a table of
+    positions. `rotary`: attention turns pairs of features of queries and keys, by frequencies of base
+    `rope_base`. `tied`: the head uses the token embedding. Raises ModelError for sizes that do not fit each
+    other.
     """
 
     layers: int
@@ -46,6 +52,9 @@ class Decoder:
     context: int
     kv_heads: int | None = None
     inner: int | None = None
+    experts: int | None = None
+    top_k: int = TOP_K
+    shared: int = 0
     gated: bool = False
     biases: bool = False
     positions: bool = False
@@ -55,14 +64,15 @@ class Decoder:
 
     @classmethod
     def of_family(cls, family: Family, **sizes: Any) -> Decoder:
-        """Return the sizes of a `gpt2` or `llama` with these fields, the others as the family has them."""
+        """Return the sizes of a `gpt2` or `llama`; sizes that are not given are the family's defaults."""
         return cls(**{**FAMILIES[family], **sizes})
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "context", "kv_heads", "inner"):
+        for name in ("layers", "hidden", "heads", "vocab", "context", "top_k", *OPTIONAL):
             value = getattr(self, name)
-            if value is not None or name not in ("kv_heads", "inner"):
+            if value is not None or name not in OPTIONAL:
                 require_whole(f"model.{name}", value, ModelError)
+        require_whole("model.shared", self.shared, ModelError, least=0)
         require_flag("model.tied", self.tied, ModelError)
         require_number("model.rope_base", self.rope_base, ModelError, positive=True)
         hidden, heads = self.hidden, self.heads
@@ -82,6 +92,25 @@ class Decoder:
                 "features, and llama turns pairs of them: set model.hidden to "
                 f"{multiples(hidden, 2 * heads)}, or change model.heads."
             )
+        self._require_experts()
+
+    def _require_experts(self) -> None:
+        """Raise ModelError for numbers of experts that do not fit each other, or the family."""
+        if self.experts is None and self.shared:
+            raise ModelError(
+                f"model.shared = {self.shared} is the width of shared experts, but model.experts is none: "
+                "give the number of the others, or leave model.shared out."
+            )
+        if self.experts is not None and not self.gated:
+            raise ModelError(
+                f"model.experts = {self.experts} is a size of llama, and the model is a {self.family}: leave "
+                "it out, or build a llama."
+            )
+        if self.experts is not None and self.top_k > self.experts:
+            raise ModelError(
+                f"model.top_k = {self.top_k} is more than model.experts = {self.experts}: set model.top_k to "
+                f"at most {self.experts}, the experts that a token passes through."
+            )
 
     @property
     def family(self) -> Family:
@@ -100,20 +129,22 @@ class Decoder:
 
     @property
     def inside(self) -> int:
-        """The number of features inside the MLP."""
+        """The number of features inside the MLP, or inside each expert."""
         if self.inner is not None:
             return self.inner
         return default_inner(self.hidden) if self.gated else 4 * self.hidden
 
-    def undivided_by(self, tp: int) -> Literal["heads", "kv_heads", "inner"] | None:
+    def undivided_by(self, tp: int) -> Literal["heads", "kv_heads", "inner", "shared"] | None:
         """Return the name of the first size that `tp` ranks cannot share equally, or None.
 
-        Several ranks may share a head of keys; a vocabulary may be cut unevenly.
+        Several ranks may share a head of keys; a vocabulary may be cut unevenly; experts are not cut.
         """
         if self.heads % tp:
             return "heads"
         if self.key_heads % tp and tp % self.key_heads:
             return "kv_heads"
+        if self.experts is not None:
+            return "shared" if self.shared % tp else None
         return "inner" if self.inside % tp else None
 
     @property
@@ -135,7 +166,8 @@ class Decoder:
         """Floating-point operations per token, forward and backward, without recomputation.
 
         As `plait train` counts them (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): six for each
-        element of a matrix, and twelve for each feature and position of attention, masked or not.
+        element of a matrix that the token meets, of experts `top_k` for each block, and twelve for each
+        feature and position of attention, masked or not.
         """
         return FLOPS * sum(map(self._multiplications, self.kinds))
 
@@ -143,13 +175,20 @@ class Decoder:
         if kind == "embedding":  # looked up
             return 0.0
         width = self.hidden if kind == "attention" else 0
-        return multiplications(self._matrices(kind), context=self.context, width=width)
+        active = None if self.experts is None else self.top_k
+        return multiplications(self._matrices(kind, experts=active), context=self.context, width=width)
 
-    def _matrices(self, kind: LayerKind, tp: int = 1) -> int:
-        """Return the elements of a layer's matrices on all ranks of `tp`; each has a head of keys."""
+    def _matrices(self, kind: LayerKind, tp: int = 1, experts: int | None = None) -> int:
+        """Return the elements of a layer's matrices on all ranks of `tp`; each has a head of keys.
+
+        `experts`: how many of them count; None: all.
+        """
         if kind == "attention":
             keys = self.head_size * max(self.key_heads, min(tp, self.heads))
             return 2 * self.hidden * (self.hidden + keys)
+        if kind == "mlp" and self.experts is not None:
+            counted = self.experts if experts is None else experts
+            return self.hidden * (self.experts + 3 * (counted * self.inside + self.shared))
         if kind == "mlp":
             return (3 if self.gated else 2) * self.hidden * self.inside
         return self.hidden * self.vocab
@@ -181,8 +220,8 @@ class Decoder:
 def decoder_of(model: object) -> Decoder | None:
     """Return a `Decoder` with the sizes of `model`, which `plait.models.gpt2` or `llama` has made.
 
-    None for another model, for one whose blocks differ, and for one with adapters or frozen parameters. Only
-    shapes are read: the model may be on the meta device.
+    None for another model, for one whose blocks differ or have experts, and for one with adapters or frozen
+    parameters. Only shapes are read: the model may be on the meta device.
     """
     if isinstance(model, Decoder):
         return model

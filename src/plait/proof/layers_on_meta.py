@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError, listed
-from plait.models.layers.carried_values import refuse_carried_values
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
+from plait.models.layers.stateful_layers import refuse_carried_values
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import BufferKind
 from plait.plan.rules import join

@@ -319,7 +319,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def accelerator_versions() -> dict[str, str]:
-    """Return the versions of the GPU software: `driver`, `CUDA`, `NCCL`; only of what this machine has.
+    """Return the versions of GPU software on this machine: `driver`, `CUDA`, `NCCL`, if present.
 
     The driver's is what `nvidia-smi` prints, CUDA's is the one that torch was built with.
     """

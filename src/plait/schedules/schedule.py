@@ -143,7 +143,7 @@ class Schedule:
 
     @property
     def order(self) -> tuple[tuple[str, ...], ...]:
-        """The actions in text form, per rank: `(("0F0", "0F1", …), …)`."""
+        """The actions of each rank as text: `(("0F0", "0F1", …), …)`."""
         return tuple(tuple(str(action) for action in rank) for rank in self.actions)
 
     @cached_property

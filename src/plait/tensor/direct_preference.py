@@ -64,7 +64,7 @@ class PreferenceLoss:
         return self._total(lambda tokens: -token_log_probs(output, tokens), _required(targets))
 
     def total_of_pieces(self, logits: Tensor, targets: Targets, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits from this rank's classes; may overwrite the logits.
+        """Return the summed loss, given only this rank's classes of the logits; may overwrite them.
 
         Communication: that of `total`, and that of `CrossEntropy.total_of_pieces`.
         """
@@ -92,7 +92,7 @@ class PreferenceLoss:
         return targets["begins"].sum()
 
     def margins(self, output: Tensor, targets: Targets) -> Tensor:
-        """Return β times the difference of each pair, above 0 where the chosen one is preferred: `[pairs]`.
+        """Return each pair's margin, times β: above 0 where the chosen answer is preferred, `[pairs]`.
 
         `output` are whole logits, as in a metric of `plait.fit`: `loss.margins(output, targets) > 0`.
         """

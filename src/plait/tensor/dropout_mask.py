@@ -91,7 +91,7 @@ def keep_mask_of_ranges(
     ranges: Mapping[int, DimRanges],
     device: torch.device,
 ) -> Tensor:
-    """Return the mask as `keep_mask` does, for a part that along the dims in `ranges` has several ranges."""
+    """Return the dropout mask, as `keep_mask`, of a part that has several ranges along some dims."""
     if not ranges:
         return keep_mask(key, shape, p, parts, device)
     dim = next(iter(ranges))

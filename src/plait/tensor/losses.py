@@ -156,7 +156,7 @@ class PiecewiseLoss(Loss, Protocol):
     """A loss that can also be computed from logits partitioned by class over `tp`, without a gather."""
 
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits, given only this rank's classes: `[..., len(vocabulary.own)]`.
+        """Return the summed loss, given only this rank's classes of the logits, `[..., len(own)]`.
 
         `targets` are whole on every rank. May overwrite the logits. Where a subclass overrides `total` alone,
         this is not called: the logits are gathered.
@@ -198,7 +198,7 @@ class CrossEntropy:
         return total
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits, 0-d, equal on all ranks, from this rank's shard by class.
+        """Return the summed loss, 0-d, equal on all ranks, given only this rank's classes of the logits.
 
         `targets`, a class number for each row of logits, is whole on every rank. Where a gradient is wanted,
         float32 and float64 logits are overwritten, by the exponentials and in the backward by the gradient,

@@ -67,6 +67,8 @@ class DocumentBounds:
     """Of each row."""
     starts: tuple[tuple[int, ...], ...]
     """By row: the first position of each document, ascending from 0."""
+    padding: tuple[tuple[int, ...], ...] = ()
+    """By row: which of its documents, counted from 0, are padding; empty: none is."""
 
     @property
     def are_packed(self) -> bool:
@@ -79,7 +81,7 @@ class DocumentBounds:
         return max((b - a for row in self.starts for a, b in pairwise((*row, self.length))), default=0)
 
     def by_position(self) -> NDArray[np.int64]:
-        """Return where each position's document begins, and where the next one does: `[2, rows, length]`."""
+        """Return for each position its document's begin and end (exclusive): `[2, rows, length]`."""
         found = np.empty((2, len(self.starts), self.length), dtype=np.int64)
         for number, row in enumerate(self.starts):
             ends = np.array((*row, self.length), dtype=np.int64)

@@ -53,7 +53,7 @@ _FUNCTION_OF = {module: function for function, (module, _) in _KNOWN.items()}
 
 
 def as_loss(given: object) -> Loss:
-    """Return `given` as a `Loss`: `total` is the sum over a micro-batch, `weight` its divisor.
+    """Return a loss of the user (of torch, a function, a `Loss`) as a `Loss` with `total` and `weight`.
 
     `given` is an object that has both methods, such as the result of `mean_loss`, or a loss of `torch.nn` or
     `torch.nn.functional` whose reduction is "mean" or "sum", with its options (as attributes of the module,

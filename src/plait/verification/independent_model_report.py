@@ -15,7 +15,7 @@ ORDER = ("initial values", "output", "loss", "gradient", "input gradient")
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of a tensor of the plan's run with that of the reference."""
+    """How a tensor of the plan's run compares with the reference model's."""
 
     batch: int
     what: str
@@ -148,7 +148,7 @@ class IndependentReport:
 
 
 def report_of_all(reports: Sequence[IndependentReport]) -> IndependentReport:
-    """Return the report on all ranks, from that of each, rank 0 first."""
+    """Return one report on all ranks, made of each rank's, rank 0 first."""
     found = [one for report in reports for one in report.compared_tensors]
     in_order = tuple(sorted(found, key=lambda one: (one.batch, ORDER.index(one.what))))
     return replace(reports[0], compared_tensors=in_order, seconds=max(one.seconds for one in reports))

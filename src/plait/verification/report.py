@@ -97,7 +97,7 @@ class VerificationReport:
         )
 
     def what(self, location: Location) -> str:
-        """Return a location as text: `the forward of blocks.1.mlp`."""
+        """Return what a location is as text: `the forward of blocks.1.mlp`."""
         layer, name = self.path_of(location), location.name
         if layer and name and location.phase is StepPhase.WEIGHT_GRADIENT:
             layer = f"{name} in {layer}"
@@ -211,7 +211,7 @@ def finite(value: float) -> float | None:
 
 
 def formats_in(plan: Plan) -> str:
-    """Return the precisions and loss scale of a plan: `bf16, master fp32, loss scale 1024`."""
+    """Return the precisions and loss scale of a plan as text: `bf16, master fp32, loss scale 1024`."""
     formats: list[str] = [plan.precision or ""]
     for name in ("master", "gradient", "reduce"):
         precision = getattr(plan, f"{name}_precision")
@@ -221,7 +221,7 @@ def formats_in(plan: Plan) -> str:
 
 
 def layout_of(plan: Plan) -> str:
-    """Return degrees, sharding and recomputation of a plan: `pp 2 · dp 1 · tp 2 · full`."""
+    """Return degrees, sharding and recomputation of a plan as text: `pp 2 · dp 1 · tp 2 · full`."""
     context = f" · cp {plan.cp}" if plan.cp > 1 else ""
     experts = "".join(f" · {axis} {size}" for axis, size in (("ep", plan.ep), ("etp", plan.etp)) if size > 1)
     layout = f"pp {plan.pp} · dp {plan.dp}{context} · tp {plan.tp}{experts}"
@@ -243,7 +243,7 @@ def layout_of(plan: Plan) -> str:
 
 
 def when(location: Location) -> str:
-    """Return `step 2`, or for an evaluation and what is compared in it `evaluation after step 2`."""
+    """Return when in a run a location is, as text: `step 2` or `evaluation after step 2`."""
     return f"evaluation after step {location.step}" if location.evaluating else f"step {location.step + 1}"
 
 

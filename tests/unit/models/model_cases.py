@@ -6,7 +6,7 @@ import copy
 
 from torch import nn
 
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.rules import match
 from plait.rules import Rules

@@ -16,7 +16,7 @@ from plait.app.loop.meter import flops_per_token
 from plait.engine.whole_tensors import locate_tensors
 from plait.errors import ModelError
 from plait.models.huggingface.common import Rotary
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 from plait.models.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.models.rotary import ResultCache
 from plait.ranks.group import Group, Traffic

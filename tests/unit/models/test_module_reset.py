@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.initial import ModuleReset, initial_value
+from plait.models.initial_values import ModuleReset, initial_value
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 OTHERS = [

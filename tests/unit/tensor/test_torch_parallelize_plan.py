@@ -25,7 +25,7 @@ from torch.nn import functional
 import plait
 from plait.checkpoint.dtensor import as_dtensor
 from plait.errors import PlanError
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 from plait.rules import Rule, column, row, vocabulary
 from plait.tensor.parallel.torch_parallelize_plan import rules_from_torch
 

@@ -110,7 +110,7 @@ def count(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Return the finite number that `text` spells, as an int if it consists of digits and a sign."""
+    """Return the finite number that `text` spells, as an int unless it has a point or an exponent."""
     value = number_or_inf(text)
     if not isfinite(value):
         raise ArgumentTypeError(f"{text!r} is not a finite number")
@@ -118,7 +118,7 @@ def number(text: str) -> float:
 
 
 def number_or_inf(text: str) -> float:
-    """Return the number that `text` spells, infinity too; as an int if it consists of digits and a sign."""
+    """Return the number that `text` spells, or infinity, as an int unless it has a point or exponent."""
     try:
         value = float(text)
         value = int(text) if text.lstrip("+-").isdecimal() and isfinite(value) else value
@@ -146,7 +146,7 @@ def help_text(parser: CommandParser, argv: Sequence[str]) -> str:
 
 
 def configuration_overview() -> str:
-    """Return the names of all fields of the configuration by section, and how to see what they mean."""
+    """Return a text that lists all configuration fields by section, and says how to read about them."""
     lines = [
         "Fields by section; `plait train --help SECTION` describes those of one,",
         "`plait train --help all` all:",

@@ -107,7 +107,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def command_module(name: str) -> ModuleType:
-    """Return the module of a command, which is imported."""
+    """Import and return the module of the command `name`."""
     return import_module(f"plait.app.cli.{name}")
 
 

@@ -83,6 +83,7 @@ def _page(config: Config, found: Prediction, sections: list[str], goodput: Goodp
         f"{config.train.batch:,} sequences a step in {plan.precision or 'fp32'}, on {plan.world:,} × "
         f"{hardware.name} with {memory_text(hardware.memory)} each, {hardware.devices} a host."
     )
+    about = " ".join([about, *found.model.assumptions])
     if lines := goodput_lines(goodput, found):
         sections.append(section("Failures", _list(lines[1:])))
     timeline = simulated_data(replace(found.timeline, tick=found.timeline.tick / 10**6, unit="ms"))

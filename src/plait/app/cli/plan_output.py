@@ -93,7 +93,7 @@ def notes(result: PlanSearchResult) -> list[str]:
         lines.append(f"{len(found[0])} plans are the fastest, of the same time; --json lists each plan.")
     if len(found) > 1:
         lines.append(f"The next time is {behind(result):.2%} longer than the first.")
-    return lines
+    return [*lines, *found[0][0].model.assumptions]
 
 
 def behind(result: PlanSearchResult) -> float:
@@ -188,7 +188,8 @@ def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
 
 def _as_json(found: Prediction) -> dict[str, Any]:
     plan = {name: getattr(found.plan, name) for name in (*SEARCHED, "microbatches")}
-    return {"plan": plan, **{name: getattr(found, name) for name in _PREDICTED}}
+    predicted = {name: getattr(found, name) for name in _PREDICTED}
+    return {"plan": plan, **predicted, "assumptions": list(found.model.assumptions)}
 
 
 def config_text(config: Config, plan: Plan) -> str:

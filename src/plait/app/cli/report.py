@@ -91,7 +91,7 @@ class ReportServer(ThreadingHTTPServer):
         return " ".join(f"{stat.st_mtime_ns}.{stat.st_size}" for stat in map(Path.stat, files))
 
     def page(self) -> str:
-        """Return the report page, or one with the reason why there is none, with a script that reloads it."""
+        """Return the report page as HTML that reloads itself, or a page that says why there is none."""
         version = self.version()
         if version != self._drawn[0]:
             try:

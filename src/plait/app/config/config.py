@@ -213,13 +213,18 @@ def _check_validation(config: Config) -> None:
 
 def _check_family(model: ModelConfig) -> None:
     """Raise ConfigError if fields that only llama has are given for another model."""
-    for name in ("kv_heads", "inner"):
+    for name in ("kv_heads", "inner", "experts", "top_k", "shared"):
         value = getattr(model, name)
-        if model.name != "llama" and value is not None:
+        if model.name != "llama" and value:
             raise ConfigError(
                 f"model.{name} = {value} is a field of llama, but model.name is {model.name}: "
                 "leave it out, or set model.name to llama."
             )
+    if model.top_k is not None and model.experts is None:
+        raise ConfigError(
+            f"model.top_k = {model.top_k} is a field of models with experts: set model.experts to their "
+            "number, or leave model.top_k out."
+        )
 
 
 def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
@@ -238,6 +243,11 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
         raise ConfigError(
             f"model.kv_heads = {sizes.key_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
             f"set model.kv_heads to {divisors(tp)}, or change parallel.tp."
+        )
+    if undivided == "shared":
+        raise ConfigError(
+            f"model.shared = {sizes.shared} is not divisible by parallel.tp = {tp}: set model.shared to "
+            f"{multiples(sizes.shared, tp)}, or change parallel.tp."
         )
     if undivided == "inner":
         origin = "" if model.inner is not None else f", the default for model.hidden = {model.hidden},"
@@ -303,12 +313,12 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 def configured_decoder(config: Config) -> Decoder | None:
     """Return the sizes of the model that a configuration trains; no module is made.
 
-    None where sizes do not say all that a prediction needs: for a model in a folder, adapters or other frozen
-    parameters, an optimizer without two moments a parameter, and offloading.
+    None where sizes do not say all that a prediction needs: for a model in a folder, experts, adapters or
+    other frozen parameters, an optimizer without two moments a parameter, and offloading.
     """
     model, train = config.model, config.train
-    adapts, freezes = model.lora.adapts, bool(train.freeze)
-    others = model.folder is not None or adapts or freezes or train.optimizer.moments != 2
+    adapts, freezes, sparse = model.lora.adapts, bool(train.freeze), model.experts is not None
+    others = model.folder is not None or adapts or freezes or sparse or train.optimizer.moments != 2
     if others or config.parallel.offload != "none":
         return None
     return model.decoder(vocabulary(config))

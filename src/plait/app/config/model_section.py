@@ -60,7 +60,14 @@ class ModelConfig(Section):
     kv_heads: Count | None = None
     """llama's key and value heads, shared by equally many query heads each; none: as many as heads"""
     inner: Count | None = None
-    """width inside llama's MLP; none: 2/3 · 4 · hidden, rounded up to a multiple of 256"""
+    """width inside llama's MLP, or inside each expert; none: 2/3 · 4 · hidden, rounded up to a multiple of
+    256"""
+    experts: Count | None = None
+    """llama's experts in each block, between which a router divides the tokens; none: one MLP"""
+    top_k: Count | None = None
+    """experts of a token; none: 2, if the model has experts"""
+    shared: Annotated[int, Field(ge=0)] = 0
+    """width inside the experts that all tokens of a block share; 0: there are none"""
     vocab: Annotated[int, Field(ge=2)] | None = None
     """tokens in the vocabulary; none: as many as the tokenizer has"""
     context: Count = 128
@@ -78,9 +85,11 @@ class ModelConfig(Section):
 
     def decoder(self, vocab: int) -> Decoder:
         """Return the sizes of plait's own model with `vocab` tokens. Raises ModelError where none fits."""
-        tied = {} if self.tied is None else {"tied": self.tied}
-        given = self.model_dump(exclude={"name", "lora", "tied", "vocab"})
-        return Decoder.of_family(cast(Family, self.name), vocab=vocab, **given, **tied)
+        given = self.model_dump(exclude={"name", "lora", "vocab"})
+        for name in ("tied", "top_k"):  # a default of the family, or of all models
+            if given[name] is None:
+                del given[name]
+        return Decoder.of_family(cast(Family, self.name), vocab=vocab, **given)
 
     @property
     def folder(self) -> Path | None:

@@ -26,7 +26,7 @@ class CallFailedError(Exception):
 
 
 class BoundedProcess:
-    """Calls `function` in another process, with limits of `seconds` a call and of `memory` more bytes.
+    """Calls `function` in another process, with at most `seconds` per call and `memory` bytes more.
 
     Results are JSON values.
     """

@@ -21,7 +21,7 @@ _READ_AT_ONCE = 1 << 22
 
 
 class ChecksumWriter:
-    """A file that is being written, and the CRC-32 of what has been written so far."""
+    """A file that is being written, with the CRC-32 of all bytes written so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._crc = file, 0
@@ -78,7 +78,7 @@ def file_checksum(path: Path) -> str:
 
 
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises DataError, which ends with `remedy`, where there is none."""
+    """Return the JSON object in a file. Raises DataError, ending with `remedy`, if missing or damaged."""
     try:
         found = read_json(path)
     except OSError as error:

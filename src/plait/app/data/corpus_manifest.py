@@ -121,13 +121,13 @@ class CorpusIndex:
 
 
 def shard_paths(folder: Path, number: int, chats: bool) -> list[Path]:
-    """Return the paths of a shard's tokens and ends of documents; of `chats` of its answers, too."""
+    """Return the paths of a shard's files: tokens and ends of documents; with `chats`, its answers too."""
     names = ("tokens", "documents", "answers", "first_answers") if chats else ("tokens", "documents")
     return [folder / f"{number:05}.{name}.bin" for name in names]
 
 
 def shard_arrays(folder: Path, number: int, entry: ShardEntry, dtype: str, chats: bool) -> list[ArrayFile]:
-    """Return the arrays in the files that a shard has, of the lengths that its counts give."""
+    """Return the arrays in a shard's files, whose lengths are the counts in `entry`."""
     kinds = (dtype, entry.tokens), ("<i8", entry.documents), ("u1", entry.tokens), ("<u4", entry.documents)
     return [
         ArrayFile(path, kind, count, ends_of=entry.tokens if kind == "<i8" else None)
@@ -217,7 +217,7 @@ def require_intact(folder: Path, index: CorpusIndex, most: int | None = None) ->
 
 
 def damaged_shards(folder: Path, index: CorpusIndex) -> Iterator[int]:
-    """Yield the numbers of the shards of which a file is missing or damaged, by size and checksum."""
+    """Yield the numbers of shards with a missing or damaged file, found by size and checksum."""
     for number, entry in enumerate(index.shards):
         arrays = shard_arrays(folder, number, entry, index.dtype, index.chats)
         known = zip(arrays, entry.checksums, strict=False)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from plait.app.data.chats import ChatEncoder, EncodedPart
+from plait.app.data.chat_encoder import ChatEncoder, EncodedPart
 from plait.app.data.document_sources import SourceRange, TextPart, read_records, read_texts
 from plait.app.data.text_cuts import PART, DocumentEncoder
 from plait.app.data.tokenizer import Tokenizer, Tokens, open_tokenizer

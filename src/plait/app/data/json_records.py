@@ -184,7 +184,7 @@ class _ListText:
 
 
 def read_record(line: bytes, place: LinePlace) -> Mapping[str, Any]:
-    """Return the record in a line, invalid characters replaced by `�`. Raises DataError if there is none."""
+    """Return the JSON record in a line; invalid characters become `�`. Raises DataError if it is none."""
     reason = ""
     try:
         text = line.decode("utf-8", "surrogatepass")

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.chats import EncodedPart, are_chats
+from plait.app.data.chat_encoder import EncodedPart, are_chats
 from plait.app.data.checked_files import whole_file, write_text
 from plait.app.data.corpus_manifest import (
     SHOWN_NAMES,

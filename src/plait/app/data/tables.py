@@ -81,7 +81,7 @@ def row_ranges(path: str, size: int) -> Iterator[tuple[int, int, int]]:
 def read_rows(
     path: str, begin: int, end: int, wanted: Collection[str] | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield rows of a range of `row_ranges` with their numbers, of the columns in `wanted` that there are.
+    """Yield the rows of a range that `row_ranges` gave, with their numbers; `wanted`: columns (None: all).
 
     `wanted`: None for all. Raises DataError for a row with text that is no UTF-8.
     """

@@ -199,7 +199,7 @@ def _places(text: str, first: int, last: int) -> Iterator[int]:
 
 
 class DocumentEncoder:
-    """Encodes one document that comes in parts: together the tokens are those of its whole text."""
+    """Tokenizes a document that is given in parts, to the same tokens as its whole text."""
 
     def __init__(self, encode: Encode, path: str) -> None:
         self._encode, self._path = encode, path

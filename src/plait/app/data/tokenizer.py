@@ -40,7 +40,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def prompt(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
+        """Return the bytes of a text, as tokens."""
         return list(text.encode())
 
     def surrounding(self, asked: str | None) -> SurroundingTokens:
@@ -94,7 +94,7 @@ class FileTokenizer:
         return [np.array(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of the beginning of a document."""
+        """Return the tokens of `text` as the beginning of a document, which goes on."""
         (tokens,) = self.encode_each([text])
         return [*self.surrounding(None).opening(tokens), *tokens.tolist()]
 

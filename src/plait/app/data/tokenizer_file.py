@@ -36,7 +36,7 @@ class SurroundingTokens(NamedTuple):
         return () if len(tokens) and self.before[:1] == (int(tokens[0]),) else self.before
 
     def closing(self, tokens: NDArray[Any]) -> tuple[int, ...]:
-        """Return the tokens to write after a document, without those with which its `tokens` already end."""
+        """Return the tokens to write after a document, except those that `tokens` end with already."""
         ends = tuple(tokens[max(0, len(tokens) - len(self.after)) :].tolist())
         known = max(size for size in range(len(ends) + 1) if ends[len(ends) - size :] == self.after[:size])
         return self.after[known:]
@@ -113,7 +113,7 @@ def library_errors(told: str) -> Iterator[None]:
 
 
 def tokenizer_config(path: Path) -> Mapping[str, Any]:
-    """Return the content of the `tokenizer_config.json` beside a `tokenizer.json`; empty where there is none.
+    """Return the content of the `tokenizer_config.json` beside a `tokenizer.json`; empty if missing.
 
     Where it lists no tokens, a `special_tokens_map.json` of earlier versions counts as well. Raises DataError
     for a file that is no JSON object.

@@ -31,7 +31,7 @@ LearningRate = Callable[[int], float]
 
 
 def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LearningRate:
-    """Return a schedule with a linear warm-up, then half a cosine.
+    """Return a learning rate schedule with a linear warm-up to `peak`, then a cosine decay to `floor`.
 
     The first `warmup` steps climb to `peak` (the last of them has it); the rest fall along half a cosine, and
     step `steps` − 1 has `floor`. Source: Loshchilov and Hutter, "SGDR", 2017, without restarts.
@@ -40,7 +40,7 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.
 
 
 def warmup_linear(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LearningRate:
-    """Return a schedule with a linear warm-up, then a linear decay to `floor`; see `warmup_cosine`."""
+    """Return a schedule with a linear warm-up to `peak`, then a linear decay to `floor`."""
     return _warmup(peak, steps, warmup, floor, lambda fraction: 1 - fraction)
 
 

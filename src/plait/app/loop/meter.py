@@ -10,8 +10,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from plait.ranks.device import (
     sent,
 )
 from plait.ranks.mesh import Mesh
+from plait.tensor.experts.active_parameters import active_elements
+from plait.tensor.experts.step_balance import ExpertLoad
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class StepTensors:
     """The divisor of the mean loss, such as the number of targets in the global batch."""
     non_finite: Tensor
     """Whether this rank's own loss and own gradients are not finite: bool `[2]`."""
+    load: ExpertLoad | None = None
+    """Losses of routers and choices of experts; None for a model without experts."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class StepMetrics:
     """Of each rank: its peak memory so far, in bytes."""
     clock: float = 0.0
     """Seconds since the run began, as rank 0 has measured them."""
+    expert_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By path of each router: how many tokens of the step chose each expert."""
 
 
 class Meter:
@@ -114,11 +120,17 @@ class Meter:
         everyone = all_gather(numbers, mesh.group("world"), checked=False)
         of_all = everyone.about("the metrics of the step").wait().view(-1)
         same = torch.stack([result.loss.double(), result.norm.double(), result.weight.double()])
-        read = read_later(torch.cat([same, of_all]))
+        of_experts = _numbers_of_experts(result.load)
+        tokens_of = {} if result.load is None else result.load.tokens
+        choices = [one.double() for one in tokens_of.values()]
+        scalars = [one.double()[None] for one in of_experts.values()]
+        read = read_later(torch.cat([same, *scalars, *choices, of_all]))
         started, ended = self._started, StreamEvent(device, timed=True)
 
         def finished() -> StepMetrics:
             loss, norm, weight, *rest = read().tolist()
+            experts = {name: rest.pop(0) for name in of_experts}
+            chosen = {path: tuple(int(rest.pop(0)) for _ in of) for path, of in tokens_of.items()}
             memory, signals, blocked, data, clocks, *faults, norms = (rest[column::8] for column in range(8))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
@@ -132,6 +144,7 @@ class Meter:
                 "data_seconds": round(max(data), 6),
                 "tokens_per_second": tokens / seconds,
                 "peak_memory_bytes": int(max(memory)),
+                **experts,
             }
             if self._peak is not None and self._flops is not None:
                 row["mfu"] = self._flops * tokens / seconds / self._peak
@@ -144,10 +157,19 @@ class Meter:
                 norm_ranks=tuple(rank for rank, one in enumerate(norms) if one),
                 blocked_seconds=tuple(blocked),
                 peak_memory=tuple(map(int, memory)),
+                expert_tokens=chosen,
                 clock=clocks[0],
             )
 
         return finished
+
+
+def _numbers_of_experts(load: ExpertLoad | None) -> dict[str, Tensor]:
+    """Return the metrics of routers by name: their losses, and the largest load of an expert."""
+    if load is None:
+        return {}
+    given = {"balance_loss": load.balance_loss, "z_loss": load.z_loss, "largest_expert_load": load.largest}
+    return {name: one for name, one in given.items() if one is not None}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -161,14 +183,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> float:
     """Return the floating-point operations to train `model` on one token, forward and backward.
 
-    Matrix products are those with all its matrices, a tied head's too; looking up an embedding costs
-    nothing. Attention costs the same whether or not heads share keys and values.
+    Matrix products are those with all its matrices, a tied head's too, but of experts only with those that
+    a token passes through; looking up an embedding costs nothing. Attention costs the same whether or not
+    heads share keys and values.
     """
-    weights = sum(
-        parameter.numel()
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() == 2
-    )
-    return FLOPS * multiplications(weights, context=context, width=layers * hidden)
+    return FLOPS * multiplications(active_elements(model), context=context, width=layers * hidden)

@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from plait.app.data.loader import kept_random_state, seed_all
 from plait.errors import DataError
-from plait.ranks.plain_values import NotPlainError, decode, encode
+from plait.ranks.json_values import NotPlainError, decode, encode
 from plait.tensor.layer_values import Value, row_count
 
 Collate = Callable[[Any], Any]
@@ -41,7 +41,7 @@ class ReadBatch(NamedTuple):
 
 
 class StreamReader:
-    """Reads batches of samples, epoch after epoch, on one rank; with `epochs` one ahead, to know the last."""
+    """Reads batches of samples from an iterable source, epoch after epoch; used on one rank."""
 
     def __init__(
         self,

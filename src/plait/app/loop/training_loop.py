@@ -197,7 +197,9 @@ class TrainingLoop:
         rate = self.learning_rate(step)
         numbers = self._meter.measure(
             step,
-            StepTensors(loss, norm, self.engine.loss_weight(), self.engine.non_finite()),
+            StepTensors(
+                loss, norm, self.engine.loss_weight(), self.engine.non_finite(), self.engine.expert_load
+            ),
             rate,
             tokens=self._tokens,
             data_seconds=self._data_seconds,

@@ -35,7 +35,7 @@ class RowShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ValidationRows:
-    """The first rows of `batches`: all where their number is known, or those of `limit` batches."""
+    """Which rows of `batches` a validation uses: all if their number is known, or `limit` batches."""
 
     batches: Batches
     limit: int | None = None

@@ -60,7 +60,7 @@ class RunFolder(Callback):
 
 
 def loggers_of(folder: Path, *, csv_too: bool, tensorboard: bool) -> tuple[Logger, ...]:
-    """Return the loggers of a run in `folder`, not yet opened; that of TensorBoard where it is installed."""
+    """Return the loggers of a run in `folder`, not yet opened; TensorBoard's only if it is installed."""
     made: list[Logger] = [JsonLines(folder / METRICS_FILE)]
     if csv_too:
         made.append(Csv(folder / TABLE_FILE))

@@ -22,7 +22,7 @@ from plait.app.data.batches import (
     description,
     row_total,
 )
-from plait.app.data.chats import ChatEncoder
+from plait.app.data.chat_encoder import ChatEncoder
 from plait.app.data.document_sources import read_documents
 from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
@@ -87,7 +87,7 @@ def opened_validations(config: Config, tokenizer: Tokenizer) -> tuple[Validation
 
 
 def held_out_validation(config: Config, opened: list[OpenSource]) -> tuple[ValidationSet, ...]:
-    """Return the rows that are held out of the training data, as one set; none where there are none."""
+    """Return the rows held out of the training data as one validation set; () if there are none."""
     rows = [one.held_out for one in opened if one.held_out is not None]
     return (_validation_set(config, "", rows, all(one.holds_chats for one in opened)),) if rows else ()
 

@@ -16,7 +16,7 @@ from plait.app.config.config import Config
 from plait.app.config.config_parser import given_values
 from plait.app.config.model_section import USUAL_CONTEXT
 from plait.app.data.batches import Rows, TokenWindows
-from plait.app.data.chats import require_known_fields
+from plait.app.data.chat_encoder import require_known_fields
 from plait.app.data.corpus_manifest import FORMAT, CorpusIndex, is_prepared, require_intact
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.document_sources import files_of, read_documents, source_files
@@ -129,12 +129,13 @@ _READ_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source of data. `unreadable`: why the run's tokenizer cannot turn its tokens into text, or ""."""
+    """An opened source of a run's data: its rows for training, those held out, and its vocabulary."""
 
     training: Rows
     held_out: Rows | None
     vocab: int
     unreadable: str
+    """Why the run's tokenizer cannot turn its tokens into text, or "" if it can."""
     summary: str
     holds_chats: bool = False
 

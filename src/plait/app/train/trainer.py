@@ -113,7 +113,7 @@ def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torc
 
 
 def run_groups(engine: Engine, settings: TrainConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of a run: those of the engine, or with rates by pattern."""
+    """Return the optimizer's parameter groups of a run: with `train.rates`, one or two per pattern."""
     if not settings.rates:
         return engine.parameter_groups(weight_decay=settings.matrix_decay)
     rates = [

@@ -46,7 +46,7 @@ REASON_LENGTH = 300
 
 @dataclass(frozen=True)
 class LayerCompiler:
-    """Makes the compiled layers of a rank; those of equal structure share their graphs."""
+    """Makes the compiled layers of a rank; layers of equal structure share their graphs."""
 
     queue: WeightGradientQueue
     generates: bool
@@ -238,7 +238,7 @@ class LayerGraphs:
 def trace_layer(
     layer: NamedLayer, value: Value, info: LayerInfo, mode: Recompute, compiler: LayerCompiler
 ) -> LayerGraphs:
-    """Return the graphs of `layer` for inputs like `value`; raises what torch raises where it cannot.
+    """Trace `layer` for inputs like `value`, and return its graphs; raises torch's error if it cannot.
 
     Nothing is computed, and nothing is communicated.
     """

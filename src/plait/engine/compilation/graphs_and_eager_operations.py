@@ -101,7 +101,7 @@ class LayerOperations:
     """A slot beyond the last: no result."""
 
     def run(self, values: Values, call: LayerCall) -> list[Any]:
-        """Return the results for the arguments `values`, which it empties; None where there is no result."""
+        """Run the operations on the arguments `values`, a list that is emptied; return the results."""
         values += [None] * (self.slots + 1 - len(values))
         for operation in self.operations:
             taken = list(map(values.__getitem__, operation.arguments))
@@ -305,7 +305,7 @@ def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: se
 
 @dataclass
 class AttentionRun:
-    """Attention's output with its autograd graph, and where its backward puts gradients."""
+    """An eager attention's output with its autograd graph, and the gradients of its inputs."""
 
     output: Tensor
     gradients: list[Tensor | None]
@@ -380,7 +380,7 @@ class _Results:
     stride: tuple[int, ...]
 
     def store(self, values: Values, tensor: Tensor) -> None:
-        """Store `tensor`, or a copy with the strides of the trace."""
+        """Store a result among `values`; a copy of it if its strides differ from the trace's."""
         if self.slots:
             made = tensor if tensor.stride() == self.stride else with_strides(tensor, self.stride)
             for slot in self.slots:

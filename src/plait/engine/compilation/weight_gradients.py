@@ -34,7 +34,7 @@ _METHODS: Mapping[object, Callable[..., Tensor]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StridedView:
-    """A tensor that is a view of all of another one, made in one operation."""
+    """A view of a whole tensor with another shape and strides, made by one operation."""
 
     base: Sequence[int]
     """The strides of the other one."""
@@ -73,7 +73,7 @@ class Operand:
 
     @property
     def transposed(self) -> Operand:
-        """The transpose of a matrix."""
+        """The operand, a matrix, with its dims swapped."""
         if self.views and self.views[-1] == _TRANSPOSE:
             return Operand(self.base, self.views[:-1])
         return Operand(self.base, (*self.views, _TRANSPOSE))

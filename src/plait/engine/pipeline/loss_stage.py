@@ -12,8 +12,8 @@ from torch import Tensor
 from plait.engine.blueprint import Blueprint
 from plait.engine.pipeline.stage import Gradients
 from plait.errors import ModelError
-from plait.models.layers.carried_values import other_leaf
 from plait.models.layers.model_validation import refusing_changed_buffers
+from plait.models.layers.stateful_layers import other_leaf
 from plait.tensor.autograd.torch_calls import run_backward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy, return_features
@@ -137,7 +137,7 @@ class ChunkedLossStage(LossStage):
         super().keep(microbatch, self._chunks.logits(output))
 
     def seed(self, microbatch: int) -> Gradients:
-        """Compute the summed loss, and the gradients of the mean loss; return that of the features."""
+        """Compute the loss and its gradients, by chunks of rows; return the gradient of the features."""
         features, targets = self._features.pop(microbatch), self._targets[microbatch]
         assert self._scale is not None, "a training step has a scale"
         self._totals[microbatch], gradient = self._chunks.gradient(features, targets, self._scale)

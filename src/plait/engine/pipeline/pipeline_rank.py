@@ -53,7 +53,7 @@ class PipelineRank:
         """Per stage of the model, then per micro-batch."""
 
     def handlers(self) -> Handlers:
-        """Return the function for each type of pipeline instruction; for `RunLayer` see `bind_layers`."""
+        """Return by type of instruction the function that runs it, but for `RunLayer`."""
         return {
             TakeBatch: self._take_batch,
             PostReceive: lambda i: self.exchange.post(i.action, i.peer),

@@ -126,7 +126,7 @@ class ReplayedRun:
 
     @property
     def has_results(self) -> bool:
-        """Whether the next result was kept, and has not been written to."""
+        """Whether the first run kept the next result, and nothing has written to it since."""
         return self._found() is not None
 
     def _found(self) -> Tensors | None:
@@ -244,23 +244,29 @@ def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ite
 Run = Callable[..., Value]
 
 
-def recomputing(mode: Recompute, run: Run, parameters: Sequence[Tensor] = ()) -> Run:
+def recomputing(
+    mode: Recompute, run: Run, parameters: Sequence[Tensor] = (), *, decides: bool = False
+) -> Run:
     """Return `run` with a backward that recomputes as `mode` specifies; call it with gradients enabled.
 
-    The arguments of a call must not change until its backward. `parameters`: those of the layer.
+    The arguments of a call must not change until its backward. `parameters`: those of the layer. `decides`:
+    whether it calls `computed_once`, whose results are kept in every mode.
     """
     if mode == "none":
         return run
-    return RecomputingLayer(run, parameters, keeps_results=mode == "selective")
+    return RecomputingLayer(run, parameters, keeps_results=mode == "selective", decides=decides)
 
 
 class RecomputingLayer:
     """A layer's forward with recomputation; learns from each backward how many results are worth keeping."""
 
-    def __init__(self, run: Run, parameters: Sequence[Tensor] = (), *, keeps_results: bool) -> None:
+    def __init__(
+        self, run: Run, parameters: Sequence[Tensor] = (), *, keeps_results: bool, decides: bool = False
+    ) -> None:
         self.run = run
         self.parameters = parameters
         self.keeps_results = keeps_results
+        self.keeps_any = keeps_results or decides
         self.most_results: int | None = None if keeps_results else 0
         """Results of `kept` that a second run has used, and a first run keeps; before that None: all."""
         self.most_operations: int | None = None if keeps_results else 0
@@ -275,7 +281,7 @@ class RecomputingLayer:
         """
         call = _RecomputingCall(self, arguments)
         with saved_tensors_hooks(call.pack, call.unpack):
-            return call.run_first()
+            return call.run_first() if self.keeps_any else self.run(*arguments)
 
     def note_no_second_run(self) -> None:
         """Keep no results in later calls, as a first run saved nothing that a second must compute."""
@@ -332,7 +338,7 @@ class _RecomputingCall:
         return found
 
     def run_first(self) -> Value:
-        """Run the layer, and keep what a second run will use."""
+        """Run the layer in the forward, and keep results that its second run will reuse."""
         first = self._first
         # Plait's own linears and attention keep their results by themselves.
         first.active = True

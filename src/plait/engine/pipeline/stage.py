@@ -59,6 +59,10 @@ from plait.tensor.autograd.weight_gradient_queue import (
     WeightWork,
 )
 from plait.tensor.dropout import DropoutGenerator, names_of
+from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
+from plait.tensor.experts.routers import routers_of
+from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
 from plait.tensor.running_sequence import LocalSequence, running
 
@@ -70,7 +74,7 @@ class LayerRun(Protocol):
     """Interface: what is kept of a micro-batch's forward, of one layer or several, for their backward."""
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Return the gradients of the input's tensors from those of the output's; queue weight gradients."""
+        """Return the gradients of the input's tensors, given the output's; queue weight gradients."""
 
     def output_is_read(self) -> bool:
         """Return whether the backward may read the output, which must then not be written to."""
@@ -94,6 +98,8 @@ class Stage:
     """How much of each layer's activations is computed again in its backward; empty: none of them."""
     dropout: DropoutGenerator | None = None
     """The random numbers of the layers' dropouts."""
+    balance: StepBalance | None = None
+    """The losses of the layers' routers."""
     sequences: Sequence[LocalSequence | None] = ()
     """Per micro-batch, this rank's part of its sequences; None where they are whole."""
 
@@ -108,10 +114,10 @@ class Stage:
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
-        self._eager = [EagerLayer(layer, self.queue, self.dropout) for layer in self.layers]
+        self._eager = [EagerLayer(layer, self.queue, self.dropout, self.balance) for layer in self.layers]
         self._evaluating: list[LayerRunner] = [one.forward for one in self._eager]
         self._without_graphs: list[LayerRunner] = [
-            recomputing(mode, one.forward, one.parameters)
+            recomputing(mode, one.forward, one.parameters, decides=one.decides)
             for mode, one in zip(modes, self._eager, strict=True)
         ]
         self._training = self._without_graphs
@@ -130,7 +136,7 @@ class Stage:
             self.expect(self.infos)
 
     def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:
-        """Run layers as compiled graphs in training from now on; `layers` has one for each, or none."""
+        """From now on run layers as compiled graphs in training; `layers` has one per layer, or none."""
         self.compiled = layers
         each = zip(layers, self._eager, self._without_graphs, strict=bool(layers))
         self._training = [CompiledRunner(*one).forward for one in each] or self._without_graphs
@@ -155,7 +161,7 @@ class Stage:
                 joined.begin_step()
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
-        """Run one layer on the micro-batch's current activation, or those up to `last`, in one graph.
+        """Run layer `layer`, or layers `layer` to `last` in one graph, on the micro-batch's activation.
 
         Stores the detached output.
         """
@@ -256,11 +262,20 @@ class EagerLayer:
     """Runs a layer eagerly; holds its dropouts, joined linears and run counters, also if it is compiled."""
 
     def __init__(
-        self, layer: NamedLayer, queue: WeightGradientQueue, dropout: DropoutGenerator | None
+        self,
+        layer: NamedLayer,
+        queue: WeightGradientQueue,
+        dropout: DropoutGenerator | None,
+        balance: StepBalance | None,
     ) -> None:
         self.layer, self.queue, self.dropout = layer, queue, dropout
+        self.balance = balance if routers_of([layer]) else None
         self.parameters = list(layer.module.parameters())
         self.dropouts = names_of(layer.module)
+        self.has_contexts = bool(self.dropouts) or self.balance is not None
+        """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
+        self.decides = any(isinstance(one, Router | Experts) for one in layer.module.modules())
+        """Whether a recomputation must not choose experts again."""
         self.joined: list[JoinedLinears] = []
         """The linears that are one product."""
         self._readers: tuple[Readers, ...] = ()
@@ -281,7 +296,7 @@ class EagerLayer:
         # A recomputed layer runs within a backward, whose mode holds again afterwards.
         outside, queue.mode = queue.mode, NO_WEIGHTS
         try:
-            if sequence is None and layer.run_on_parts is None and not self.dropouts:
+            if sequence is None and layer.run_on_parts is None and not self.has_contexts:
                 output = layer.module(given)  # the common case, kept cheap
             else:
                 with self.contexts(microbatch, sequence):
@@ -306,10 +321,12 @@ class EagerLayer:
             set_attributes(self.layer.module, self.before)
 
     def contexts(self, microbatch: int, sequence: LocalSequence | None) -> ExitStack:
-        """Return the contexts in which the layer runs: its dropout, and this rank's part of the sequences."""
+        """Return the contexts in which the layer runs: for dropouts, for routers, and `sequence`."""
         stack = ExitStack()
         if self.dropout and self.dropouts:
             stack.enter_context(self.dropout.running(microbatch, self.layer.path, self.dropouts))
+        if self.balance is not None:
+            stack.enter_context(self.balance.running(microbatch))
         if sequence is not None:
             stack.enter_context(running(sequence))
         return stack
@@ -332,7 +349,7 @@ class CompiledRunner:
         self, microbatch: int, info: LayerInfo, sequence: LocalSequence | None, value: Value
     ) -> tuple[Value, LayerRun | None]:
         """Run the layer and return its output, whose tensors are leaves, and the run."""
-        if sequence is None and not self.layer.dropouts:  # the common case, kept cheap
+        if sequence is None and not self.layer.has_contexts:  # the common case, kept cheap
             made = self.compiled.forward(value, info)
         else:
             with self.layer.contexts(microbatch, sequence):

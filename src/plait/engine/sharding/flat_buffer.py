@@ -54,7 +54,7 @@ class StageView:
     """Views of `gradient`, one for each parameter."""
 
     def gradient_without(self, names: Collection[str]) -> list[Tensor]:
-        """Return views of `gradient` without the gradients of the parameters `names`; padding included."""
+        """Return views that cover `gradient`, except the gradients of parameters `names`."""
         if self.gradient is None:
             return []
         parts: list[Tensor] = []
@@ -155,7 +155,7 @@ class FlatBuffer:
             self._point_to(self.device_copy)
 
     def copy_back(self) -> None:
-        """Before a forward, copy what the optimizer updated on the device back to `shard`; free the copy."""
+        """Copy parameters that the optimizer updated on the device back to the CPU, and free the copy."""
         if self.device_copy is not None:
             copy_later(self.shard, self.device_copy)
             self._point_to(self.shard)

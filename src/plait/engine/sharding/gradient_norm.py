@@ -188,7 +188,7 @@ class LossScale:
 
 
 def loss_scale(given: float | None, *, in_fp16: bool) -> LossScale:
-    """Return the initial loss scale: `given`, else dynamic if anything is in fp16, and 1 otherwise."""
+    """Return the first step's loss scale: `given`, or dynamic if anything is in fp16, or else 1."""
     if given is not None:
         return LossScale(given)
     return LossScale(FIRST, dynamic=True) if in_fp16 else LossScale()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import cut, local_inputs
-from plait.engine.parallelize import expert_group
+from plait.engine.parallelize import layer_groups
 from plait.engine.pipeline.loss_stage import LossStage, build_loss_stage
 from plait.engine.pipeline.stage import Gradients, Stage
-from plait.models.layers.layer_sequence import private_copy
+from plait.models.layers.layer_sequence import buffer_dtype, private_copy
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
@@ -93,7 +93,7 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
     The last layer includes the loss. All ranks of `cp` and `tp` measure at once. Communication: the layers'
     collectives over `cp` and `tp`.
     """
-    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"), expert_group(mesh, blueprint.plan))
+    tensor_parallel = blueprint.tensor_parallel(*layer_groups(mesh))
     local = local_inputs([given], ContextParallelism.of(blueprint.plan, mesh.group("cp")))
     (value,), (sequence,) = local.values, local.sequences
     dtype = DTYPES[blueprint.plan.precision]
@@ -130,9 +130,9 @@ def _stage_of(
         like = convert(parameter.detach().new_empty(0, device="meta"), dtype, torch.device("meta"))
         values = torch.empty(tuple(shape), dtype=like.dtype, device=mesh.device).normal_(std=SPREAD)
         tensors[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    for buffer in layer.module.buffers():
+    for name, buffer in layer.module.named_buffers():
         real = torch.zeros_like(buffer, device=mesh.device) if buffer.is_meta else buffer
-        tensors[id(buffer)] = convert(real, dtype, mesh.device)
+        tensors[id(buffer)] = convert(real, buffer_dtype(layer.module, name, dtype), mesh.device)
     queue = WeightGradientQueue()
     (copy,) = tensor_parallel.apply(private_copy([layer], tensors), queue)
     defer_weight_gradients(copy.module, queue)

@@ -40,7 +40,7 @@ _TURNS = 10
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of forward and backward of the models, which all ranks of a host run at once."""
+    """Measured seconds of forward and backward of small models, run on all ranks of a host at once."""
 
     small: float
     middle: float

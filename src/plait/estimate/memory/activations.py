@@ -27,7 +27,7 @@ from plait.schedules.lowering.program import (
 
 
 class ReceiveBufferAccount:
-    """Records in a memory ledger what the `Exchange` of one rank allocates for sends and receives."""
+    """Records in a memory ledger the buffers of one rank's sends and receives between stages."""
 
     def __init__(self, ledger: MemoryLedger, crossing: Crossing) -> None:
         """`crossing`: the tensors that stages exchange, with the same shapes for all micro-batches."""
@@ -129,7 +129,7 @@ class ActivationAccount:
         self._losses: dict[int, Blocks] = {}
 
     def begin(self) -> None:
-        """Begin a step: record that what layers shared for the last step's sequences is freed."""
+        """Begin a step: record that results which layers shared in the last step are freed."""
         for microbatch in self._results:
             self._ledger.drop(("sequences", microbatch))
         self._results.clear()

@@ -34,14 +34,14 @@ class Access(NamedTuple):
 
 
 class Accesses(NamedTuple):
-    """What an operation reads and writes."""
+    """The tensor elements that an operation reads, and those that it writes."""
 
     reads: Sequence[Access] = ()
     writes: Sequence[Access] = ()
 
 
 def accesses_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Accesses:
-    """Return what an ATen operation reads and writes; nothing for views and allocations.
+    """Return which tensor elements an ATen operation reads and writes; none for views and allocations.
 
     `name`: without its overload, such as "addmm_". `result`: what it has returned.
     """
@@ -78,7 +78,7 @@ def _whole(tensor: Tensor) -> Access:
 def operations_of(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, accesses: Accesses
 ) -> tuple[DeviceOperation, ...]:
-    """Return what an ATen operation computes; arguments and `accesses` as of `accesses_of`."""
+    """Return what an ATen operation costs: a matrix product, fused attention, or bytes moved."""
     if name in FIRST_FACTOR:
         return (_product(FIRST_FACTOR[name], args, kwargs, result),)
     if name == ATTENTION:

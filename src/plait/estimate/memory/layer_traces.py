@@ -96,7 +96,7 @@ def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None =
 def trace_loss(
     loss: LossLike, given: Value, targets: Value, recorder: OperationRecorder | None = None
 ) -> Trace:
-    """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy.
+    """Return the memory that the loss allocates and saves; if it cannot run on meta, an estimate.
 
     `recorder` records its operations.
     """
@@ -115,7 +115,7 @@ def trace_chunked_loss(
     targets: Value,
     recorder: OperationRecorder | None = None,
 ) -> Trace:
-    """Return the memory that a loss of features, on the meta device, allocates and saves.
+    """Return the memory that the last linear and the loss allocate and save, computed in chunks of rows.
 
     What its backward saves in `queue` is for `W`. `recorder` records its operations.
     """

@@ -73,7 +73,7 @@ class MemoryLedger:
         """The most bytes on the device, within instructions too."""
 
     def hold(self, holder: Hashable, blocks: Iterable[MemoryBlock | None]) -> None:
-        """Make `holder` hold exactly `blocks`, and release what it held before; a block None is no memory."""
+        """Make `holder` hold exactly `blocks`, and release its earlier blocks; None is no memory."""
         held = tuple(block for block in blocks if block is not None)
         for block in held:
             self._holders[block] += 1
@@ -91,7 +91,7 @@ class MemoryLedger:
                 self._count(block, -block.nbytes)
 
     def record_temporary(self, extra: int) -> None:
-        """Update `most`, the peak within instructions: `extra` more bytes are allocated temporarily."""
+        """Record that an instruction temporarily allocates `extra` bytes more, in the peak `most`."""
         self.most = max(self.most, self._held.total() + extra)
 
     def record(self, instruction: Instruction) -> None:
@@ -158,6 +158,8 @@ class Memory:
     """Whether activations are counted: the shape of a batch is known."""
     attention: tuple[MethodChoice, ...] = ()
     """How attention layers read the other ranks' positions under context parallelism."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences on what is taken for granted of a step, such as how tokens are routed."""
 
     @property
     def peak(self) -> int:
@@ -203,6 +205,7 @@ class Memory:
         if host:
             lines.append(f"Offloaded to the CPU: {self._megabytes(host)} MB.")
         lines += (f"{choice}." for choice in self.attention)
+        lines += self.assumptions
         if not self.has_activations:
             lines.append("Activations are not counted, because the shape of a batch is unknown: give inputs.")
         return lines

@@ -27,7 +27,7 @@ from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Records what layers compute, and send over groups of `group_on_meta`, one layer after another."""
+    """Records the operations and collectives of layers that run on meta, one layer after another."""
 
     def __init__(self, *, fuses: bool = False) -> None:
         """`fuses`: whether element-wise operations between products are one kernel: see `kernel_fusion`."""
@@ -57,7 +57,7 @@ class OperationRecorder(TorchDispatchMode):
             self._phase = None
 
     def take(self, recompute: Recompute = "none", *, fuses: bool | None = None) -> LayerWork:
-        """Return the work of the layer that has run, and forget it; `recompute`: the mode in which it ran.
+        """Return the work of the layer that has run, and reset; `recompute`: how it ran.
 
         `fuses`: instead of the recorder's.
         """

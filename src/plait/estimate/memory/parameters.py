@@ -112,7 +112,7 @@ def rank_buffers(
 
 
 class ParameterAccount:
-    """Records in a memory ledger what the `Gatherer` and the `Reducer` of one rank allocate."""
+    """Records in a memory ledger what a rank allocates to gather parameters and reduce gradients."""
 
     def __init__(self, ledger: MemoryLedger, units: Mapping[str, Sequence[RankBuffer]], moments: int) -> None:
         """Record the memory that stays allocated. `moments`: optimizer-state tensors per parameter."""

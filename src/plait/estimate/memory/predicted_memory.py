@@ -37,9 +37,17 @@ from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
+from plait.tensor.experts.experts import Experts
 from plait.tensor.layer_values import DTYPES, Value, signature, split, tensors_of
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
+
+BALANCED_ROUTING = "Routing is assumed to be balanced: each expert computes equally many tokens."
+
+
+def routing_assumption(model: nn.Module) -> tuple[str, ...]:
+    """Return, for a model with experts, the sentence on how their work on the meta device is counted."""
+    return (BALANCED_ROUTING,) if any(isinstance(one, Experts) for one in model.modules()) else ()
 
 
 def memory(
@@ -68,9 +76,10 @@ def memory(
     optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are
     gone, as after `zero_grad()`. A loss that does not run on meta is assumed to copy its input; attention
     inside `nn.MultiheadAttention` counts with its matrix of weights, and recurrent layers as PyTorch composes
-    them. Compiled layers count as their graphs do without generated code, which allocates less within a
-    graph; one whose graphs do not run on meta counts as an eager layer. Raises PlanError, ModelError,
-    DataError or ScheduleError, as `parallelize` and the first step would.
+    them. Experts are assumed to get equally many tokens. Compiled layers count as their graphs do without
+    generated code, which allocates less within a graph; one whose graphs do not run on meta counts as an
+    eager layer. Raises PlanError, ModelError, DataError or ScheduleError, as `parallelize` and the first step
+    would.
     """
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     return MemoryEstimator(model, inputs, targets, as_loss(loss), rules, rows, moments, device).estimate(plan)
@@ -111,7 +120,8 @@ class MemoryEstimator:
         unsharded = max(rank.peak for rank in self.ranks(whole))
         traces = self.known_traces(build_blueprint(self.model, plan, self.rules, self.order_of))
         attention = () if traces is None else tuple(sorted(traces.attention, key=str))
-        return Memory(plan, self.ranks(plan), unsharded, traces is not None, attention)
+        assumptions = routing_assumption(self.model)
+        return Memory(plan, self.ranks(plan), unsharded, traces is not None, attention, assumptions)
 
     def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
         """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.errors import PlanError
-from plait.estimate.memory.memory_by_size import DecoderMemories
+from plait.estimate.memory.decoder_memories import DecoderMemories
 from plait.estimate.memory.plan_memories import PlanMemories
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
@@ -40,6 +40,11 @@ class PredictedModel(ABC):
     def operations_per_token(self) -> float:
         """Floating-point operations per token, forward and backward, without recomputation."""
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Sentences on what is taken for granted of a step, such as how tokens are routed."""
+        return ()
+
     @abstractmethod
     def about(self) -> str:
         """Return the model's sizes in words."""
@@ -70,6 +75,9 @@ class DecoderModel(PredictedModel):
     """A decoder-only transformer like plait's gpt2 and llama, for predictions; AdamW trains all of it."""
 
     decoder: Decoder
+
+    def __post_init__(self) -> None:
+        assert self.decoder.experts is None, "layers with experts are traced: see `TracedModel`"
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

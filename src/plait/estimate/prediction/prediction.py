@@ -93,7 +93,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The largest part of the breakdown, in words."""
+        """What takes the largest part of the step's time, in words."""
         return max(self.breakdown, key=lambda name: self.breakdown[name])
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Prediction:
             for name, seconds in self.breakdown.items()
             if seconds >= NANOSECOND
         ]
-        return "\n".join(rows)
+        return "\n".join([*rows, *self.model.assumptions])
 
     @property
     def _room(self) -> str:
@@ -179,7 +179,8 @@ def predicted_model(model: object, plan: Plan, about: RunDetails) -> PredictedMo
     if isinstance(model, PredictedModel):
         return model
     decoder = decoder_of(model)
-    if decoder is not None and plan.offload == "none" and about in ({}, {"moments": 2}):
+    plain = plan.offload == "none" and about in ({}, {"moments": 2})
+    if decoder is not None and decoder.experts is None and plain:
         return DecoderModel(decoder)
     from plait.estimate.prediction.traced_model import traced_model  # loads torch
 

@@ -100,7 +100,7 @@ class TracedLayers:
         )
 
     def parameters(self, plan: Plan, kinds: Sequence[LayerKind], trains: Collection[bool]) -> int:
-        """Return the elements of the parameters of several layers on the first rank of `tp`.
+        """Return the number of parameters of several layers on the first rank of `tp`, in elements.
 
         `trains`: count those that train, or do not, or both. Those that layers share count once.
         """
@@ -152,15 +152,15 @@ class TracedSizes(MicrobatchSizes):
         return replace(works["none"], **again)
 
     def parameters(self, kind: LayerKind) -> float:
-        """Return the parameters of a layer of `kind` on the first rank of `tp`."""
+        """Return the number of parameters of a layer of `kind` on the first rank of `tp`."""
         return self.layers.parameters(self.plan, (kind,), (True, False))
 
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the parameters of several layers on a rank of `tp` that train; shared ones count once."""
+        """Return how many parameters of several layers train on a rank of `tp`; shared ones count once."""
         return self.layers.parameters(self.plan, kinds, (True,))
 
     def frozen_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the parameters of several layers on a rank of `tp` that do not train."""
+        """Return how many parameters of several layers do not train on a rank of `tp`; shared ones once."""
         return self.layers.parameters(self.plan, kinds, (False,))
 
     @cached_property

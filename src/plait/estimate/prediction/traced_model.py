@@ -14,6 +14,7 @@ from plait.errors import ModelError, PlaitError, PlanError
 from plait.estimate.memory.memory_report import Category, RankMemory
 from plait.estimate.memory.model_traces import ModelTraces
 from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
+from plait.estimate.memory.predicted_memory import routing_assumption
 from plait.estimate.memory.state_memory import ParameterCounts, state_bytes
 from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
@@ -63,6 +64,11 @@ class TracedModel(PredictedModel):
         sizes = self.sizes(Plan(), 1, on_cpu=True)
         each = {kind: _operations(sizes.work(kind)) for kind in {*self.kinds}}
         return sum(each[kind] for kind in self.kinds) / self.context
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """The sentence that routing is balanced, where layers have experts."""
+        return routing_assumption(self.layers.module)
 
     def about(self) -> str:
         """Return the model's sizes in words."""

@@ -54,7 +54,7 @@ class ModelTime:
 
     @property
     def total(self) -> float:
-        """Forward, input gradient and weight gradient."""
+        """Seconds of forward, input gradient and weight gradient together."""
         return self.forward + self.inputs + self.weights
 
 
@@ -292,7 +292,7 @@ class PlanSteps:
         return self._steps[key]
 
     def prediction(self, plan: Plan) -> Prediction:
-        """Return what `predict` returns for a plan."""
+        """Return the predicted time and memory of a plan's step, as `predict` does."""
         bounds, rows = self.bounds, self.bounds.batch // plan.dp
         return prediction_of(bounds.model, plan, bounds.hardware, rows, self.pipeline(plan), bounds.memories)
 

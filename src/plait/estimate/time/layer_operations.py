@@ -35,11 +35,11 @@ class MicrobatchShape(MicrobatchSizes):
         return layer_work(kind, self)
 
     def parameters(self, kind: LayerKind) -> float:
-        """Return the parameters of a layer of `kind` on a rank of `tp`."""
+        """Return the number of parameters of a layer of `kind` on a rank of `tp`."""
         return self.decoder.parameters(kind, self.plan.tp)
 
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the parameters of several layers on a rank of `tp`: all train."""
+        """Return the number of parameters of several layers on a rank of `tp`, all of which train."""
         return self.decoder.parameters_of(kinds, self.plan.tp)
 
     @property

@@ -60,11 +60,11 @@ class MicrobatchSizes(ABC):
 
     @abstractmethod
     def parameters(self, kind: LayerKind) -> float:
-        """Return the parameters of a layer of `kind` on a rank of `tp`."""
+        """Return the number of parameters of a layer of `kind` on a rank of `tp`."""
 
     @abstractmethod
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
-        """Return the parameters of several layers on a rank of `tp` that train; shared ones count once."""
+        """Return how many parameters of several layers train on a rank of `tp`; shared ones count once."""
 
     @property
     @abstractmethod

@@ -101,7 +101,7 @@ def attention_flops(attention: FusedAttention) -> float:
 
 
 def attention_precision(precision: str) -> str:
-    """Return the precision of attention: that of the linears, but bf16 where linears compute in fp8."""
+    """Return the precision in which attention computes: the linears', but bf16 instead of fp8."""
     return "bf16" if precision == "fp8" else precision
 
 
@@ -212,7 +212,7 @@ class Network:
         return min(ring, (here - 1) * inside + 2 * (hosts - 1).bit_length() * across)
 
     def share_links(self, first: Axis, second: Axis) -> bool:
-        """Return whether two axes use the same links: both those inside hosts, or both those across them."""
+        """Return whether two axes use the same links: both inside hosts, or both between hosts."""
         groups = self.groups[first], self.groups[second]
         within = [group.on_host(self.hardware.devices) == group.size for group in groups]
         return min(group.size for group in groups) > 1 and within[0] == within[1]

@@ -66,7 +66,7 @@ GATED: Rules = {"gate_proj": column, "up_proj": column, "down_proj": row}
 
 @dataclass(frozen=True)
 class Family:
-    """A family of decoders: modules by their names in transformers, and what is special about them."""
+    """A family of decoders in transformers: the names of its modules, and its peculiarities."""
 
     attention: Branch = Branch("input_layernorm")  # noqa: RUF009  # a Branch is frozen
     mlp: Branch = Branch("post_attention_layernorm")  # noqa: RUF009
@@ -256,6 +256,17 @@ def _windows(config: Any, family: Family, count: int) -> list[int | None]:
     return [window if one == LAYER_TYPES[1] else None for one in types]
 
 
+def _require_norms_of_all_heads(attn: Any) -> None:
+    """Raise ModelError where a norm of all heads has another size than what it normalizes."""
+    for name, linear in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+        sizes = len(getattr(attn, name).weight), len(getattr(attn, linear).weight)
+        if sizes[0] != sizes[1]:
+            raise ModelError(
+                f"{name} normalizes {sizes[0]} features, and {linear} gives {sizes[1]}: set head_dim to "
+                "hidden_size / num_attention_heads, or leave it out."
+            )
+
+
 class Attention(InitializedLayer):
     """`[batch, length, hidden]` → the same shape: the residual branch of causal attention."""
 
@@ -274,6 +285,8 @@ class Attention(InitializedLayer):
         self.cap: float | None = getattr(attn, family.score_cap) if family.score_cap else None
         if self.rotates and not family.rotates_part:
             rotary.require_all_features(attn.head_dim)
+        if family.head_norms == "joint":
+            _require_norms_of_all_heads(attn)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the attention's output. With `tp` above 1, each rank has some of the heads."""

@@ -16,6 +16,7 @@ from plait.errors import ModelError
 from plait.plan.rules import join
 from plait.tensor.call_hooks import computed_by_hooks, hook_objects, shared_objects
 from plait.tensor.dropout import from_plain_dropout, is_plain_dropout
+from plait.tensor.experts.active_parameters import active_elements
 from plait.tensor.layer_values import NamedLayer, convert, tensors_of
 
 MISSING = object()
@@ -136,13 +137,23 @@ def on_meta(
         empty = convert(parameter.detach(), dtype, meta).new_empty(tuple(shapes[name]))
         found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for layer in sequence.layers:
-        for buffer in layer.module.buffers():
-            found[id(buffer)] = convert(buffer, dtype, meta)
+        for name, buffer in layer.module.named_buffers():
+            found[id(buffer)] = convert(buffer, buffer_dtype(layer.module, name, dtype), meta)
         for module in layer.module.modules():
             for value in vars(module).values():
                 if isinstance(value, Tensor):  # a plain attribute, neither parameter nor buffer
                     found[id(value)] = torch.empty_like(value, device=meta)
     return found
+
+
+def buffer_dtype(layer: nn.Module, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype to which a layer's buffer is converted where a run has `dtype`; None: it is not.
+
+    A module keeps those of its buffers that its attribute `keeps_dtype` names, such as small corrections that
+    add up over many steps.
+    """
+    owner, _, local = name.rpartition(".")
+    return None if local in getattr(layer.get_submodule(owner), "keeps_dtype", ()) else dtype
 
 
 def without_values(sequence: LayerSequence) -> LayerSequence:
@@ -209,7 +220,8 @@ def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
 def layer_costs(layers: Sequence[NamedLayer]) -> list[float]:
     """Return the relative cost of each layer: the result of its `cost()`, else its number of matrix elements.
 
-    An element of a matrix is one multiplication a token; an embedding table costs next to nothing.
+    An element of a matrix is one multiplication a token; an embedding table costs next to nothing, and of
+    experts count as many as a token passes through.
     """
     return [_cost(layer.module) for layer in layers]
 
@@ -218,14 +230,7 @@ def _cost(module: nn.Module) -> float:
     own = getattr(module, "cost", None)
     if callable(own):
         return float(own())
-    matrices = (
-        parameter.numel()
-        for child in module.modules()
-        if not isinstance(child, nn.Embedding)
-        for parameter in child.parameters(recurse=False)
-        if parameter.dim() >= 2
-    )
-    return float(1 + sum(matrices))
+    return 1 + active_elements(module)
 
 
 def bits_of(tensor: Tensor) -> bytes:

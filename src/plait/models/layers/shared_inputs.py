@@ -128,7 +128,7 @@ class PartialOutputs:
 
     @property
     def readers(self) -> tuple[Readers, ...]:
-        """The linears that can be joined, and the names of those whose outputs are to be copied."""
+        """The linears that can be joined, and which of their outputs have to be copied."""
         saved = {id(one.untyped_storage()) for one in self._saved}
         found = []
         for each in self._readers:

@@ -124,7 +124,7 @@ class ValueTexts:
         return text
 
     def of_class(self, kind: type) -> str:
-        """Return a class's name, with a hash of the code of its methods; without, where torch defines it."""
+        """Return a class's name as text, with a hash of its methods' code unless torch defines it."""
         if kind not in self._classes:
             code = [one for base in kind.__mro__ if not _is_library(base) for one in self._methods(base)]
             of_code = f" of code {digest_of(repr(code).encode())[:8]}" if code else ""
@@ -132,7 +132,7 @@ class ValueTexts:
         return self._classes[kind]
 
     def attributes(self, thing: object, names: frozenset[str] | None = None) -> str:
-        """Return the texts of an object's attributes, of all or those of `names`, separated by commas."""
+        """Return an object's attributes (all, or those in `names`) as text, separated by commas."""
         found = attributes_of(thing)
         if isinstance(thing, nn.Module):  # the keys of hooks count up in a process
             hooks = {name for name, one in found.items() if "_hooks" in name and isinstance(one, dict)}
@@ -230,7 +230,7 @@ class ValueTexts:
 
 
 def text_of_tensor(tensor: Tensor) -> str:
-    """Return the dtype and shape of a tensor, and a hash of its bits; on the meta device, there are none.
+    """Return a tensor's dtype and shape as text, with a hash of its bits unless it is on meta.
 
     Nor for subclasses of `Tensor`, of which a rank may hold a shard.
     """

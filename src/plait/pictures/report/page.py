@@ -35,7 +35,7 @@ _SCRIPTS = "uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js"
 
 
 def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
-    """Return the page of `runs`, an HTML document that needs no other file; `policy`: its security policy."""
+    """Return the report of `runs` as a self-contained HTML document; `policy`: its security policy."""
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
     body = filled(
@@ -60,7 +60,7 @@ def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
 def draw_prediction(
     title: str, about: str, figures: Iterable[Figure], sections: Iterable[str], timeline: Mapping[str, object]
 ) -> str:
-    """Return the page of a prediction as an HTML document that needs no other file.
+    """Return the page of a predicted plan as a self-contained HTML document.
 
     `about`: sentences below the title. `sections`: as HTML; one has the element `timeline`, in which
     `timeline` is drawn.

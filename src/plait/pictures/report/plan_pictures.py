@@ -147,7 +147,7 @@ def _layers_list(about: RunDescription, pp: int) -> str:
 
 
 def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
-    """Return an SVG of a tensor's shards: colours mark ranks of `tp`, lines those of `shard` and `cp`."""
+    """Return an SVG of how a tensor is sharded: colours for `tp` ranks, lines for `shard` and `cp`."""
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1  # a vector is one row
     columns = prod(tensor.shape[1:] if len(tensor.shape) > 1 else tensor.shape)
     scale = _MATRIX / max(rows, columns, 1)

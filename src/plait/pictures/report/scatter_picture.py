@@ -28,7 +28,7 @@ class ScatterPoint:
 
 @dataclass(frozen=True)
 class ScatterPicture:
-    """Points on two axes: `across` from 0, `up` around the values; each axis has a name with its unit."""
+    """A scatter plot on two axes, each with name and unit: `across` from 0, `up` around the values."""
 
     across: str
     up: str

@@ -49,7 +49,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.of_main: dict[str, Any] = {}
 
     def reducer_override(self, thing: Any) -> Any:
-        """Record an object of the main module; `pickle` calls this method for each object of a class.
+        """Called by `pickle` for each object: note objects of the main module, pickled by value.
 
         Raises ModelError for a tensor with hooks on its gradient, which the pickled one would not have.
         """

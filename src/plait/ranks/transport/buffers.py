@@ -29,7 +29,7 @@ def output_buffer(out: torch.Tensor | None, shape: Sequence[int], like: torch.Te
 
 
 def copy_out(received: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Copy `received` to `out` unless they share memory, and return `out`; without `out`: `received`."""
+    """Copy `received` to `out`, unless they share memory, and return `out`; without it, `received`."""
     if out is None:
         return received
     if not out.is_contiguous():

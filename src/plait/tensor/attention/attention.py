@@ -59,7 +59,7 @@ def attention(
     softcap: float | None = None,
     dropout: AnyDropout | None = None,
 ) -> Tensor:
-    """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
+    """Return softmax attention `[rows, heads, length, width]`; tokens attend within their document only.
 
     `query` `[rows, heads, length, size]`, `key` `[rows, kv heads, length, size]`, `value` with `width` in
     place of `size`; kv heads may be fewer, each for consecutive query heads. `causal`: no position sees a

@@ -51,7 +51,7 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of the attention weights of one block: those that stay are divided by `1 - p`."""
+    """Dropout of the attention weights of one block; weights that are kept are divided by `1 - p`."""
 
     p: float
     keep: Callable[[], Tensor]
@@ -258,7 +258,7 @@ def is_active(dropout: AnyDropout | None) -> bool:
 def attention_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, dropout: AnyDropout
 ) -> Tensor:
-    """Return attention to all keys whose weights `[rows, heads, queries, keys]` pass through `dropout`.
+    """Return attention to all keys, with `dropout` of its weights `[rows, heads, queries, keys]`.
 
     No fused kernel: its random numbers would depend on the layout.
     """
@@ -287,7 +287,7 @@ class WeightDropoutMask:
 
     @staticmethod
     def next(dropout: AnyDropout, query: Tensor, length: int) -> WeightDropoutMask:
-        """Return the mask of the next call of `dropout`; `query` has all heads of this rank of `tp`."""
+        """Return the mask of the next call of `dropout`, for the heads of this rank of `tp`."""
         if not isinstance(dropout, Dropout):  # in plain PyTorch
             dropout = Dropout(dropout.p)
         key, parts = dropout.next_mask((*query.shape[:2], length, length), query.device)
@@ -301,7 +301,7 @@ class WeightDropoutMask:
     def of_call(
         self, call: BlockCall, query: Tensor, queries: Sequence[range], keys: Sequence[range]
     ) -> WeightDropout:
-        """Return the dropout of one kernel call on a block; `queries` and `keys` are the block's positions.
+        """Return the dropout for one block of queries and keys at these positions.
 
         `query`: the block's, `[rows, heads, queries, size]`.
         """

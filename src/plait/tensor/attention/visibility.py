@@ -43,13 +43,19 @@ SHORT = 32
 def document_bounds(document_ids: Tensor) -> DocumentBounds:
     """Return where documents begin; a document is a run of equal ids in a row of `document_ids`.
 
-    `document_ids`: `[rows, length]`, on the CPU.
+    `document_ids`: `[rows, length]`, on the CPU; negative ones are those of padding.
     """
     ids = document_ids.numpy()
     first = [0] if ids.shape[1] else []
     begins = ids[:, 1:] != ids[:, :-1]
     starts = tuple((*first, *(np.flatnonzero(row) + 1).tolist()) for row in begins)
-    return DocumentBounds(ids.shape[1], starts)
+    padding: tuple[tuple[int, ...], ...] = ()
+    if (ids < 0).any():
+        padding = tuple(
+            tuple(np.flatnonzero(row[list(first)] < 0).tolist())
+            for row, first in zip(ids, starts, strict=True)
+        )
+    return DocumentBounds(ids.shape[1], starts, padding)
 
 
 def visible_range(

@@ -75,7 +75,7 @@ def redistribute(
 
 @torch.no_grad()
 def full_tensor(shard: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
-    """Return the whole tensor of which `shard` is this rank's shard under `layout`, without a gradient.
+    """Return the whole tensor, gathered from the ranks' shards under `layout`, without a gradient.
 
     Every rank along the axes of the layout calls it and gets the whole; `shard` itself where that is whole.
     Communication: as `redistribute` to a replicated layout, over each axis that shards.

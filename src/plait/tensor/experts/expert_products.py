@@ -14,7 +14,7 @@ A pairs of a token and an expert, F inner features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,16 @@ class ExpertParameters:
     def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """All parameters."""
         return self.gate_up, self.down, self.gate_up_bias, self.down_bias
+
+    def to(self, dtype: torch.dtype) -> ExpertParameters:
+        """Return the parameters in another dtype, through which their gradients go."""
+        return replace(
+            self,
+            gate_up=self.gate_up.to(dtype),
+            down=self.down.to(dtype),
+            gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.to(dtype),
+            down_bias=None if self.down_bias is None else self.down_bias.to(dtype),
+        )
 
     def inward(self, weight: Tensor) -> Tensor:
         """Return `[experts, in, out]`, with which rows are multiplied in the forward."""

@@ -31,7 +31,7 @@ SILU = GatedActivation()
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks between which the experts of a layer are divided, and those that hold the same tokens."""
+    """Between which ranks a layer's experts are divided, and which ranks have the same tokens."""
 
     group: Group
     """Along `ep` × `etp`, row-major: ranks of `etp`, which hold parts of the same experts, are neighbours."""
@@ -105,7 +105,8 @@ class Experts(nn.Module):
     def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
         """Queue the weight gradients of later calls."""
         self.queue = queue
-        queue.products |= {id(self.gate_up_proj), id(self.down_proj)}
+        # Weights that an adapter computes are no parameters.
+        queue.products |= {id(weight) for weight in (self.gate_up_proj, self.down_proj) if weight.is_leaf}
 
     @keeps_positions("hidden")
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class Experts(nn.Module):
 
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
-        ranks = self.ranks
+        hidden, ranks = hidden.to(_autocast_dtype(hidden) or hidden.dtype), self.ranks
         if ranks is None:
             return partial(self._computed, hidden, indices, weights)
         size = hidden.shape[0]
@@ -170,6 +171,20 @@ class Experts(nn.Module):
             self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias, self.transposed
         )
         queue = self.queue if defers(hidden) else None
+        dtype = _autocast_dtype(hidden)
         return ExpertCall(
-            assignments, parameters, self.activation, self.weights_first, adds_bias, queue, exchange
+            assignments,
+            parameters if dtype is None else parameters.to(dtype),
+            self.activation,
+            self.weights_first,
+            adds_bias,
+            queue,
+            exchange,
         )
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype to which `torch.autocast` casts the operands of linears, or None where it is off."""
+    device = tensor.device.type
+    is_on = not tensor.is_meta and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None

@@ -23,21 +23,24 @@ class GatedActivation:
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """Return the activation `[rows, F]` of gate and up, `[rows, 2F]`, in new memory."""
-        return self.with_gradient(gate_up)[0]
+        gate, up = self._split(gate_up)
+        return self._swish(self._scaled(gate)).mul_(self._factor(up))
 
     def with_gradient(self, gate_up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the activation, and a function from its gradient to that of `gate_up`; both new memory."""
+        """Return the activation, and a function from its gradient to that of `gate_up`; both new memory.
+
+        The function overwrites its argument.
+        """
         gate, up = self._split(gate_up)
-        inner, factor = self._scaled(gate), self._shifted(up)
-        swish = functional.silu(inner)
-        if self.slope != 1:
-            swish /= self.slope
+        inner, factor = self._scaled(gate), self._factor(up)
+        swish = self._swish(inner)
 
         def gradient(of_activated: Tensor) -> Tensor:
             result = torch.empty_like(gate_up)
             of_gate, of_up = self._split(result)
             torch.mul(of_activated, swish, out=of_up)
-            of_gate.copy_(torch.ops.aten.silu_backward(of_activated * factor, inner))
+            of_swish = of_activated.mul_(factor)
+            torch.ops.aten.silu_backward.grad_input(of_swish, inner, grad_input=of_gate)
             if self.limit is not None:
                 of_gate.masked_fill_(gate > self.limit, 0)
                 of_up.masked_fill_(up.abs() > self.limit, 0)
@@ -56,6 +59,11 @@ class GatedActivation:
         clamped = gate if self.limit is None else gate.clamp(max=self.limit)
         return clamped if self.slope == 1 else clamped * self.slope
 
-    def _shifted(self, up: Tensor) -> Tensor:
+    def _swish(self, scaled: Tensor) -> Tensor:
+        """Return `gate · sigmoid(slope · gate)`, given `slope · gate`: by a kernel that rounds once."""
+        swish = functional.silu(scaled)
+        return swish if self.slope == 1 else swish.div_(self.slope)
+
+    def _factor(self, up: Tensor) -> Tensor:
         clamped = up if self.limit is None else up.clamp(-self.limit, self.limit)
         return clamped if self.offset == 0 else clamped + self.offset

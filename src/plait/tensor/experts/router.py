@@ -18,7 +18,10 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.tensor.autograd.kept_results import computed_once, with_kept_operations
 from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.dropout import LocatePart
+from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.routing import Routing
+from plait.tensor.experts.token_documents import without_padding
 
 Choose = Callable[[Tensor], Tensor]
 """Returns experts `[T, k]` for scores `[T, E]`."""
@@ -31,6 +34,8 @@ class Router(nn.Module):
     equal scores that of the lowest number is chosen. Under recomputation experts are chosen once.
     """
 
+    keeps_dtype = frozenset({"e_score_correction_bias"})
+    """Buffers that keep their own dtype whatever a run's precision is: corrections are small."""
     bias: nn.Parameter | None
     e_score_correction_bias: Tensor | None
 
@@ -57,6 +62,12 @@ class Router(nn.Module):
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         correction = torch.zeros(experts, device=device, dtype=wide) if self.routing.corrected else None
         self.register_buffer("e_score_correction_bias", correction)
+        self.balance = Balance()
+        """How the load of the experts is kept even."""
+        self.sequence_part: LocatePart | None = None
+        """How to locate this rank's part of the positions, where its tokens are a part of the sequence."""
+        self.attach_losses: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        """Set by the engine: see `StepBalance.attach`."""
         self.given: Choose | None = None
         """Gives the experts, for a replay, or balanced for timings; None: those that `routing` chooses."""
         self.reset_parameters()
@@ -69,11 +80,17 @@ class Router(nn.Module):
                 nn.init.zeros_(zeros)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]` like `hidden`, experts int64 `[T, k]`."""
+        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]` like `hidden`, experts int64 `[T, k]`.
+
+        In an engine the experts of padding, tokens of a negative document id, are -1: none.
+        """
         logits = wide_linear(hidden, self.weight, self.bias)
         scores = self.routing.scores_of(logits)
         indices = computed_once(lambda: self._choose(scores.detach()))
-        return logits, self.routing.weights(scores, indices).to(hidden.dtype), indices
+        weights = self.routing.weights(scores, indices)
+        if self.attach_losses is not None:
+            weights = self.attach_losses(logits, weights, indices)
+        return logits, weights.to(hidden.dtype), without_padding(indices, self.sequence_part)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the experts of each token, chosen by their scores unless they are `given`."""

@@ -128,6 +128,25 @@ class Routing:
         chosen.scatter_(-1, _largest(of_groups, self.chosen_groups), True)
         return grouped.masked_fill(~chosen.unsqueeze(-1), -torch.inf).view(scores.shape)
 
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probabilities of a token's experts, for auxiliary losses, `[T, E]`; they add up to 1.
+
+        The softmax of all logits, or sigmoids over their sum, as DeepSeek-V3 has it.
+        """
+        if self.scores != "sigmoid":
+            return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        scores = self.scores_of(logits)
+        return scores / (scores.sum(-1, keepdim=True) + _TINY)
+
+    def uncorrected_choice(self, logits: Tensor, indices: Tensor) -> Tensor:
+        """Return the `k` experts of the largest scores, without correction and groups, for auxiliary losses.
+
+        `indices [T, k]`: those that were chosen, which are the same unless the routing has either.
+        """
+        if self.corrected or self.chosen_groups < self.groups:
+            return _largest(self.scores_of(logits), indices.shape[-1])
+        return indices
+
     def weights(self, scores: Tensor, indices: Tensor) -> Tensor:
         """Return the weights `[T, k]` of the experts `indices [T, k]`, in the dtype of `scores`."""
         weights = scores.gather(-1, indices)

@@ -23,6 +23,7 @@ from plait.tensor.call_hooks import is_altered
 from plait.tensor.dropout import Dropout, set_region_part, set_sequence_part
 from plait.tensor.experts.expert_layouts import expert_layouts
 from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm, VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 from plait.tensor.parallel.partition import (
@@ -127,6 +128,8 @@ def apply_rules(
             for module in layer.modules():
                 if isinstance(module, Dropout) and not module.in_region:
                     set_sequence_part(module, boundary.dim, boundary.part)
+                elif isinstance(module, Router):
+                    module.sequence_part = boundary.part
     return results
 
 

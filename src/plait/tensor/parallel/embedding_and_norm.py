@@ -116,7 +116,7 @@ class ParallelRMSNorm(nn.Module):
         self.weight, self.epsilon, self.group = weight, epsilon, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized part."""
+        """Return this rank's part of the normalized features."""
         return partitioned_rms_norm(x, self.weight, self.epsilon, self.group)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.runner import Runtime
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 from plait.schedules.lowering.program import Instruction
 from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker

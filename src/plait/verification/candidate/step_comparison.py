@@ -200,5 +200,5 @@ class StepComparison:
         return recorded, None
 
     def box(self, name: str) -> ComparedBox:
-        """Return this rank's shard of a parameter."""
+        """Return which part of a parameter is this rank's shard."""
         return box_of(self.engine.layouts[name], self.engine.mesh.coordinate)

@@ -148,7 +148,7 @@ class GradientTracker:
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:
-        """Return the sum of the tolerances of a parameter's gradients on each of this rank's stages."""
+        """Return the sum of the tolerances of a parameter's gradients, over this rank's stages."""
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
     def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
@@ -258,7 +258,7 @@ class WeightGradientChecker:
         )
 
     def box(self, name: str) -> ComparedBox:
-        """Return this rank's shard of a parameter as layers use it: partitioned over tp but not sharded."""
+        """Return which part of a parameter this rank's layers use: divided over `tp`, not sharded."""
         return box_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
 
     def _compare(self, key: GradientKey, use: ParameterUse, tracked: TrackedGradient | None) -> None:

@@ -99,7 +99,7 @@ def masked_attention(
     softcap: float | None,
     keep: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Return attention to the keys in `mask`, of as many heads; overridable by a `TorchFunctionMode`."""
+    """Return attention to the keys in `mask`, a separate function so that modes of torch can replace it."""
     if has_torch_function_variadic(query, key, value):
         arguments = query, key, value, mask, scale, softcap, keep
         replaced: Tensor = handle_torch_function(masked_attention, (query, key, value), *arguments)
@@ -225,7 +225,7 @@ class Definitions:
         return own if bool(((own - defined).detach().abs() <= allowed).all()) else defined
 
     def positions(self, tensor: Tensor) -> Tensor:
-        """Return the positions of dim 1 of `tensor` in their documents: `[length]`, or `[rows, length]`."""
+        """Return each token's position in its document: `[length]`, or `[rows, length]`."""
         ids: Tensor | None = self._mistake.get("positions", self.ids)
         if ids is None:
             return torch.arange(tensor.shape[1], device=tensor.device)

@@ -33,7 +33,7 @@ def angles_at(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> An
 
 
 def rotated(x: Tensor, angles: Angles) -> Tensor:
-    """Return `x` `[..., length, size]` with features i and i + pairs as the parts of a rotated number.
+    """Return `x` with each pair of features i and i + pairs rotated by its angle, as a complex number.
 
     Features from 2 · pairs on stay as they are.
     """

@@ -176,7 +176,7 @@ def circumstances(symptoms: Symptoms) -> Iterator[str]:
 
 
 def unexplained(symptoms: Symptoms) -> str:
-    """Return, as text, what can cause a difference in `symptoms.phase` where no hypothesis fits it.
+    """Return as text what can cause a difference in this phase of a step, if no hypothesis fits it.
 
     Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
     """

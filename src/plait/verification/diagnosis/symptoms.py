@@ -91,7 +91,7 @@ class Symptoms:
 
     @property
     def axes(self) -> Sequence[str]:
-        """Names of the mesh axes over which a tensor may be summed; gradients of experts over `edp`."""
+        """Names of the mesh axes over which tensors may be summed."""
         is_hybrid = kind_of(self.plan).sharded and self.plan.replicate > 1
         axes = ("tp", "cp", "edp", "replicate", "dp", "pp") if is_hybrid else ("tp", "cp", "edp", "dp", "pp")
         return tuple(
@@ -136,7 +136,7 @@ def of_the_optimizer(plan: Plan) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
-    """Return text for ranks: their indices on an axis where no differing rank has the same, or numbers."""
+    """Return text that names ranks: by their indices along an axis if these are unique, or by number."""
     sizes = sizes_of_plan(symptoms.plan)
     for axis in AXES:
         indices, others = (

@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from plait.errors import ModelError
-from plait.models.initial import normal_values
+from plait.models.initial_values import normal_values
 from plait.tensor.attention.kernels import BlockMask, block_backward, block_forward, merge
 from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.layer_values import Value, map_tensors, tensors_of

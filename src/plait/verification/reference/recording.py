@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.ranks import plain_values
+from plait.ranks import json_values
 from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
@@ -231,11 +231,11 @@ def _broadcast_scope(
 
 
 def broadcast_object(thing: Object | None, mesh: Mesh) -> Object:
-    """Return rank 0's object, one that `plain_values` knows, on all ranks.
+    """Return rank 0's object, of a type that JSON text can represent, on all ranks.
 
     Communication: two broadcasts over the world.
     """
     world = mesh.group("world")
-    text = plain_values.encode(thing) if world.index == 0 else ""
-    received: Object = plain_values.decode(broadcast_text(text, world, world.device_for_text(mesh.device)))
+    text = json_values.encode(thing) if world.index == 0 else ""
+    received: Object = json_values.decode(broadcast_text(text, world, world.device_for_text(mesh.device)))
     return received

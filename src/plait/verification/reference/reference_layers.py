@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from plait.errors import ModelError, PlaitError
-from plait.models.initial import ModuleReset, initial_value
-from plait.models.layers.carried_values import other_leaf
-from plait.models.layers.layer_sequence import LayerSequence, private_copy
+from plait.models.initial_values import ModuleReset, initial_value
+from plait.models.layers.layer_sequence import LayerSequence, buffer_dtype, private_copy
+from plait.models.layers.stateful_layers import other_leaf
 from plait.tensor.layer_values import NamedLayer, Value, convert, map_tensors, tensors_of
 from plait.tensor.losses import Loss
 from plait.verification.expected_dtypes import NumberFormats
@@ -47,7 +47,7 @@ def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value]
 
 @contextmanager
 def failure_named(what: str) -> Iterator[None]:
-    """Context: convert an error to a ModelError, which says that `what` fails even on a single device."""
+    """Context: raise a ModelError for any error, saying that `what` fails even on a single device."""
     try:
         yield
     except PlaitError:
@@ -164,7 +164,9 @@ def build_layers(
         for local, buffer in layer.module.named_buffers():
             if id(buffer) not in buffers:
                 value = initial_value(layer.module, layer.path, local, seed, latest)
-                buffers[id(buffer)] = convert(value, formats.compute, device)
+                buffers[id(buffer)] = convert(
+                    value, buffer_dtype(layer.module, local, formats.compute), device
+                )
             tensors[id(buffer)] = buffers[id(buffer)]
         layers += private_copy([layer], tensors)
         aliases_of_layers.append({name: alias for name, alias in aliases.items() if alias.requires_grad})

@@ -77,7 +77,7 @@ class HeldState:
         )
 
     def set_back(self, *, to_copies: bool = False) -> None:
-        """Set the modules' numbers and buffers back, or buffers `to_copies`; shared ones stay shared."""
+        """Restore the numbers and the buffers (`to_copies`: to copies of them); shared ones stay shared."""
         values = {id(one): one.clone() if to_copies else one for _, _, one in self.buffers}
         for module, name, buffer in self.buffers:
             setattr(module, name, values[id(buffer)])

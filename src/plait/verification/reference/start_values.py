@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.models.initial import initial_value, normal_values
+from plait.models.initial_values import initial_value, normal_values
 from plait.models.layers.layer_sequence import copy_attributes, sequence_of
 from plait.plan.rules import join
 from plait.tensor.call_hooks import computed_by_hooks

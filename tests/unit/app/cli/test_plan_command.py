@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import plait
+from parity import huggingface_cases as cases
 from plait.app.cli.main import main
 from plait.app.cli.plan_output import SEARCHED, calibration_text, change_lines
 from plait.app.config.config import configured_decoder
@@ -173,6 +174,23 @@ def test_a_plan_is_judged_by_what_the_configuration_trains(
     exact = plait.memory(model, config.plan(), rows, moments=moments, device="cuda")
     assert found["peak_memory"] == exact.most
     assert found["step_seconds"] > 0
+
+
+@pytest.mark.transformers
+def test_a_folder_with_experts_is_planned_for_balanced_routing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases.mixtral(vocab_size=300).save_pretrained(tmp_path / "mixtral")
+    options = ("--model.name", str(tmp_path / "mixtral"), "--hardware", "h100-sxm", "--train.batch", "8")
+    sentence = "Routing is assumed to be balanced: each expert computes equally many tokens."
+    found = _json(capsys, *options, "--parallel.dp", "2")
+    assert found["assumptions"] == [sentence]
+    html = tmp_path / "plan.html"
+    printed = _printed(capsys, *options, "--parallel.dp", "2", "--html", str(html))
+    assert sentence in printed.splitlines()
+    assert sentence in html.read_text()
+    assert sentence in _printed(capsys, *options, "--ranks", "1", "--most", "1").splitlines()
+    assert _json(capsys, *SMALL, "--train.microbatches", "2")["assumptions"] == []
 
 
 @pytest.mark.full

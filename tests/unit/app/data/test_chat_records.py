@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.app.data.chats import ChatEncoder, EncodedPart
+from plait.app.data.chat_encoder import ChatEncoder, EncodedPart
 from plait.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.transformers

@@ -13,7 +13,7 @@ import pytest
 from parity.chats import PLAIN, save_tokenizer
 from plait.app.data import chat_templates
 from plait.app.data.bounded_process import BoundedProcess, CallFailedError
-from plait.app.data.chats import ChatEncoder
+from plait.app.data.chat_encoder import ChatEncoder
 from plait.errors import DataError
 
 pytestmark = pytest.mark.transformers

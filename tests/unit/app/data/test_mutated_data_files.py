@@ -21,7 +21,7 @@ import pytest
 from mutated_files import Kind, mutations, outcome, remove
 from parity.chats import PLAIN, save_tokenizer
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.data.chats import ChatEncoder, are_chats
+from plait.app.data.chat_encoder import ChatEncoder, are_chats
 from plait.app.data.corpus_manifest import CorpusIndex, require_intact
 from plait.app.data.document_sources import divided, files_of, read_records, read_texts
 from plait.app.data.preparation import prepare_corpus

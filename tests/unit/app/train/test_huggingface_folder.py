@@ -15,7 +15,7 @@ from torch.nn import functional
 from parity import huggingface_cases as cases
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.data.chats import ChatEncoder
+from plait.app.data.chat_encoder import ChatEncoder
 from plait.app.train.run_data import load_data
 from plait.app.train.train_run import banner, train
 from plait.app.train.trainer import build_model

@@ -177,6 +177,20 @@ def test_plans_of_an_adapted_model_fit() -> None:
     assert best.step_seconds <= others[0].step_seconds
 
 
+def test_predictions_of_a_model_with_experts_say_that_routing_is_assumed_to_be_balanced() -> None:
+    mixture = plait.MixtureOfExperts(hidden=8, inner=4, experts=4, top_k=2)
+    model = nn.Sequential(nn.Embedding(20, 8), mixture, nn.Linear(8, 20))
+    inputs = torch.zeros(2, 6, dtype=torch.int64)
+    sentence = "Routing is assumed to be balanced: each expert computes equally many tokens."
+    for told in (
+        plait.memory(model, Plan(), inputs),
+        plait.predict(model, Plan(), "h100-sxm", inputs=inputs),
+    ):
+        assert str(told).splitlines()[-1] == sentence
+    for other in (plait.memory(llama(), Plan()), plait.predict(adapted(), Plan(), "h100-sxm")):
+        assert "balanced" not in str(other)
+
+
 def test_a_model_without_known_rows_is_refused() -> None:
     with pytest.raises(ModelError, match="the rows of Sequential are not known: give inputs"):
         predict(perceptron(), Plan(), "h100-sxm")

@@ -98,7 +98,7 @@ def recomputed(layer: Experts, trial: Trial) -> Callable[..., Tensor]:
         def compute(given: list[Tensor]) -> Tensor:
             return layer(given[0] * 1.0, indices, given[1] * 1.0) * 1.0
 
-        result: Any = recomputing(trial.recompute, compute)([hidden, weights])
+        result: Any = recomputing(trial.recompute, compute, decides=True)([hidden, weights])
         assert isinstance(result, Tensor)
         return result
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from divided_cases import Division, Trial, check
-from expert_cases import CASES, Case
+import torch
+from divided_cases import Division, Trial, check, divided
+from expert_cases import CASES, Answer, Case, answer
+from torch import Tensor
 
 from plait.plan.layout import divide
 from plait.plan.plan import Recompute
 from plait.ranks.group import Count
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import (
+    INPUT_ONLY,
+    WEIGHTS_NEXT,
+    BackwardMode,
+    WeightGradientQueue,
+)
 
 DIVISIONS = [
     Division(ep=2),
@@ -58,6 +67,114 @@ def test_weight_gradients_are_computed_while_gradients_travel(
     trial = Trial(CASES["gpt-oss"], division, recompute, deferred=True)
     check(thread_ranks, trial)
     check(thread_ranks, replace(trial, deferred=False))
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 4), ("selective", 4), ("full", 5)])
+def test_recomputation_counts_no_rows_again_and_sends_tokens_again_only_if_it_keeps_nothing(
+    thread_ranks: Any, recompute: Recompute, times: int
+) -> None:
+    for traffic in check(thread_ranks, Trial(Case(), Division(ep=2), recompute, deferred=True)):
+        assert {kind: count.calls for kind, count in traffic["ep"].items()} == {
+            "all_gather": 1,
+            "all_to_all": times,
+        }
+
+
+class ObservedQueue(WeightGradientQueue):
+    """Notes how many weight gradients were pending whenever they might be computed during a collective."""
+
+    def __init__(self, mode: BackwardMode) -> None:
+        super().__init__(mode=mode)
+        self.seen: list[int] = []
+
+    def overlap(self) -> None:
+        self.seen.append(len(self.pending))
+        super().overlap()
+
+
+def pending_of_a_rank(mode: BackwardMode) -> tuple[list[int], int]:
+    """With one weight gradient of another layer in the queue."""
+    trial, queue = Trial(Case(), Division(ep=2)), ObservedQueue(mode)
+    layer, mesh = divided(trial)
+    defer_weight_gradients(layer, queue)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    queue.add(lambda: None)
+    answer(layer, layer, trial.inputs(mesh.rank), trial.gradient(mesh.rank))
+    return queue.seen, len(queue.take())
+
+
+def test_queued_weight_gradients_are_computed_while_gradients_travel_unless_w_follows_later(
+    thread_ranks: Any,
+) -> None:
+    """First those of other layers, then, while gradients of the tokens travel back, the layer's own two."""
+    assert thread_ranks.run(pending_of_a_rank, WEIGHTS_NEXT, ranks=2) == [([1, 2], 0)] * 2
+    assert thread_ranks.run(pending_of_a_rank, INPUT_ONLY, ranks=2) == [([1, 3], 3)] * 2
+
+
+def run_beside(trial: Trial) -> bool:
+    """Whether `start` and its result have the bits of one call."""
+    layer, mesh = divided(trial)
+    given = trial.inputs(mesh.rank)
+    finish = layer.start(*given)
+    return torch.equal(finish(), layer(*given))
+
+
+def test_other_layers_may_run_while_tokens_travel(thread_ranks: Any) -> None:
+    assert all(thread_ranks.run(run_beside, Trial(Case(), Division(ep=2)), ranks=2))
+
+
+def rounded_of_a_rank(trial: Trial) -> Answer:
+    layer, mesh = divided(trial)
+    return answer(layer, layer, trial.inputs(mesh.rank), trial.gradient(mesh.rank))
+
+
+@pytest.mark.parametrize("wide_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_dtypes_travel_bit_by_bit(thread_ranks: Any, dtype: torch.dtype, wide_weights: bool) -> None:
+    """With two experts a token sums are of two numbers, in whatever order: the bits are those of one rank."""
+    trial = Trial(NarrowCase(experts=6, dtype=dtype, wide_weights=wide_weights), Division(ep=2))
+    found = thread_ranks.run(rounded_of_a_rank, trial, ranks=2)
+    for source, got in enumerate(found):
+        layer = trial.case.layer()
+        one = answer(layer, layer, trial.inputs(source), trial.gradient(source))
+        assert got.of_weights.dtype == trial.inputs(source)[2].dtype
+        for name in ("output", "of_hidden", "of_weights"):
+            assert torch.equal(getattr(got, name), getattr(one, name)), name
+
+
+@dataclass(frozen=True)
+class NarrowCase(Case):
+    wide_weights: bool = False
+    """Whether the weights of the router are float32."""
+
+    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, indices, weights = super().inputs(seed)
+        return hidden, indices, weights.float() if self.wide_weights else weights
+
+
+def assumed_of_a_rank(trial: Trial) -> list[tuple[str, int]]:
+    """The collectives of a run on the meta device."""
+    layer, mesh = divided(trial)
+    assert layer.ranks is not None
+    skipped: list[tuple[str, int]] = []
+    group = replace(mesh.group("ep"), on_skip=lambda _, kind, tensor: skipped.append((kind, tensor.nbytes)))
+    layer.to("meta").ranks = replace(layer.ranks, group=group)
+    hidden, indices, weights = (one.to("meta") for one in trial.inputs(0))
+    output = layer(hidden.requires_grad_(), indices, weights.requires_grad_())
+    output.backward(torch.empty_like(output))
+    assert output.shape == hidden.shape
+    assert all(one.grad is not None for one in (hidden, weights, *layer.parameters()))
+    return skipped
+
+
+def test_on_meta_uniform_routing_is_assumed_and_nothing_is_sent(thread_ranks: Any) -> None:
+    """Of 28 tokens with 2 of 8 experts 22 go to each of 2 ranks: 28 · (1 - 6 / 28)."""
+    trial = Trial(Case(tokens=28, experts=8), Division(ep=2))
+    hidden = trial.case.hidden
+    rows = [hidden + 4, hidden, hidden, hidden + 2]  # tokens, results, and the gradients of both
+    expected = [("all_gather", 8 * 10), *(("all_to_all", 8 * 44 * width) for width in rows)]
+    assert thread_ranks.run(assumed_of_a_rank, trial, ranks=2) == [expected] * 2
 
 
 def test_ranks_as_processes_give_what_the_plain_loop_gives(rank_pool: Any) -> None:

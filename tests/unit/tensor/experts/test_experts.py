@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -67,6 +68,38 @@ def test_a_second_micro_batch_adds_to_weight_gradients_and_the_first_of_a_step_o
         queue.run()
     for name, one in plain_answer(case).of_parameters.items():
         assert_near(found.of_parameters[name], 2 * one, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", [8, 256])
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_weight_gradients_of_experts_without_tokens_are_zero_whatever_memory_held(
+    dtype: torch.dtype, inner: int, tokens: int
+) -> None:
+    case = Case(tokens, experts=8, hidden=64, inner=inner, routing="one", dtype=dtype)
+    layer, queue = deferring(case)
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(float("nan"))
+    queue.unwritten = set(queue.products)
+    with uninitialized_memory_is_nan():
+        found = answer(layer, layer, case.inputs(), case.gradient())
+        queue.run()
+        layer = case.layer()
+        plainly = answer(layer, layer, case.inputs(), case.gradient())
+    for of_parameters in (found.of_parameters, plainly.of_parameters):
+        for one in of_parameters.values():
+            assert not one[:6].any()
+            assert one.isfinite().all()
+
+
+@contextmanager
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("inner", [8, 160])
@@ -138,7 +171,7 @@ def test_recomputed_experts_have_the_bits_of_kept_ones_and_are_assigned_once(
                 output: Tensor = layer(parts[0], indices, parts[1])
                 return output.sin()
 
-            return recomputing(mode, compute)(given)
+            return recomputing(mode, compute, decides=True)(given)
 
         found = answer(run, layer, (hidden, indices, weights), case.gradient())
         queue.run()
@@ -212,6 +245,20 @@ def test_on_meta_every_expert_has_as_many_tokens() -> None:
     assert hidden.grad is not None
     assert output.shape == hidden.grad.shape == hidden.shape
     assert all(one.grad is not None and one.grad.shape == one.shape for one in layer.parameters())
+
+
+def test_under_autocast_experts_compute_in_its_dtype_as_linears_do() -> None:
+    case = Case(dtype=torch.float32, options={"bias": True})
+    layer = case.layer()
+    narrow = copy.deepcopy(layer).bfloat16()
+    hidden, indices, weights = case.inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = answer(layer, layer, (hidden, indices, weights), case.gradient().bfloat16())
+    wanted = answer(narrow, narrow, (hidden.bfloat16(), indices, weights), case.gradient().bfloat16())
+    assert torch.equal(found.output, wanted.output)
+    for name, one in found.of_parameters.items():
+        assert one.dtype == torch.float32
+        assert torch.equal(one, wanted.of_parameters[name].float())
 
 
 def test_an_evaluation_saves_nothing_and_has_the_bits_of_training() -> None:

@@ -14,7 +14,7 @@ import plait
 from parity.norm import assert_equal
 from parity.widened import Widened
 from plait.errors import ModelError
-from plait.models.initial import initial_value
+from plait.models.initial_values import initial_value
 from plait.tensor.experts.mixture import MixtureOfExperts
 from plait.tensor.experts.routing import Routing
 

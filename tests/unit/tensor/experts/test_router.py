@@ -254,7 +254,7 @@ def test_recomputation_repeats_the_choice_of_the_first_run(mode: Recompute) -> N
         _, weights, indices = router(hidden)
         return weights * (indices + 1.0)
 
-    run_again = recomputing(mode, run, list(router.parameters()))
+    run_again = recomputing(mode, run, list(router.parameters()), decides=True)
     for step in range(3):  # the layer learns from each backward what it keeps
         run_again(hidden).square().sum().backward()
         gradient, hidden.grad = hidden.grad, None

@@ -116,7 +116,7 @@ def all_gather_staged(tensor: Tensor, whole: Tensor, staging: SharedStagingBuffe
 
 
 def all_to_all_staged(tensor: Tensor, received: Tensor, staging: SharedStagingBuffers) -> PendingRead:
-    """Start an all-to-all of equal ranges of `tensor`, into those of contiguous `received`."""
+    """Start an all-to-all of equal ranges of `tensor` into the ranges of contiguous `received`."""
     own, size = staging.channels.index, staging.channels.size
     ranges = received.view(-1).tensor_split(size)
 
@@ -130,7 +130,7 @@ def all_to_all_staged(tensor: Tensor, received: Tensor, staging: SharedStagingBu
 def all_to_all_uneven_staged(
     tensor: Tensor, received: Tensor, sizes: RangeSizes, most: int, staging: SharedStagingBuffers
 ) -> PendingRead:
-    """Start an all-to-all of unequal ranges of a flat tensor, into those of the flat `received`.
+    """Start an all-to-all of unequal ranges of a flat tensor into those of flat `received`.
 
     Before the ranges a rank stages where each of them begins. `most`: bytes, more than which no rank sends.
     What is sent is kept until the wait, as by backends, for which `plait.memory` counts it.
@@ -182,7 +182,7 @@ class AnnouncedPending:
         self._compared = False
 
     def wait(self, awaited: str = "") -> None:
-        """Block until all others have made the same call, and until it is complete; raise if one has not."""
+        """Block until the operation is complete; raise if a rank has made another call instead."""
         if not self._compared:
             self._channels.receive(self._sequence, ChannelMessage(0))
             self._finish_comparison()

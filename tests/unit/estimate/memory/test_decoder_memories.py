@@ -8,8 +8,7 @@ import pytest
 
 import plait
 from parity.pairs import in_quick
-from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
-from plait.estimate.memory.memory_by_size import (
+from plait.estimate.memory.decoder_memories import (
     ActivationMemories,
     ActivationPeak,
     PredictedMemory,
@@ -18,6 +17,7 @@ from plait.estimate.memory.memory_by_size import (
     activation_peaks,
     stage_memory,
 )
+from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import load_hardware

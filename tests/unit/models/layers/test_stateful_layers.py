@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import plait
 from plait.errors import ModelError
-from plait.models.layers.carried_values import refuse_carried_values
+from plait.models.layers.stateful_layers import refuse_carried_values
 from plait.tensor.layer_values import NamedLayer
 
 OUTSIDE = nn.Parameter(torch.tensor(2.0))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.initial import Initial, Normal, initial_value, normal_values
+from plait.models.initial_values import Initial, Normal, initial_value, normal_values
 
 WHOLE = normal_values("layer.weight", 0, 50, 1.0)
 

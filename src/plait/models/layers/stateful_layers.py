@@ -60,7 +60,7 @@ class MemorySources:
             self._set(tensor, self.of(tensor) | bits)
 
     def write(self, tensor: Tensor, bits: int, *, whole: bool) -> None:
-        """Record a write to a tensor from sources; `whole`: all of its earlier content was overwritten."""
+        """Record a write to a tensor from the sources `bits`; `whole`: nothing of its content remains."""
         self._set(tensor, bits if whole else self.of(tensor) | bits)
         self.written.add(id(_memory(tensor)))
 

@@ -149,7 +149,7 @@ class StageMemory:
 
 
 def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
-    """Return the activation memory of a pipeline stage from that of its layers, first layer first.
+    """Return the activation memory of a stage for one micro-batch, given its layers', first layer first.
 
     `at_once`: full backwards compute each layer's weight gradient at once, else after all input gradients.
     `receives`: the last output's gradient is in a receive buffer, which is counted apart.
@@ -182,7 +182,7 @@ def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool
 
 @dataclass(frozen=True)
 class DecoderMemories(PlanMemories):
-    """Computes the memory of plans of a decoder; those of equal layers and schedules share it."""
+    """Predicts the memory of plans of a decoder from its sizes; plans share what they have in common."""
 
     decoder: Decoder
     _largest: dict[tuple[object, ...], tuple[HeldCounts, ...]] = field(default_factory=dict)

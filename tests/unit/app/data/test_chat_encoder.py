@@ -13,8 +13,8 @@ import pytest
 from in_process import in_one_process
 
 from parity.chats import PLAIN, WORDS, save_tokenizer
+from plait.app.data.chat_encoder import ChatEncoder
 from plait.app.data.chat_records import holds_chats
-from plait.app.data.chats import ChatEncoder
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.document_sources import divided, files_of
 from plait.app.data.encoded_documents import TextEncoding

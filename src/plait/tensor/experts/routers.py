@@ -1,0 +1,68 @@
+"""The routers of a model, and settings for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from plait.errors import ModelError
+from plait.plan.rules import join
+from plait.tensor.experts.balance import Counts
+from plait.tensor.experts.router import Router
+from plait.tensor.layer_values import NamedLayer
+
+
+def routers_of(layers: Iterable[NamedLayer]) -> dict[str, Router]:
+    """Return the routers in `layers` by path in the model. Raises ModelError for one that is there twice."""
+    found: dict[str, Router] = {}
+    paths: dict[int, str] = {}
+    for layer in layers:
+        for name, module in layer.module.named_modules(remove_duplicate=False):
+            if isinstance(module, Router):
+                path = join(layer.path, name)
+                if (first := paths.setdefault(id(module), path)) != path:
+                    raise ModelError(
+                        f"{first} and {path} are one router, whose load would be that of both layers: give "
+                        "each layer a router of its own."
+                    )
+                found[path] = module
+    return found
+
+
+def balance_experts(
+    model: nn.Module,
+    *,
+    weight: float | None = None,
+    z_weight: float | None = None,
+    bias_rate: float | None = None,
+    counts: Counts | None = None,
+    coupled: bool | None = None,
+) -> None:
+    """Set how the routers of `model` keep the load of their experts even, before `parallelize` or `fit`.
+
+    `weight`: factor of the balance loss of each layer, which an even load makes k, the experts of a token;
+    `z_weight`: of the z-loss; `bias_rate`: by how much a step corrects the bias of routers that have one.
+    `counts`: the tokens whose choices make the load: of each "document", of the whole "step", which the
+    schedule gpipe or one micro-batch allows, or of the "previous" step. `coupled`: one load for all layers
+    together, as in transformers. None: as it is, at first no loss and no correction. Definitions, and the
+    weights of others for the same losses: `plait.tensor.experts.balance`.
+
+    Raises ModelError for a model without routers, for a rate where none has a bias, and for values out of
+    range.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        raise ModelError("balance_experts was given a model without routers: give one with MixtureOfExperts.")
+    if bias_rate and all(router.e_score_correction_bias is None for router in routers):
+        raise ModelError(
+            f"bias_rate is {bias_rate}, but no router has a bias to correct: make the model with "
+            "Routing(corrected=True), or leave bias_rate out."
+        )
+    given: dict[str, Any] = {"weight": weight, "z_weight": z_weight, "bias_rate": bias_rate}
+    given |= {"counts": counts, "coupled": coupled}
+    changes = {name: value for name, value in given.items() if value is not None}
+    for router in routers:
+        router.balance = replace(router.balance, **changes)
