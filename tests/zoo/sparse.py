@@ -12,6 +12,7 @@ from parity.case import Batch, Case
 from parity.cases import with_values
 from plait.plan import rules
 from plait.plan.plan import Plan
+from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.mixture import MixtureOfExperts
 from plait.tensor.experts.router import Router
@@ -100,6 +101,37 @@ SHARED = Case("sparse shared", with_values(with_shared), draw)
 
 MANY = of(partial(Sparse, 16, 1), name="many")
 """More experts than most micro-batches have tokens for."""
+
+
+def with_balance(balance: Balance, **routing: Any) -> nn.Module:
+    """Two layers with experts, whose routers have auxiliary losses."""
+    model = around(partial(Sparse, 5, 2, **routing), partial(Sparse, 5, 2, **routing))
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.balance = balance
+    return model
+
+
+def draw_padded(rows: int, generator: torch.Generator) -> Batch:
+    """Each row has two documents, and padding behind them in every other row."""
+    inputs, targets = draw(rows, generator)
+    ids = torch.zeros(rows, LENGTH, dtype=torch.int64)
+    ids[:, 2:] = 1
+    ids[1::2, 4:] = -1
+    return {"x": inputs, "document_ids": ids}, targets.where(ids >= 0, -100)
+
+
+def balanced(draw: Any = draw_padded, *, corrected: bool = False, **settings: Any) -> Case:
+    routing = {"scores": "sigmoid", "corrected": True} if corrected else {}
+    build = partial(with_balance, Balance(**settings), **routing)
+    return Case("sparse balanced", with_values(build), draw)
+
+
+BALANCED = balanced(weight=0.5, z_weight=0.1)
+OF_THE_STEP = balanced(weight=0.5, counts="step")
+COUPLED = balanced(weight=0.5, counts="step", coupled=True)
+PREVIOUS = balanced(weight=0.5, counts="previous")
+LEARNING = balanced(corrected=True, bias_rate=0.01)
 
 EP = Plan(dp=2, ep=2, microbatches=2)
 EP_OF_THREE = Plan(dp=2, ep=2, microbatches=3)

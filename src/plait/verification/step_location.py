@@ -27,6 +27,7 @@ class StepPhase(StrEnum):
     WEIGHT_GRADIENT = "weight gradient"
     REDUCTION = "reduction"
     MEAN_LOSS = "mean loss"
+    EXPERT_LOAD = "load of experts"
     NORM = "norm"
     CLIP = "clip"
     OPTIMIZER = "optimizer"
@@ -82,7 +83,7 @@ class RecordKey(NamedTuple):
     kind: str
     """`output`, `gradient` (of that output), `logits` (of a last layer whose output is features),
     `contribution` (to a parameter's gradient), `total` (the summed loss), `inside` (see `ModuleSketches`),
-    `routing` (the experts of each token) with its `margin`, …"""
+    `routing` (the experts of each token) with its `margin`, `choices` (how many tokens chose an expert), …"""
     layer: int = -1
     """The layer of an output or contribution; -1: the batch, or the step."""
     name: str = ""

@@ -271,7 +271,7 @@ class WeightGradientChecker:
             parameter, formats = self.comparison.sequence.parameters[name], self.comparison.formats
             dtype = formats.gradient_of(parameter)
             expected, rounding = expected.to(dtype), epsilon_of(dtype)
-            if self._adding(name).size > 1:  # a sum of a few products, each rounded as it was computed
+            if self._adding(name).size > 1 or self._is_divided(name):  # one product of many tokens, or a sum
                 rounding = max(rounding, epsilon_of(formats.compute_of(parameter)))
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name),
@@ -343,6 +343,10 @@ class WeightGradientChecker:
             if whole is None:
                 return None
             value, tolerance = self.box(name).of(whole), self.recording.tolerances[scope][key]
+            if len(together) > 1:  # each is rounded by itself, and their sum is not
+                value = value.to(
+                    self.comparison.formats.gradient_of(self.comparison.sequence.parameters[name])
+                )
             total = value if total is None else total + value
             size, allowed = max(size, tolerance.size), allowed + tolerance.allowed
         return None if total is None else (total, Tolerance(size, allowed))

@@ -66,7 +66,9 @@ def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, T
     routing, scores = layer.routing, scores_of(layer.routing, logits)
     with torch.no_grad():
         chosen, margins = experts_of_largest(routing, scores, layer.e_score_correction_bias, layer.top_k)
-    indices = book.routing.note(layer.weight, chosen, margins)
+    if book.ids is not None and book.ids.numel() == len(chosen):
+        chosen = chosen.masked_fill(book.ids.reshape(-1, 1).to(chosen.device) < 0, -1)  # padding
+    indices = book.routing.note(layer.weight, logits, chosen, margins)
     weights = torch.stack([scores[torch.arange(len(scores)), one] for one in indices.unbind(-1)], -1)
     if routing.scores == "softmax_of_chosen":
         weights = weights.softmax(-1)

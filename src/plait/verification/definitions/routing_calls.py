@@ -13,12 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RouterCall:
-    """One call of a router; letters: T tokens, k experts of a token."""
+    """One call of a router; letters: T tokens, E experts, k experts of a token."""
 
     weight: Tensor
     """The router's, by which it is known."""
+    logits: Tensor
+    """`[T, E]`."""
     indices: Tensor
-    """int64 `[T, k]`: the experts of each token, in the order of their scores."""
+    """int64 `[T, k]`: the experts of each token, in the order of their scores; -1 for padding."""
     margins: Tensor
     """`[T]`: how far the scores of a token can change before other experts are chosen; infinite if never."""
 
@@ -35,10 +37,10 @@ class RoutingCalls:
         """Begin a run of a layer, whose calls take the experts in `given`, if any."""
         self.calls, self.given = [], given
 
-    def note(self, weight: Tensor, indices: Tensor, margins: Tensor) -> Tensor:
+    def note(self, weight: Tensor, logits: Tensor, indices: Tensor, margins: Tensor) -> Tensor:
         """Note what the router with `weight` has chosen; return that, or what the call is given."""
         number = len(self.calls)
         if number < len(self.given):
             indices = self.given[number].reshape(indices.shape)
-        self.calls.append(RouterCall(weight, indices, margins))
+        self.calls.append(RouterCall(weight, logits, indices, margins))
         return indices

@@ -311,6 +311,10 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "the loss of each micro-batch is equal, and their mean is not: either it is divided by another "
         "weight, or not all of them are in it once"
     ),
+    StepPhase.EXPERT_LOAD: (
+        "the experts of each token are equal, and what is counted or averaged of them is not: some tokens are "
+        "left out, count more than once, or are padding"
+    ),
     StepPhase.NORM: "the gradients are equal, and their norm is not",
     StepPhase.CLIP: "the norm is equal: gradients are scaled by another factor, or not all of them",
     StepPhase.EVALUATION: (

@@ -33,6 +33,7 @@ from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
+from plait.verification.definitions.routing_calls import RouterCall
 from plait.verification.expected_dtypes import (
     INITIAL_LOSS_SCALE,
     NumberFormats,
@@ -41,7 +42,7 @@ from plait.verification.expected_dtypes import (
 )
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.inside_layers import ModuleSketches
-from plait.verification.reference.recorded_routing import MARGIN, ROUTING, experts_in, records_of
+from plait.verification.reference.recorded_routing import MARGIN, experts_in, records_of
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (
     build_layers,
@@ -53,6 +54,7 @@ from plait.verification.reference.reference_layers import (
     require_values,
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
+from plait.verification.reference.router_losses import RouterLosses
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 from plait.verification.step_location import RecordKey, Records, RecordScope
@@ -150,6 +152,9 @@ class ReferenceRun:
         """The document ids of each micro-batch that has some."""
         self.sums: dict[str, Tensor] = {}
         """The gradients of the current step so far."""
+        self.router_losses = RouterLosses(self.layers)
+        self.chosen: list[list[Tensor]] = []
+        """By layer, the experts `[rows, positions, k]` of the current step's batch, a tensor for each call."""
         self.epsilon_of_loss = 0.0
         self.resumed_steps, self.is_exact = options.resumed_steps, options.mode == "exact"
 
@@ -223,6 +228,7 @@ class ReferenceRun:
     ) -> Iterator[tuple[RecordScope, Records]]:
         self.dropout.step = step
         self._update_aliases()
+        whole = self._mean(step, inputs, targets, microbatches)
         target_parts = split(targets, microbatches, "targets")
         input_parts = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(part))) for part in input_parts]
@@ -231,15 +237,14 @@ class ReferenceRun:
         for name, parameter in self.update.trainable.items():
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
-        totals, before, parts = [], HeldState.of(self.layers), []
+        totals, before = [], HeldState.of(self.layers)
         for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
             before.set_back(to_copies=True)  # what changes in each run changes once a step
             records = self._microbatch(RecordScope(step, number), part, of_targets, weight)
             totals.append(records[RecordKey("total")].double())
-            parts.append({key: value for key, value in records.items() if key.kind == ROUTING})
             yield RecordScope(step, number), records
-        whole = self._mean(inputs, targets, before, parts)
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
+        records |= self.router_losses.records() | self.router_losses.correct()
         for name, parameter in self.update.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
         yield RecordScope(step), records | self.update.apply(step)
@@ -292,7 +297,7 @@ class ReferenceRun:
             return perturbed
 
         is_first = scope == RecordScope(0, 0) and not self.perturbation.number
-        chosen = [] if self.routed is None else [self.routed.values[scope]]
+        calls, rows = list[RouterCall](), len(next(tensors_of(inputs)))
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
@@ -301,14 +306,14 @@ class ReferenceRun:
             failing = failure_named(layer.path or "the model")
             with failing, random_refused(layer.path), recording as sketches, features:
                 self.definitions.windows.clear()
-                self.definitions.routing.begin(experts_in(chosen, number))
+                self.definitions.routing.begin(self._chosen(scope, number))
                 given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
                 output = self._run(layer, scope.microbatch, value)
             if is_first:
                 own = self.aliases[number].values()
                 require_no_hidden_input(layer.path or "the model", output, given, own)
-            calls = self.definitions.routing.calls
-            records |= records_of(layer.module, number, calls, value)
+            calls += self.definitions.routing.calls
+            records |= records_of(layer.module, number, self.definitions.routing.calls, value)
             found = {} if sketches is None else sketches.found
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
             if not self.is_exact and not self.perturbation.number:
@@ -324,9 +329,20 @@ class ReferenceRun:
         total = self._total(value, targets, checked=is_first)
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
+            roots = {total: (self.update.scale.value / weight).to(total)}
+            added = self.router_losses.loss(calls, self.ids.get(scope), rows)
+            if added is not None and added.requires_grad:
+                roots[added] = torch.full_like(added, self.update.scale.value)
             with self.casts:
-                torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
+                torch.autograd.backward(list(roots), list(roots.values()))
         return records | self._contributions(scope)
+
+    def _chosen(self, scope: RecordScope, number: int) -> list[Tensor]:
+        """Return the experts in layer `number` that tokens of a micro-batch go to, where that is known."""
+        if scope.evaluated:
+            return [] if self.routed is None else experts_in([self.routed.values[scope]], number)
+        rows = self.dropout.rows[scope.microbatch]
+        return [whole[rows.start : rows.stop] for whole in self.chosen[number]]
 
     def _total(self, output: Value, targets: Value, *, checked: bool) -> Tensor:
         """Return the summed loss; `checked`: require that it depends on these arguments alone."""
@@ -366,20 +382,28 @@ class ReferenceRun:
         with self.dropout.running(microbatch, layer.path, names_of(layer.module)), self.casts:
             return layer.module(value)
 
-    def _mean(self, inputs: Value, targets: Value, before: HeldState, parts: Sequence[Records]) -> Tensor:
+    def _mean(self, step: int, inputs: Value, targets: Value, microbatches: int) -> Tensor:
         """Return the mean loss of a whole batch, without gradients and without changing the layers.
 
-        `before`: the layers' state before the step. `parts`: of its micro-batches, the records of routing.
+        Its routing is that of the step.
         """
-        self.dropout.rows = [range(len(next(tensors_of(inputs))))]
-        after = HeldState.of(self.layers)
+        rows = len(next(tensors_of(inputs)))
+        self.dropout.rows = [range(rows)]
+        self.chosen, calls = [], list[RouterCall]()
+        before = HeldState.of(self.layers)
         before.set_back(to_copies=True)
-        with torch.no_grad(), self._running(inputs) as (given, _):
+        parts = [RecordScope(step, number) for number in range(microbatches)]
+        recorded = [] if self.routed is None else [self.routed.values[part] for part in parts]
+        with torch.no_grad(), self._running(inputs) as (given, ids):
             value = map_tensors(torch.clone, given)
             for number, layer in enumerate(self.layers):
-                self.definitions.routing.begin(experts_in(parts, number))
+                self.definitions.routing.begin(experts_in(recorded, number))
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
+                    calls += self.definitions.routing.calls
+                    chosen = [call.indices for call in self.definitions.routing.calls]
+                    self.chosen.append([one.view(rows, -1, one.shape[1]) for one in chosen])
             total = self._total(value, targets, checked=False)
-        after.set_back()
+        before.set_back()
+        self.router_losses.begin(calls, ids, rows)
         return total.double() / self._divisor([targets])
