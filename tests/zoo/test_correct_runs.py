@@ -14,6 +14,7 @@ from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
 from zoo.row import case_of
 from zoo.unusual import OTHERS, TRANSFORMERS
+from zoo.unusual_mixtures import MIXTURES
 
 BLOCKS = {1: 1, 2: 1, 4: 3}
 """By ranks: enough for two stages on each."""
@@ -140,14 +141,14 @@ def test_plans_of_fine_tuning_are_equal(thread_ranks, name, turns):
         assert report, report
 
 
-QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied")
+QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied", "losses of documents cp")
 
 
 @pytest.mark.parametrize(
     "right",
     [
         pytest.param(one, id=one.name, marks=[] if one.name in QUICK else [pytest.mark.full])
-        for one in (*OTHERS, *TRANSFORMERS)
+        for one in (*OTHERS, *TRANSFORMERS, *MIXTURES)
     ],
 )
 def test_unusual_models_and_plans_are_equal(thread_ranks, right):

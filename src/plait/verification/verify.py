@@ -81,6 +81,7 @@ def _first_difference(
         rank for rank, own in evidence.items() if replace(own.location, name=location.name) == location
     )
     partitioned = set[int]().union(*(outcome.findings.partitioned for outcome in outcomes))
+    with_losses = set[int]().union(*(outcome.findings.with_router_losses for outcome in outcomes))
     with_experts = set[int]().union(*(outcome.findings.with_experts for outcome in outcomes))
     inside = [outcomes[rank].findings.differences[0].inside for rank in same]
     earliest = min((one for one in inside if one is not None), key=lambda one: one.order, default=None)
@@ -97,6 +98,7 @@ def _first_difference(
         plan=plan,
         partitioned=bool(partitioned) if location.layer is None else location.layer in partitioned,
         of_experts=bool(with_experts) if location.layer is None else location.layer in with_experts,
+        has_router_losses=location.layer in with_losses,
     )
     layer = location.layer
     return FirstDifference(

@@ -37,6 +37,7 @@ from plait.verification.reference.inside_layers import (
     rounded_otherwise,
 )
 from plait.verification.reference.recording import NO_TOLERANCE
+from plait.verification.reference.router_losses import OF_ROUTERS
 from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
     NamedTensors,
@@ -44,6 +45,7 @@ from plait.verification.reference.values_after_mistakes import (
     with_another_loss,
     with_local_positions,
     with_other_parameters,
+    with_other_router_losses,
 )
 from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 
@@ -277,6 +279,9 @@ class InstructionChecker:
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
             yield "it is that of the step before", self._part(before, key)
+        own = self.recording.find(scope, key._replace(kind=OF_ROUTERS))
+        if phase is StepPhase.INPUT_GRADIENT and own is not None:
+            yield from with_other_router_losses(self._part(recorded, key), self._part(own, key), actual)
         if phase is StepPhase.FORWARD:
             sums = [
                 (one.name, self._part(value, key))

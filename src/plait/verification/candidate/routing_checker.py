@@ -7,7 +7,6 @@ has computed is always a mistake.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,11 +47,15 @@ class RoutingChecker:
     def begin_step(self) -> None:
         """Note the calls of routers from now on."""
         for stage in self.runtime.pipeline.stages.values():
-            for layer in stage.layers:
+            for number, layer in zip(
+                self.runtime.blueprint.stage_layers[stage.number], stage.layers, strict=True
+            ):
                 for module in layer.module.modules():
                     if isinstance(module, Router):
                         note = partial(self._note, layer.module)
                         self._handles.append(module.register_forward_hook(note))
+                        if module.balance.has_losses:
+                            self.comparison.findings.with_router_losses.add(number)
 
     def end_step(self) -> None:
         """Remove the hooks."""
@@ -104,8 +107,8 @@ class RoutingChecker:
             where = f"row {int(row)}" + "".join(f", position {int(one)}" for one in position)
             return (
                 f"the first of {len(wrong)} tokens (of {len(own)}) that go to other experts is {where}: to "
-                f"experts {_listed(own[first])} instead of {_listed(expected[first])}, "
-                f"{_reason(first, margins, rounding, is_misread, own_margins)}"
+                f"{_listed(own[first])} instead of {_listed(expected[first])}, "
+                f"{_reason(first, expected, margins, rounding, is_misread, own_margins)}"
             )
 
         alternatives = ((sentence(), actual) for _ in range(1))
@@ -114,9 +117,18 @@ class RoutingChecker:
         )
 
 
-def _reason(first: int, margins: Tensor, rounding: float, is_misread: Tensor, own_margins: Tensor) -> str:
+def _reason(
+    first: int,
+    expected: Tensor,
+    margins: Tensor,
+    rounding: float,
+    is_misread: Tensor,
+    own_margins: Tensor,
+) -> str:
     """Return why the first token may have other experts: rounding, its scores, or the choice by them."""
     margin = float(margins[first])
+    if bool((expected[first] < 0).any()):
+        return "though it is padding, which has none"
     if bool(is_misread[first]):
         if not float(own_margins[first]):
             return "though of equal scores those of the lowest number are to be chosen"
@@ -132,5 +144,8 @@ def _reason(first: int, margins: Tensor, rounding: float, is_misread: Tensor, ow
     )
 
 
-def _listed(experts: Sequence[Any] | Tensor) -> str:
-    return ", ".join(str(int(one)) for one in experts)
+def _listed(experts: Tensor) -> str:
+    numbers = [int(one) for one in experts if one >= 0]
+    if not numbers:
+        return "no expert"
+    return f"expert{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -231,6 +231,11 @@ def _input_gradient(symptoms: Symptoms) -> str:
             "a gradient of keys and values that other ranks of cp return is lost, is another rank's, or "
             "counts more than once"
         )
+    if symptoms.has_router_losses:
+        suspects.append(
+            "the losses of its router are others, as where loads are counted over other tokens than those of "
+            "the document or the step"
+        )
     if symptoms.of_experts:
         suspects.append(f"gradients of tokens {OF_EXPERTS}")
     if symptoms.plan.recompute != "none":
@@ -312,7 +317,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "weight, or not all of them are in it once"
     ),
     StepPhase.EXPERT_LOAD: (
-        "the experts of each token are equal, and what is counted or averaged of them is not: some tokens are "
+        "the experts of each token are equal, and what is counted or averaged of them is not: tokens are "
         "left out, count more than once, or are padding"
     ),
     StepPhase.NORM: "the gradients are equal, and their norm is not",

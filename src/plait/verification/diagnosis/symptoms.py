@@ -40,6 +40,9 @@ class Symptoms:
     of_experts: bool = False
     """Whether the layer, or without one the model, has experts that are divided over `ep` and `etp`."""
 
+    has_router_losses: bool = False
+    """Whether the layer has a router with auxiliary losses."""
+
     @property
     def phase(self) -> StepPhase:
         """The phase of the step in which the difference was found: forward, backward, norm, update, …."""

@@ -54,7 +54,7 @@ from plait.verification.reference.reference_layers import (
     require_values,
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
-from plait.verification.reference.router_losses import RouterLosses
+from plait.verification.reference.router_losses import OF_ROUTERS, RouterLosses
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 from plait.verification.step_location import RecordKey, Records, RecordScope
@@ -154,7 +154,7 @@ class ReferenceRun:
         """The gradients of the current step so far."""
         self.router_losses = RouterLosses(self.layers)
         self.chosen: list[list[Tensor]] = []
-        """By layer, the experts `[rows, positions, k]` of the current step's batch, a tensor for each call."""
+        """By layer, the experts `[rows, positions, k]` of the step's batch, a tensor for each call."""
         self.epsilon_of_loss = 0.0
         self.resumed_steps, self.is_exact = options.resumed_steps, options.mode == "exact"
 
@@ -297,7 +297,7 @@ class ReferenceRun:
             return perturbed
 
         is_first = scope == RecordScope(0, 0) and not self.perturbation.number
-        calls, rows = list[RouterCall](), len(next(tensors_of(inputs)))
+        calls, sources = list[RouterCall](), list[tuple[int, Value]]()
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
@@ -313,6 +313,7 @@ class ReferenceRun:
                 own = self.aliases[number].values()
                 require_no_hidden_input(layer.path or "the model", output, given, own)
             calls += self.definitions.routing.calls
+            sources += [(number, value)] * len(self.definitions.routing.calls)
             records |= records_of(layer.module, number, self.definitions.routing.calls, value)
             found = {} if sketches is None else sketches.found
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
@@ -329,13 +330,30 @@ class ReferenceRun:
         total = self._total(value, targets, checked=is_first)
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
-            roots = {total: (self.update.scale.value / weight).to(total)}
-            added = self.router_losses.loss(calls, self.ids.get(scope), rows)
-            if added is not None and added.requires_grad:
-                roots[added] = torch.full_like(added, self.update.scale.value)
-            with self.casts:
-                torch.autograd.backward(list(roots), list(roots.values()))
+            added = self.router_losses.losses(calls, self.ids.get(scope), len(next(tensors_of(inputs))))
+            records |= self._of_routers(sources, added)
+            self._backward(total, weight, [one for one in added if one.requires_grad])
         return records | self._contributions(scope)
+
+    def _of_routers(self, sources: Sequence[tuple[int, Value]], losses: Sequence[Tensor]) -> Records:
+        """Return what the `losses` of routers give to the gradients of the inputs of their own layers."""
+        records: Records = {}
+        for (number, given), loss in zip(sources, losses, strict=bool(losses)):
+            tensor = next(tensors_of(given))
+            if loss.requires_grad and tensor.requires_grad:
+                (own,) = torch.autograd.grad(loss, tensor, retain_graph=True, allow_unused=True)
+                if own is not None:
+                    key = RecordKey(OF_ROUTERS, number - 1, "0")
+                    own = own * self.update.scale.value
+                    records[key] = records[key] + own if key in records else own
+        return records
+
+    def _backward(self, total: Tensor, weight: Tensor, added: Sequence[Tensor]) -> None:
+        """Compute the gradients of a micro-batch's share of the mean loss, and of losses `added` to it."""
+        scale = self.update.scale.value
+        seeds = [(scale / weight).to(total), *(torch.full_like(one, scale) for one in added)]
+        with self.casts:
+            torch.autograd.backward([total, *added], seeds)
 
     def _chosen(self, scope: RecordScope, number: int) -> list[Tensor]:
         """Return the experts in layer `number` that tokens of a micro-batch go to, where that is known."""

@@ -25,6 +25,8 @@ from plait.verification.step_location import RecordKey, Records
 
 CHOICES, BALANCE_LOSS, Z_LOSS, CORRECTION = "choices", "balance", "z", "correction"
 """Kinds of records of a whole step, each by the path of a router."""
+OF_ROUTERS = "of routers"
+"""Kind of the gradient of a layer's input, like `gradient`, that the losses of its own routers give it."""
 
 
 class RouterLosses:
@@ -52,10 +54,10 @@ class RouterLosses:
             self._loads[path] = self._chosen(path, call)[counted].sum(0) / max(1, self._tokens)
             self._choices[path] = _one_hot(call.indices, self._experts(path))[counted].sum(0).long()
 
-    def loss(self, calls: Sequence[RouterCall], ids: Tensor | None, rows: int) -> Tensor | None:
-        """Return a micro-batch's share of the losses, times their weights, 0-d; None without losses."""
-        if not self.settings.has_losses or not calls:
-            return None
+    def losses(self, calls: Sequence[RouterCall], ids: Tensor | None, rows: int) -> list[Tensor]:
+        """Return a micro-batch's share of the losses of each call, times their weights, 0-d each."""
+        if not self.settings.has_losses:
+            return []
         shares = []
         for call in calls:
             path, documents = self._names[id(call.weight)], _documents(call, ids, rows)
@@ -66,7 +68,7 @@ class RouterLosses:
             z = (call.logits.exp().sum(-1, keepdim=True).log().square() * counted).sum() / self._tokens
             self._losses[path] += torch.stack([balance, z]).detach().double().cpu()
             shares.append(self.settings.weight * balance + self.settings.z_weight * z)
-        return torch.stack(shares).sum()
+        return shares
 
     def records(self) -> Records:
         """Return the choices and losses of the step, each by the path of a router."""
