@@ -129,3 +129,27 @@ def test_verify_finds_it_right(name: str) -> None:
     inputs, targets = draw(8, torch.Generator().manual_seed(0))
     report = plait.verify(model.float(), Plan(**PLANS[name]), inputs.float(), targets, ranks_as="threads")
     assert report.equal, report
+
+
+def generated(plan: Plan) -> list[list[int]]:
+    model = gpt_of_experts()
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy, seed=1)
+    rows = 4 // plan.dp
+    first = engine.mesh.index("dp") * rows
+    prompt = torch.randint(32, (4, 5), generator=torch.Generator().manual_seed(0))
+    found = engine.generate(prompt[first : first + rows], 8, temperature=0.0, stop=(14, 15, 10))
+    return [[*row, *[row[-1]] * (13 - len(row))] for row in found.tolist()]
+
+
+def gpt_of_experts() -> nn.Module:
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 32, "context": 32}
+    return plait.models.llama(**sizes, experts=5, top_k=2, inner=8, shared=8)
+
+
+@pytest.mark.parametrize("strategy", ["none", "full"])
+def test_ranks_whose_rows_have_ended_go_on_for_experts(thread_ranks: Any, strategy: Any) -> None:
+    """Rows end after other numbers of tokens; ranks of `ep` make the same exchanges until all have."""
+    alone = generated(Plan(precision="fp64"))
+    plan = Plan(dp=4, ep=4, precision="fp64", strategy=strategy)
+    found = thread_ranks.run(generated, plan, ranks=4)
+    assert [row for rows in found for row in rows] == alone

@@ -14,6 +14,7 @@ from plait.engine.runner import Runner
 from plait.errors import DataError
 from plait.models.layers.layer_sequence import evaluating
 from plait.models.layers.shape_inference import TensorInfo
+from plait.plan.axes import DENSE_ONLY
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.tensor.autograd.paired_collectives import gather
 from plait.tensor.layer_values import (
@@ -127,13 +128,15 @@ def generated(runner: Runner, prompt: Tensor, tokens: int, choice: TokenChoice) 
 
 
 def _all_ended(runner: Runner, ended: bool) -> bool:
-    """Return whether this rank's rows have ended, and those of ranks with which it gathers parameters.
+    """Return whether this rank's rows have ended, and those of ranks whose parameters or experts it uses.
 
-    Communication: 4 bytes over the axes of its shards, on the CPU where the group has a transport for it;
-    none where nothing is sharded.
+    Communication: 4 bytes over the axes of its shards, or over those of experts, on the CPU where the group
+    has a transport for it; none where nothing is sharded.
     """
     kinds = runner.runtime.blueprint.kinds.values()
     axes = {axis for kind in kinds for axis in kind.sharded_over}
+    if runner.plan.divides_experts:
+        axes = set(DENSE_ONLY)  # the same ranks as those of `edp`, `ep` and `etp`
     if not axes or (group := runner.mesh.group(axes)).size == 1:
         return ended
     going_on = torch.tensor(float(not ended), device=group.device_for_text(runner.mesh.device))
