@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from parity.cases import gpt2, llama
+from parity.cases import gpt2, llama, sparse_llama
 from plait.plan.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.rank_verification import verify_rank
@@ -118,6 +118,22 @@ def test_plans_with_the_loss_in_chunks_are_equal(thread_ranks, name, ranks, turn
     plans = plans_on(ranks, replace(PLAN, loss_rows=5), ROWS, in_parts=True)[turns]
     assert all(plan.loss_rows == 5 for plan in plans)
     for report in verified(thread_ranks, model_of(name, ranks), plans, ranks):
+        assert report, report
+
+
+@pytest.mark.parametrize(
+    ("ranks", "turns"),
+    [(2, slice(2, None, 3)), *(pytest.param(ranks, slice(None), marks=pytest.mark.full) for ranks in (2, 4))],
+)
+def test_plans_that_divide_experts_are_equal(thread_ranks, ranks, turns):
+    model = sparse_llama(layers=BLOCKS[ranks])
+    plans = plans_on(ranks, PLAN, ROWS, in_parts=True, with_experts=True)
+    divided = [plan for plan in plans if plan.divides_experts]
+    assert len(plans) == len(divided) + len(plans_on(ranks, PLAN, ROWS, in_parts=True))
+    assert {(plan.ep, plan.etp) for plan in divided} == {
+        (ep, etp) for ep in (1, 2, 4) for etp in (1, 2, 4) if 1 < ep * etp <= ranks
+    }
+    for report in verified(thread_ranks, model, divided[turns], ranks):
         assert report, report
 
 
