@@ -62,17 +62,6 @@ def sparse_llama(*, layers: int = 2, experts: int = 5, top_k: int = 2, shared: i
     return Case("sparse_llama", build, draw_contexts(GPT2_VOCAB))
 
 
-@cache
-def sparse_llama(*, layers: int = 2) -> Case:
-    """A small Llama with five experts in each block, two of each token, and a shared one."""
-    sizes = {"hidden": 16, "heads": 4, "kv_heads": 4, "inner": 8, "experts": 5, "top_k": 2, "shared": 8}
-
-    def build() -> nn.Module:
-        return plait.models.llama(layers=layers, vocab=GPT2_VOCAB, context=GPT2_CONTEXT, tied=False, **sizes)
-
-    return Case("sparse llama", build, draw_contexts(GPT2_VOCAB))
-
-
 def draw_contexts(vocab: int) -> DrawBatch:
     """Full contexts of random tokens, the next token as the target."""
 
