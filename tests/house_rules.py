@@ -298,6 +298,7 @@ FROZEN_VALUES = {
     ("plan/rules.py", "sequence"): "likewise",
     ("plan/rules.py", "piece"): "likewise",
     ("plan/rules.py", "replicated"): "likewise",
+    ("plan/rules.py", "partitioned"): "likewise",
     ("plan/rules.py", "norm"): "likewise",
 }
 """Lower-case names of values at module level that cannot change."""

@@ -315,7 +315,7 @@ def test_readme_names_the_families_of_transformers_once_and_rightly() -> None:
     named = re.sub(r"(\w+?) ?(\d) and (\d)", r"\1\2, \1\3", row[1]).replace(" and ", ", ").split(", ")
     known = {re.sub(r"(LMHeadModel|ForCausalLM)$", "", name).lower() for name in FAMILIES}
     assert {re.sub("[ -]", "", name).lower() for name in named} == known
-    assert readme.count("Qwen") == 1
+    assert readme.count("Qwen") == row[1].count("Qwen")
 
 
 def test_make_help_describes_every_verb() -> None:

@@ -110,6 +110,43 @@ qwen3_moe = partial(
     _sparse, "Qwen3Moe", **QWEN_EXPERTS, head_dim=8, num_experts_per_tok=3, norm_topk_prob=True
 )
 olmoe = partial(_sparse, "Olmoe", num_experts=16, num_experts_per_tok=8)
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 4}
+gpt_oss = partial(
+    _sparse,
+    "GptOss",
+    head_dim=8,
+    sliding_window=3,
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    swiglu_limit=0.3,
+    rope_parameters={**YARN, "truncate": False},
+    attn_implementation="eager",
+)
+"""With a sliding window in the first layer; only the eager attention has sinks on a CPU."""
+
+
+def deepseek_v3(heads: int = 4, kv_heads: int = 4, **more: Any) -> nn.Module:
+    sizes = {
+        "q_lora_rank": 10,
+        "kv_lora_rank": 6,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        "attn_implementation": "eager",
+    }
+    model = _sparse("DeepseekV3", heads, heads, **{**sizes, **more})
+    for name, correction in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            correction.copy_(torch.linspace(-0.1, 0.1, len(correction)).roll(3))
+    return model
 
 
 @contextmanager
@@ -119,9 +156,11 @@ def norms_in_float64() -> Iterator[None]:
     In float32 they sum gradients, or here mean squares over ranks, whose order then shows in float64 runs.
     Gemma 2's capped scores likewise: only the eager attention, which takes the softmax in float32, has them.
     """
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm, OlmoeTopKRouter
@@ -130,16 +169,18 @@ def norms_in_float64() -> Iterator[None]:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
     norms = (Gemma2RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm, OlmoeRMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm)
+    more_norms = (GptOssRMSNorm, modeling_deepseek_v3.DeepseekV3RMSNorm)
     routers = (MixtralTopKRouter, OlmoeTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter)
     with ExitStack() as entered:
-        for kind in (*norms, *routers):
-            entered.enter_context(patch.object(kind, "forward", _in_float64(kind.forward)))
-        eager = _in_float64(modeling_gemma2.eager_attention_forward)
-        entered.enter_context(patch.object(modeling_gemma2, "eager_attention_forward", eager))
+        for kind in (*norms, *more_norms, *routers, modeling_deepseek_v3.DeepseekV3TopkRouter):
+            entered.enter_context(patch.object(kind, "forward", in_float64(kind.forward)))
+        for module in (modeling_gemma2, modeling_deepseek_v3):
+            eager = in_float64(module.eager_attention_forward)
+            entered.enter_context(patch.object(module, "eager_attention_forward", eager))
         yield
 
 
-def _in_float64(function: Any) -> Any:
+def in_float64(function: Any) -> Any:
     """The function with float64 in its code where it has float32."""
     written = inspect.getsource(function)
     changed = re.sub(r"torch\.float(32)?\b", "torch.float64", written).replace(".float()", ".double()")
@@ -162,6 +203,12 @@ SPARSE: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": qwen3_moe,
     "qwen3-moe-partly-dense": partial(qwen3_moe, decoder_sparse_step=2, norm_topk_prob=False),
     "olmoe": olmoe,
+    "gpt-oss": gpt_oss,
+    "gpt-oss-full": partial(gpt_oss, layer_types=["full_attention"] * 2, attention_bias=False),
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3-one-query-latent": partial(
+        deepseek_v3, q_lora_rank=None, rope_interleave=False, attention_bias=True, norm_topk_prob=False
+    ),
 }
 """With mixtures of experts."""
 

@@ -42,6 +42,8 @@ MORE: dict[str, Callable[..., nn.Module]] = {
     "phi3": partial(cases.phi3, **SHARED),
     "olmo2": partial(cases.olmo2, **SHARED),
     "smollm3": partial(cases.smollm3, **SHARED),
+    "gpt-oss": partial(cases.gpt_oss, **SHARED),
+    "deepseek-v3": partial(cases.deepseek_v3, heads=HEADS),
     "mixtral": partial(cases.mixtral, **SHARED),
     "qwen2-moe": partial(cases.qwen2_moe, **SHARED),
     "qwen3-moe": partial(cases.qwen3_moe, **SHARED),

@@ -25,6 +25,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "GPT2LMHeadModel": cases.gpt2,
     "GPTNeoXForCausalLM": cases.gpt_neox,
     **{name: partial(cases._decoder, name.removesuffix("ForCausalLM")) for name in DECODERS},
+    "DeepseekV3ForCausalLM": cases.deepseek_v3,
+    "GptOssForCausalLM": cases.gpt_oss,
 }
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
@@ -112,9 +114,10 @@ REFUSED = {
     "add_cross_attention": {"GPT2LMHeadModel"},
     "sliding_window": {name for name, one in DECODERS.items() if one.windows != "none"},
     "rope_parameters": set(FAMILIES) - {"GPT2LMHeadModel"},
+    "partial_rotary_factor": {"DeepseekV3ForCausalLM"},  # with one angle, which fits any number of features
+    "head_dim": {"GptOssForCausalLM"},
     "clip_qkv": {"OlmoeForCausalLM"},
     "hidden_act": SPARSE,
-    "output_router_logits": SPARSE,
     "router_jitter_noise": {"MixtralForCausalLM"},
 }
 """Families that read a value which plait may refuse: sliding_window = 0, angles by the length, and what

@@ -31,6 +31,7 @@ from zoo.scaling import HALF, SCALING, scale_grows_on_one_rank
 from zoo.scattering import SCATTERING
 from zoo.sequence import SEQUENCE
 from zoo.sharding import SHARDING
+from zoo.sinks_and_latents import SINKS_AND_LATENTS
 from zoo.stepping import STEPPING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
@@ -61,6 +62,7 @@ TABLES = (
     EXCHANGE_OF_TOKENS,
     EXPERT_GRADIENTS,
     BALANCING,
+    SINKS_AND_LATENTS,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)

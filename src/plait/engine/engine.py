@@ -390,12 +390,15 @@ class Engine:
     def run_state(self) -> dict[str, Any]:
         """State to save for resuming a run, besides parameters and optimizer state, as JSON values.
 
-        The number of steps, the loss scale, the order of actions. Set it, on all ranks, to continue another
-        run; an order of other stages or micro-batches is ignored, and there may be none.
+        The number of steps, the loss scale, the order of actions; the choices of experts in the last step,
+        where those of the next count them. Set it, on all ranks, to continue another run; an order of other
+        stages or micro-batches is ignored, and there may be none.
         """
         scale = self._runner.scale
         adapted = {"value": scale.value, "good_steps": scale.good_steps} if scale.dynamic else None
-        return {"passes": self.passes, "loss_scale": adapted, "order": to_json(self.schedule)}
+        state = {"passes": self.passes, "loss_scale": adapted, "order": to_json(self.schedule)}
+        balance = self._runtime.balance
+        return state if balance is None else state | {"expert_tokens": balance.counts_for_next_step()}
 
     @run_state.setter
     def run_state(self, state: Mapping[str, Any]) -> None:
@@ -403,6 +406,8 @@ class Engine:
         if self.adapts_loss_scale and state["loss_scale"] is not None:
             self._runner.scale.value = state["loss_scale"]["value"]
             self._runner.scale.good_steps = state["loss_scale"]["good_steps"]
+        if self._runtime.balance is not None:
+            self._runtime.balance.load_counts(state.get("expert_tokens", {}))
         order = from_json(state["order"], self.schedule) if "order" in state else None
         if order is not None:
             self.follow(order)

@@ -28,7 +28,7 @@ class InitializedLayer(nn.Module):
     ) -> None:
         """`std`: initial standard deviation of matrices; `exceptions`: others, by parameter or module.
 
-        `norm_start`: the initial weight of norms.
+        A vector that they name itself is drawn, too. `norm_start`: the initial weight of norms.
         """
         super().__init__()
         self.std, self.exceptions, self.norm_start = std, dict(exceptions or {}), norm_start
@@ -37,10 +37,11 @@ class InitializedLayer(nn.Module):
         """Return the initial distribution of each parameter: matrices normal, norms constant, biases 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            innermost_first = reversed(name.split("."))
-            if parameter.dim() > 1:
-                named = (self.exceptions[one] for one in innermost_first if one in self.exceptions)
-                found[name] = Normal(next(named, self.std))
+            own, *around = reversed(name.split("."))
+            asked = (own, *around) if parameter.dim() > 1 else (own,)
+            named = next((self.exceptions[one] for one in asked if one in self.exceptions), None)
+            if named is not None or parameter.dim() > 1:
+                found[name] = Normal(self.std if named is None else named)
             else:
                 found[name] = Constant(self.norm_start if name.endswith(".weight") else 0.0)
         return found

@@ -103,8 +103,8 @@ class Decoder:
             )
         if self.experts is not None and not self.gated:
             raise ModelError(
-                f"model.experts = {self.experts} is a size of llama, and the model is a {self.family}: leave "
-                "it out, or build a llama."
+                f"model.experts = {self.experts} is a number of gated MLPs, which only llama has: leave it "
+                "out, or build a llama."
             )
         if self.experts is not None and self.top_k > self.experts:
             raise ModelError(

@@ -8,6 +8,7 @@
         "blocks.*.attention": sequence,                    the rest may run on parts of the sequence
         "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
         "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
+        "blocks.*.attention.sinks": partitioned,           this rank's heads of a parameter [heads]
     }
 
 A key is a module's path in the model, in which `*` matches any one name. Every rule has to match a module,
@@ -33,18 +34,29 @@ class Rule:
     """How one module is partitioned over `tp`: which features, rows or positions each rank holds.
 
     What each kind does is said at its name: `entrance`, `column`, `row`, `vocabulary`, `sequence`, `piece`,
-    `replicated`, `norm`.
+    `replicated`, `partitioned`, `norm`.
 
     In a layer without an entrance, each column linear enters the region by itself: correct, but with one sum
     of gradients for each.
     """
 
-    kind: Literal["entrance", "column", "row", "vocabulary", "piece", "sequence", "replicated", "norm"]
+    kind: Literal[
+        "entrance",
+        "column",
+        "row",
+        "vocabulary",
+        "piece",
+        "sequence",
+        "replicated",
+        "partitioned",
+        "norm",
+    ]
     parts: str | None = None
     """The attribute of the parent module that is the number of equal parts in the partitioned dim, such as
     heads; a part is never divided. None: single features."""
     repeated: bool = False
-    """Column, norm: whether there may be fewer parts than ranks, so that neighbouring ranks hold the same."""
+    """Column, partitioned, norm: whether there may be fewer parts than ranks, so that neighbouring ranks hold
+    the same."""
     blocks: int | tuple[str, ...] = 1
     """Column: the number of equal blocks of features, each partitioned by itself: 3 for query, key and value
     in one linear. `parts` are those of one block. For unequal blocks: for each the attribute of the parent
@@ -113,6 +125,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "sequence": ("dim",),
     "piece": ("dim",),
     "replicated": (),
+    "partitioned": ("parts", "repeated"),
     "norm": ("parts", "repeated"),
 }
 """The fields that apply to each kind of rule."""
@@ -136,6 +149,9 @@ replicated = Rule("replicated")
 """A module in a region whose parameters every rank has whole, such as a norm of each head; each rank has a
 summand of their gradients, which are summed over `tp`. Its dropouts take one mask on all ranks, as for an
 input that is the same on all of them."""
+partitioned = Rule("partitioned")
+"""A module in a region whose own parameters (not those of modules in it) have a row for each feature or head,
+of which every rank has some, as it has of activations there."""
 norm = Rule("norm")
 """An `nn.RMSNorm` in a region over all the features of which each rank has some,
 weight · x / sqrt(mean(x²) + eps); its weight is partitioned with them, its mean square summed over `tp`."""
@@ -154,7 +170,7 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
         if not isinstance(rule, Rule):
             raise PlanError(
                 f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, part, "
-                "sequence, replicated or norm of plait.rules."
+                "sequence, replicated, partitioned or norm of plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]
         if not matched:

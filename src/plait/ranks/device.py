@@ -50,6 +50,20 @@ def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) ->
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def multiplies_groups(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `torch.nn.functional.grouped_mm` multiplies matrices of `dtype` without the host.
+
+    On a CPU, and on meta, that is any of 32 or 16 bits. On a GPU bf16, by a kernel for CUDA of compute
+    capability 9 or 10; elsewhere torch loops over the groups, for which the host waits for their sizes.
+    """
+    device = where.device if isinstance(where, Tensor) else where
+    if device.type in ("cpu", "meta"):
+        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def computation_settings() -> dict[str, object]:
     """Return torch's settings that change numerical results (TF32, deterministic kernels …), by name."""
     backends, kernels = torch.backends, torch.backends.cuda

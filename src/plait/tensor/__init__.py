@@ -12,7 +12,9 @@ from plait.tensor.autograd.redistribution import full_tensor, redistribute
 from plait.tensor.direct_preference import PreferenceLoss, answer_log_probs, preference_batch, token_log_probs
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
+from plait.tensor.experts.routers import balance_experts
 from plait.tensor.experts.routing import Routing
+from plait.tensor.experts.step_balance import ExpertLoad
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
 from plait.tensor.parallel.attention_and_mlp import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
@@ -24,6 +26,7 @@ __all__ = [
     "UNEVEN",
     "ColumnParallelLinear",
     "CrossEntropy",
+    "ExpertLoad",
     "Experts",
     "Loss",
     "Partition",
@@ -39,6 +42,7 @@ __all__ = [
     "Vocabulary",
     "answer_log_probs",
     "as_loss",
+    "balance_experts",
     "full_tensor",
     "mean_loss",
     "preference_batch",

@@ -20,9 +20,12 @@ from plait.engine.engine import Engine
 from plait.engine.local_batch import local_inputs
 from plait.engine.parallelize import parallelize
 from plait.errors import DataError, PlaitError
+from plait.models.layers.layer_sequence import saved_tensors
 from plait.plan.plan import Plan
 from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
+from plait.tensor.experts.balance import Balance
+from plait.tensor.experts.router import Router
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, split
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.case import Case
@@ -80,8 +83,7 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
     begun = perf_counter()
     with closing(case.mesh(plan)) as mesh:
         plan = case.options.applied_to(plan)
-        model = case.build()
-        model = copy.deepcopy(model).eval() if any(one.training for one in model.modules()) else model
+        model = _as_compared(case.build())
         engine = parallelize(model, plan, mesh, case.loss, rules=case.rules_of(model), seed=case.options.seed)
         run = PlanSide(case, model, engine, reference)
         found = run.unlike
@@ -91,6 +93,21 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
                 found += run.compare(number)
         seconds = perf_counter() - begun
         return IndependentReport(reference.name, plan, tuple(found), run.unmatched, run.place, seconds)
+
+
+def _as_compared(model: nn.Module) -> nn.Module:
+    """Return the model in evaluation mode, without the losses that its routers add; a copy, if it changes.
+
+    The loss of the reference is that of its outputs alone.
+    """
+    routers = [one for one in model.modules() if isinstance(one, Router)]
+    if not routers and not any(one.training for one in model.modules()):
+        return model
+    compared = copy.deepcopy(model).eval()
+    for router in compared.modules():
+        if isinstance(router, Router):
+            router.balance = Balance()
+    return compared
 
 
 class PlanSide:
@@ -232,8 +249,8 @@ def first_differing_module(
     """
     local = with_values(model, 0, unchanged, unchanged).double().eval()
     with torch.no_grad():
-        for name, parameter in local.named_parameters():
-            parameter.copy_(state[name])
+        for name, tensor in saved_tensors(local).items():
+            tensor.copy_(state[name])
     device = next(iter(list_of_tensors(inputs))).device
     whole = local_inputs([inputs], ContextParallelism.of_one_rank())
     pairs = [pair for pair, _ in reference.matched if len(pair.ours) == 1]

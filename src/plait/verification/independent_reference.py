@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.checkpoint.huggingface.tensor_names import TensorPair
 from plait.errors import ModelError
+from plait.models.layers.layer_sequence import saved_tensors
 from plait.tensor.autograd.torch_calls import run_backward, run_backward_unseen
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
 from plait.tensor.losses import Loss
@@ -68,16 +69,16 @@ PART_OF_LARGEST = 1e-3
 """Of the largest gradient in the model: a smaller one is compared with so much."""
 
 Pairs = Callable[[nn.Module, nn.Module], Sequence[TensorPair]]
-"""Given the model and the reference, returns which of their parameters have the same values."""
+"""Given the model and the reference, returns which of their parameters and buffers have the same values."""
 
 
 def named_alike(model: nn.Module, reference: nn.Module) -> list[TensorPair]:
-    """Return the parameters that model and reference share, by `huggingface_names` or by equal names."""
+    """Return the tensors that model and reference share, by `huggingface_names` or by equal names."""
     names: Mapping[str, str] = getattr(model, "huggingface_names", None) or {}
-    theirs = dict(reference.named_parameters(remove_duplicate=False))
+    theirs: dict[str, Tensor] = reference.state_dict(keep_vars=True)
     return [
         TensorPair(other, (name,), tuple(one.shape))
-        for name, one in model.named_parameters()
+        for name, one in saved_tensors(model).items()
         if (other := names.get(name, name)) in theirs and theirs[other].shape == one.shape
     ]
 
@@ -141,14 +142,19 @@ class ReferenceSide:
         self.parameters: dict[str, nn.Parameter] = {}
         self.matched: list[tuple[TensorPair, nn.Parameter]] = []
         """The parameters that have a counterpart in the model."""
+        self.buffers: list[tuple[TensorPair, Tensor]] = []
+        """Its buffers that have one."""
         if isinstance(made, nn.Module):
             self.module = module = copy.deepcopy(made).eval().to(device)
             for parameter in module.parameters():  # buffers, such as rotary frequencies, stay as they are
                 parameter.data = parameter.data.double() if parameter.is_floating_point() else parameter.data
             self.parameters = dict(module.named_parameters())
-            self.matched = [
-                (pair, module.get_parameter(pair.theirs)) for pair in reference.pairs(model, module)
-            ]
+            buffers = dict(module.named_buffers())
+            for pair in reference.pairs(model, module):
+                if pair.theirs in buffers:
+                    self.buffers.append((pair, buffers[pair.theirs]))
+                else:
+                    self.matched.append((pair, module.get_parameter(pair.theirs)))
 
     def matches_all(self) -> bool:
         """Whether each parameter of the reference has a counterpart in the model."""
@@ -156,9 +162,9 @@ class ReferenceSide:
 
     @torch.no_grad()
     def set_values(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the values in `state`, by the model's names, to the parameters."""
-        for pair, parameter in self.matched:
-            parameter.copy_(pair.joined([state[name] for name in pair.ours]))
+        """Copy the values in `state`, by the model's names, to parameters and buffers."""
+        for pair, tensor in (*self.matched, *self.buffers):
+            tensor.copy_(pair.joined([state[name] for name in pair.ours]))
 
     def run(self, batch: Batch) -> Expected:
         """Return outputs, loss and gradients of a batch, each with its change by rounding errors."""

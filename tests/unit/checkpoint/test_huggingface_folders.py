@@ -168,7 +168,7 @@ def test_plait_computes_what_was_imported(name: str, shard: str, tmp_path: Path)
     "name",
     [
         *("gpt2", "llama-tied-biased", "qwen2", "gpt-neox", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
-        *("smollm3", "mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe"),
+        *("smollm3", "mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3"),
     ],
 )
 def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_path: Path) -> None:
@@ -198,7 +198,9 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["an expert a tensor", "all experts in one"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3"]
+)
 def test_experts_are_exported_as_transformers_saves_them(name: str, joined: bool, tmp_path: Path) -> None:
     theirs = lively(cases.MODELS[name](), torch.float32)
     theirs.save_pretrained(tmp_path / "theirs", save_original_format=not joined)
@@ -208,7 +210,7 @@ def test_experts_are_exported_as_transformers_saves_them(name: str, joined: bool
     before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("theirs", "again"))
     assert after.keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in after.items())
-    assert any("experts.0." in key for key in after) != joined
+    assert any("experts.0." in key for key in after) != (joined or name == "gpt-oss")
 
 
 def test_experts_trained_from_random_values_are_exported_as_transformers_saves_a_new_model(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -142,6 +143,54 @@ def theirs_name(name: str) -> str:
     for ours, theirs in names.items():
         name = name.replace(ours, theirs)
     return name
+
+
+def experts_by_hand(x: Tensor, weights: dict[str, Tensor], top_k: int) -> Tensor:
+    """Each token by itself: the sum of its experts' outputs by their shares, and that of the shared ones."""
+
+    def expert(token: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = (gate_up @ token).chunk(2)
+        return down @ (gate / (1 + (-gate).exp()) * up)
+
+    normed, result = norm_by_hand(x, weights["norm.weight"]), x.clone()
+    for row, position in product(range(x.shape[0]), range(x.shape[1])):
+        token = normed[row, position]
+        logits = (weights["mixture.router.weight"] @ token).tolist()
+        chosen = sorted(range(len(logits)), key=lambda one: -logits[one])[:top_k]
+        total = sum(math.exp(logits[one]) for one in chosen)
+        for one in chosen:
+            gate_up, down = (weights[f"mixture.experts.{name}_proj"][one] for name in ("gate_up", "down"))
+            result[row, position] += math.exp(logits[one]) / total * expert(token, gate_up, down)
+        shared = (weights[f"mixture.shared.{name}.weight"] for name in ("gate_up", "down"))
+        result[row, position] += expert(token, *shared)
+    return result
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_a_sparse_llama_equals_the_formulas(top_k: int) -> None:
+    layer = lively(experts=5, top_k=top_k, shared=6).blocks[1].mlp
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    weights = {name: value.detach() for name, value in layer.state_dict().items()}
+    torch.testing.assert_close(layer(x), experts_by_hand(x, weights, top_k), rtol=1e-12, atol=1e-12)
+
+
+def test_a_sparse_llama_is_a_flat_sequence_with_a_rule_for_each_matrix_that_is_cut() -> None:
+    model = llama(**SMALL, experts=6, shared=10)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    refuse_layout_dependence(sequence_of(model))
+    assert uncut(model, model.rules) == []
+    assert uncut(llama(**SMALL, experts=6), llama(**SMALL, experts=6).rules) == []
+    mlp = 1 + 24 * 6 + 2 * 3 * 24 * 20 + 3 * 24 * 10
+    assert layer_costs(sequence_of(model).layers)[2::2][:2] == [mlp, mlp]
+
+
+def test_projections_back_start_smaller_in_experts_too() -> None:
+    model = real(experts=4, shared=64, hidden=64, inner=64)
+    stds = {name: float(value.detach().std()) for name, value in model.named_parameters() if value.dim() > 1}
+    for name, std in stds.items():
+        back = name.endswith(("down_proj", "down.weight", "attention.output.weight"))
+        assert std == pytest.approx(INITIAL_STD / (2 if back else 1), rel=0.15), name
+    assert sum(name.endswith(("down_proj", "down.weight")) for name in stds) == 4
 
 
 def test_the_default_has_as_many_parameters_as_the_published_7b() -> None:

@@ -31,8 +31,9 @@ def test_from_huggingface_refuses_models_of_unknown_families(model: nn.Module) -
         plait.models.from_huggingface(model)
     assert str(refusal.value) == (
         f"{type(model).__module__}.{type(model).__qualname__} is no model that plait can adapt: give an "
-        "unmodified GPT2LMHeadModel, GPTNeoXForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, "
-        "LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
-        "Qwen3ForCausalLM, SmolLM3ForCausalLM of transformers, describe its family, or write an "
-        "nn.Sequential of its layers."
+        "unmodified GPT2LMHeadModel, GPTNeoXForCausalLM, DeepseekV3ForCausalLM, Gemma2ForCausalLM, "
+        "Gemma3ForCausalLM, GptOssForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
+        "Olmo2ForCausalLM, OlmoeForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, "
+        "Qwen3ForCausalLM, Qwen3MoeForCausalLM, SmolLM3ForCausalLM of transformers, describe its family, or "
+        "write an nn.Sequential of its layers."
     )

@@ -11,6 +11,7 @@ import plait
 from plait.app.config.model_section import ModelConfig
 from plait.app.loop.meter import flops_per_token
 from plait.errors import ModelError
+from plait.estimate.prediction.traced_model import TracedModel
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
 from plait.plan.decoder import Decoder, LayerKind, decoder_of
 
@@ -18,6 +19,7 @@ LLAMA = Decoder(
     layers=3, hidden=96, heads=6, kv_heads=2, inner=176, vocab=500, context=640, gated=True, rotary=True
 )
 SIZES = {"layers": 3, "hidden": 96, "heads": 4, "vocab": 500, "context": 64}
+SPARSE = replace(LLAMA, experts=8, top_k=3, shared=40)
 GPT = Decoder(layers=3, hidden=96, heads=6, vocab=500, context=640, biases=True, positions=True)
 
 
@@ -67,10 +69,37 @@ def test_sizes_that_fit_no_model_are_refused() -> None:
         ({"kv_heads": 3, "heads": 4}, "model.kv_heads = 3 does not divide model.heads = 4"),
         ({"heads": 7}, "model.hidden = 96 is not divisible by model.heads = 7: set model.hidden to 91 or 98"),
         ({"heads": 32, "kv_heads": 1}, "makes heads of 3 features, and llama turns pairs of them"),
+        ({"experts": 0}, "model.experts is 0"),
+        ({"experts": 4, "top_k": 0}, "model.top_k is 0"),
+        ({"experts": 4, "top_k": 5}, "model.top_k = 5 is more than model.experts = 4: set model.top_k to at"),
+        ({"experts": 4, "shared": -1}, "model.shared is -1: give a whole number of at least 0"),
+        ({"shared": 4}, "model.shared = 4 is the width of shared experts, but model.experts is none"),
+        ({"experts": 4, "gated": False}, "model.experts = 4 is a number of gated MLPs, which only llama has"),
     ]:
         with pytest.raises(ModelError, match=message):
             replace(LLAMA, **fields)  # type: ignore[arg-type]
         assert replace(LLAMA, heads=1, kv_heads=1, layers=1, vocab=1, context=1, inner=1).head_size == 96
+
+
+def test_a_token_meets_its_own_experts_the_router_and_those_that_are_shared() -> None:
+    expert, router, shared = 3 * 96 * 176, 96 * 8, 3 * 96 * 40
+    assert SPARSE.layer_costs[2] == 1 + router + 3 * expert + shared
+    assert SPARSE.parameters("mlp") == router + 8 * expert + shared + 96
+    blocks = 3 * 6 * (router + 2 * expert + shared)
+    assert SPARSE.operations_per_token - LLAMA.operations_per_token == blocks
+
+
+def test_a_sparse_llama_has_the_parameters_operations_and_costs_of_its_sizes() -> None:
+    more = {"kv_heads": 2, "inner": 40, "experts": 6, "top_k": 2, "shared": 24}
+    model = plait.models.llama(**SIZES, **more)
+    sizes = ModelConfig(name="llama", **{**SIZES, "vocab": None}, **more).decoder(500)  # type: ignore[arg-type]
+    assert decoder_of(model) is None
+    assert sizes.total_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sizes.operations_per_token == flops_per_token(model, layers=3, hidden=96, context=64)
+    assert [*sizes.layer_costs] == layer_costs(sequence_of(model).layers)
+    prediction = plait.predict(sizes, plait.Plan(), "h100-sxm", rows=1)
+    assert isinstance(prediction.model, TracedModel)
+    assert prediction.model.operations_per_token == pytest.approx(sizes.operations_per_token, rel=1e-12)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -107,3 +136,7 @@ def test_ranks_share_whole_heads_and_equal_parts_of_the_width_of_an_mlp() -> Non
     assert {tp: sizes.undivided_by(tp) for tp in shared} == shared
     assert replace(sizes, kv_heads=2, inner=90).undivided_by(4) == "inner"
     assert replace(sizes, kv_heads=2).undivided_by(4) is None
+    sparse = replace(sizes, gated=True, experts=3, inner=7)
+    assert sparse.undivided_by(2) is None
+    assert replace(sparse, shared=8).undivided_by(2) is None
+    assert replace(sparse, shared=7).undivided_by(2) == "shared"

@@ -67,6 +67,32 @@ def test_which_devices_add_narrow_products_to_wide_sums(
     assert not device.multiplies_into_float32(where, dtype)
 
 
+@pytest.mark.parametrize(
+    ("where", "dtype", "capability", "multiplies"),
+    [
+        (CPU, torch.float32, (0, 0), True),
+        (CPU, torch.float64, (0, 0), False),
+        (CUDA, torch.bfloat16, (9, 0), True),
+        (CUDA, torch.bfloat16, (10, 3), True),
+        (CUDA, torch.bfloat16, (8, 0), False),
+        (CUDA, torch.bfloat16, (12, 0), False),
+        (CUDA, torch.float32, (9, 0), False),
+        (torch.device("meta"), torch.float32, (9, 0), False),
+    ],
+)
+def test_groups_are_multiplied_at_once_on_cpus_and_by_one_kernel_of_newer_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    where: torch.device,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    multiplies: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert device.multiplies_groups(where, dtype) is multiplies
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert device.multiplies_groups(where, dtype) is (multiplies and where == CPU)
+
+
 def test_a_graph_is_captured_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert device.captures_graph(CUDA)

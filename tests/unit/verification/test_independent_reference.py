@@ -22,6 +22,7 @@ from plait.models.huggingface import families as decoder
 from plait.models.huggingface.pretrained import logits_of
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
+from plait.tensor.experts.router import Router
 from plait.verification.case import Case
 from plait.verification.independent_comparison import compare, compare_with_reference
 from plait.verification.independent_model_report import Compared, IndependentReport, report_of_all
@@ -83,6 +84,15 @@ def test_every_family_is_equal_to_transformers(thread_ranks: RankPool, name: str
     assert report, report
     assert report.unmatched == 0
     assert max(one.largest / one.size for one in report.compared_tensors) < 1e-13
+
+
+@pytest.mark.transformers
+def test_balance_losses_of_routers_are_left_out_beside_a_reference(thread_ranks: RankPool) -> None:
+    model = cases.mixtral(output_router_logits=True, router_aux_loss_coef=0.5)
+    layers = plait.models.from_huggingface(model)
+    report = beside(layers, model, PLANS["pp tp"], contexts(), thread_ranks)
+    assert report, report
+    assert {one.balance.weight for one in layers.modules() if isinstance(one, Router)} == {0.5}
 
 
 def a_window_everywhere() -> Any:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from plait.app.config.config_sections import DataConfig, ParallelConfig, RunConfig, Section
 from plait.app.config.model_section import ModelConfig, invalid_path
-from plait.app.config.train_section import TrainConfig
+from plait.app.config.train_section import BALANCE_FIELDS, TrainConfig
 from plait.app.data.tokenizer import open_tokenizer
 from plait.errors import ConfigError, ModelError, listed
 from plait.plan.axes import PLAN_AXES
@@ -17,12 +17,24 @@ from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multip
 from plait.plan.plan import Plan
 from plait.schedules.search.api import default_chunks
 
-_COUNTS = ("heads", "kv_heads", "microbatches", *PLAN_AXES, "replicate", "ep", "etp", "chunks")
+_COUNTS = (
+    "heads",
+    "kv_heads",
+    "experts",
+    "top_k",
+    "microbatches",
+    *PLAN_AXES,
+    "replicate",
+    "ep",
+    "etp",
+    "chunks",
+)
 LIMITS = {
     **dict.fromkeys(_COUNTS, 2**16),
     "layers": MOST_BLOCKS,
     "hidden": 2**24,
     "inner": 2**26,
+    "shared": 2**26,
     "context": 2**24,
 }
 """The largest values of fields whose value takes time or memory."""
@@ -49,6 +61,7 @@ class Config(Section):
         _check_adapter(self.model)
         if self.model.folder is None:
             _check_family(self.model)
+            _check_balance(self.model, self.train)
             _check_tensor_parallel(self.model, self.parallel.tp)
             _check_context_parallel(self.model, self.parallel)
         _check_batch(self.train, self.parallel.dp)
@@ -208,6 +221,21 @@ def _check_validation(config: Config) -> None:
         raise ConfigError(
             f"{asked} compares validations during the run, but train.validate_every is 0: set it to the "
             "steps between them."
+        )
+
+
+def _check_balance(model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ConfigError for a balance of experts in a model that has none, or no biases to correct."""
+    given = [name for name in BALANCE_FIELDS if name in train.model_fields_set]
+    if given and model.experts is None:
+        raise ConfigError(
+            f"train.{given[0]} = {getattr(train, given[0])} balances experts, and the model has none: set "
+            "model.experts, or leave it out."
+        )
+    if train.bias_rate:
+        raise ConfigError(
+            f"train.bias_rate = {train.bias_rate:g} corrects biases of routers, which plait's llama has none "
+            "of: set train.balance_weight, or model.name to the folder of a model that has them."
         )
 
 

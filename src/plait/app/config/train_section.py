@@ -14,6 +14,9 @@ from plait.plan.plan import Precision
 
 OptimizerName = Literal["AdamW", "Adam", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adafactor"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+BalanceName = Literal["document", "step", "previous", "coupled document", "coupled step", "coupled previous"]
+BALANCE_FIELDS = ("balance", "balance_weight", "z_weight", "bias_rate")
+"""Fields of `train` for models with experts."""
 OPTIONS: Mapping[OptimizerName, tuple[str, ...]] = {
     "AdamW": ("betas", "eps", "amsgrad"),
     "Adam": ("betas", "eps", "amsgrad", "decoupled_weight_decay"),
@@ -190,6 +193,16 @@ class TrainConfig(Section):
     """patterns of the names of parameters that do not train: whole parts of a name, with *"""
     clip: float = Field(default=1.0, ge=0)
     """largest gradient norm over the whole mesh; 0: no clipping"""
+    balance: BalanceName = "document"
+    """tokens whose choices of experts are balanced: those of each document; of the whole step, which the
+    schedule gpipe or one micro-batch allows; or of the previous step; coupled: of all layers together"""
+    balance_weight: Annotated[float, Field(ge=0)] | None = None
+    """factor of the balance loss of each layer, which is model.top_k where all experts have the same load;
+    none: that of the model in a folder, else 0"""
+    z_weight: Annotated[float, Field(ge=0)] | None = None
+    """factor of the z-loss of each router, the mean square of log Σ exp(logits); none: 0"""
+    bias_rate: Annotated[float, Field(ge=0)] | None = None
+    """by how much a step corrects the bias of routers that have one, as in DeepSeek-V3; none: 0"""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of initial values, data order and samples"""
     precision: Precision = "fp32"
@@ -258,6 +271,15 @@ class TrainConfig(Section):
     def lowest_lr(self) -> float:
         """The learning rate of the last step, where the schedule falls."""
         return self.lr * (0.1 if self.min_lr is None else self.min_lr)
+
+    def balance_options(self) -> dict[str, Any]:
+        """Return the arguments of `balance_experts` that are set; empty for none."""
+        given = {"weight": self.balance_weight, "z_weight": self.z_weight, "bias_rate": self.bias_rate}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if "balance" in self.model_fields_set:
+            words = self.balance.split()
+            options |= {"counts": words[-1], "coupled": len(words) > 1}
+        return options
 
     def optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, besides its learning rate and weight decay."""

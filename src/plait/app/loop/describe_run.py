@@ -30,7 +30,7 @@ from plait.pictures.report.run_file import (
     TensorShard,
 )
 from plait.pictures.report.run_record import now
-from plait.plan.axes import LAYER_AXES
+from plait.plan.axes import AXES, LAYER_AXES
 from plait.plan.layout.layout import Flat, Layout
 from plait.plan.plan import Plan
 from plait.ranks.device import accelerator_versions, is_accelerator, name_of
@@ -148,7 +148,7 @@ def describe(
         environment=dict(_environment(mesh)),
         changed_fields=tuple(changed_fields),
         accelerated=is_accelerator(mesh.device),
-        mesh=mesh.sizes,
+        mesh={axis: mesh.sizes[axis] for axis in AXES},
         strategy=blueprint.plan.strategy,
         stage_ranks=tuple(blueprint.schedule.rank_of),
         layers=tuple(_layers(blueprint)),
@@ -166,6 +166,8 @@ def plan_line(plan: Plan, mesh: Mesh, rows: int) -> str:
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     context = f" × cp {plan.cp}" if plan.cp > 1 else ""
     degrees = f"pp {plan.pp} × dp {plan.dp}{context} × tp {plan.tp}"
+    if plan.divides_experts:
+        degrees += f", experts over ep {plan.ep} × etp {plan.etp}"
     batches = f"{plan.dp} × {plan.microbatches} micro-batch{'es' * (plan.dp * plan.microbatches > 1)}"
     return (
         f"Plan: {ranks} on {mesh.device.type} ({degrees}{_sharding(plan)}), "

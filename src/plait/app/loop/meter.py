@@ -111,8 +111,7 @@ class Meter:
         `data_seconds`: for how long this rank has waited for its rows of the batch.
         Communication: an all-gather of eight numbers over the world.
         """
-        mesh, device = self._mesh, self._mesh.device
-        world = mesh.size("world")
+        mesh, device, world = self._mesh, self._mesh.device, self._mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
         own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds, self.elapsed()]
         faulty = torch.cat([result.non_finite, ~result.norm.isfinite()[None]])
@@ -120,17 +119,12 @@ class Meter:
         everyone = all_gather(numbers, mesh.group("world"), checked=False)
         of_all = everyone.about("the metrics of the step").wait().view(-1)
         same = torch.stack([result.loss.double(), result.norm.double(), result.weight.double()])
-        of_experts = _numbers_of_experts(result.load)
-        tokens_of = {} if result.load is None else result.load.tokens
-        choices = [one.double() for one in tokens_of.values()]
-        scalars = [one.double()[None] for one in of_experts.values()]
-        read = read_later(torch.cat([same, *scalars, *choices, of_all]))
+        read, read_experts = read_later(torch.cat([same, of_all])), _read_experts_later(result.load)
         started, ended = self._started, StreamEvent(device, timed=True)
 
         def finished() -> StepMetrics:
             loss, norm, weight, *rest = read().tolist()
-            experts = {name: rest.pop(0) for name in of_experts}
-            chosen = {path: tuple(int(rest.pop(0)) for _ in of) for path, of in tokens_of.items()}
+            of_experts, expert_tokens = read_experts()
             memory, signals, blocked, data, clocks, *faults, norms = (rest[column::8] for column in range(8))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
@@ -144,10 +138,9 @@ class Meter:
                 "data_seconds": round(max(data), 6),
                 "tokens_per_second": tokens / seconds,
                 "peak_memory_bytes": int(max(memory)),
-                **experts,
+                **self._utilization(tokens / seconds),
+                **of_experts,
             }
-            if self._peak is not None and self._flops is not None:
-                row["mfu"] = self._flops * tokens / seconds / self._peak
             loss_rank, gradient_rank = (next((r for r, bad in enumerate(of) if bad), world) for of in faults)
             return StepMetrics(
                 row=row,
@@ -157,19 +150,39 @@ class Meter:
                 norm_ranks=tuple(rank for rank, one in enumerate(norms) if one),
                 blocked_seconds=tuple(blocked),
                 peak_memory=tuple(map(int, memory)),
-                expert_tokens=chosen,
                 clock=clocks[0],
+                expert_tokens=expert_tokens,
             )
 
         return finished
 
+    def _utilization(self, tokens_per_second: float) -> dict[str, float]:
+        """Return the model FLOPs utilization as an entry of a row, if it is known."""
+        if self._peak is None or self._flops is None:
+            return {}
+        return {"mfu": self._flops * tokens_per_second / self._peak}
 
-def _numbers_of_experts(load: ExpertLoad | None) -> dict[str, Tensor]:
-    """Return the metrics of routers by name: their losses, and the largest load of an expert."""
+
+def _read_experts_later(
+    load: ExpertLoad | None,
+) -> Callable[[], tuple[dict[str, float], dict[str, tuple[int, ...]]]]:
+    """Start to copy the numbers of experts to the CPU; return a function that waits for them.
+
+    It returns the metrics of routers by name, and by path of each router the tokens of its experts.
+    """
     if load is None:
-        return {}
+        return lambda: ({}, {})
     given = {"balance_loss": load.balance_loss, "z_loss": load.z_loss, "largest_expert_load": load.largest}
-    return {name: one for name, one in given.items() if one is not None}
+    metrics = {name: one.double()[None] for name, one in given.items() if one is not None}
+    tokens = {path: one.double() for path, one in load.tokens.items()}
+    read = read_later(torch.cat([*metrics.values(), *tokens.values()]))
+
+    def waited() -> tuple[dict[str, float], dict[str, tuple[int, ...]]]:
+        numbers = iter(read().tolist())
+        rows = {name: next(numbers) for name in metrics}
+        return rows, {path: tuple(int(next(numbers)) for _ in one) for path, one in tokens.items()}
+
+    return waited
 
 
 def peak_memory_bytes(device: torch.device) -> int:

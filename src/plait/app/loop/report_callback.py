@@ -16,7 +16,7 @@ from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.errors import DataError, PlaitError
 from plait.files import adapter_of
-from plait.pictures.report.metrics import RANKS_FILE
+from plait.pictures.report.metrics import EXPERTS_FILE, RANKS_FILE
 from plait.pictures.report.page import write_report
 from plait.pictures.report.run_file import RunDescription, read_description, write_description
 from plait.pictures.report.run_record import METRICS_FILE, write_event
@@ -125,8 +125,9 @@ class Report(Callback):
     """Writes the metrics of a run to a folder, the other files of its report, and at the end the page.
 
     On rank 0: `metrics.jsonl`, one line a step; `run.json`, the plan and what each rank holds; `ranks.jsonl`,
-    for each step how long each rank was blocked, and its memory; `step.json`, the timeline of one step;
-    `events.jsonl`; `report.html`. Place it after callbacks that add numbers.
+    for each step how long each rank was blocked, and its memory; `experts.jsonl`, the tokens of each expert;
+    `step.json`, the timeline of one step; `events.jsonl`; `report.html`. Place it after callbacks that add
+    numbers.
     Communication: after the recorded step an all-gather of its actions, as text, over the world.
     """
 
@@ -165,6 +166,9 @@ class Report(Callback):
         lines = [JsonLines(self._folder / METRICS_FILE)] if metrics else []
         self._metrics = LoggerGroup(lines, self._folder, field)
         self._ranks = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, field)
+        self._experts = LoggerGroup([JsonLines(self._folder / EXPERTS_FILE)], self._folder, field)
+        self._has_experts = False
+        """Whether the file of experts has been opened."""
 
     def describe(self, description: RunDescription) -> None:
         """Set the description for `run.json`, on rank 0; by default that of the engine and the batches."""
@@ -252,6 +256,12 @@ class Report(Callback):
                 "peak_memory_bytes": list(run.numbers.peak_memory),
             }
             failures.append(self._ranks.write(series))
+            if chosen := run.numbers.expert_tokens:
+                if not self._has_experts:
+                    self._experts.begin(run.resumed_steps)
+                self._has_experts = True
+                of_experts = {path: list(one) for path, one in chosen.items()}
+                failures.append(self._experts.write({"step": self._step, "tokens": of_experts}))
         for failure in filter(None, failures):
             self._tell(f"{_WARNING}{failure}")
 
@@ -265,6 +275,7 @@ class Report(Callback):
     def _end_files(self, run: TrainingLoop, error: BaseException | None) -> None:
         self._metrics.close(error)
         self._ranks.close(error)
+        self._experts.close(error)
         if error is not None:
             write_event(self._folder, "failed", run.done, str(error) or type(error).__name__)
         else:

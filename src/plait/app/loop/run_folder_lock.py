@@ -16,7 +16,7 @@ from typing import BinaryIO
 from plait.app.loop.loggers import unwritable
 from plait.errors import ConfigError
 from plait.files import make_folder, owner_of, try_lock, unlock
-from plait.pictures.report.metrics import RANKS_FILE
+from plait.pictures.report.metrics import EXPERTS_FILE, RANKS_FILE
 from plait.pictures.report.page import REPORT_FILE
 from plait.pictures.report.run_file import RUN_FILE
 from plait.pictures.report.run_record import EVENTS_FILE, METRICS_FILE
@@ -28,7 +28,7 @@ LOCK = "run.lock"
 """Names the process that writes to the folder of a run."""
 EARLIER = "earlier"
 """The folder, in that of a run, that has one for each run which was there before: `1`, `2`, …"""
-REPORT_FILES = (METRICS_FILE, RANKS_FILE, RUN_FILE, EVENTS_FILE, STEP_FILE, REPORT_FILE)
+REPORT_FILES = (METRICS_FILE, RANKS_FILE, EXPERTS_FILE, RUN_FILE, EVENTS_FILE, STEP_FILE, REPORT_FILE)
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL}
 """What a file system without locks answers."""
 _PATIENCE = 10.0

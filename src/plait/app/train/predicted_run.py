@@ -79,7 +79,7 @@ def peak_line(memory: Memory, measured: float, device: torch.device) -> str:
 
 
 _COMPUTING = ("matrix products", "attention", "element-wise", "recomputation")
-_WAITING = ("tp communication", "cp communication", "pp communication", "dp communication", "bubble")
+_WAITING = (*(f"{axis} communication" for axis in ("tp", "cp", "ep", "pp", "dp")), "bubble")
 """Parts of a prediction's breakdown that the record of a step shows as computing and as blocked."""
 
 

@@ -261,4 +261,5 @@ def _print_end(
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
     elif has_checkpoint:
         saved = config.run.dir / FOLDER
-        progress.print(f"Checkpoints are in {saved}; `plait checkpoint export` writes them for transformers.")
+        export = "" if config.model.experts else "; `plait checkpoint export` writes them for transformers"
+        progress.print(f"Checkpoints are in {saved}{export}.")

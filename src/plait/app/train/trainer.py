@@ -39,6 +39,7 @@ from plait.models.lora import adapter_values, lora
 from plait.models.peft_files import load_adapter, values_in
 from plait.plan.plan import Plan
 from plait.ranks.mesh import Mesh
+from plait.tensor.experts.routers import balance_experts
 from plait.tensor.losses import cross_entropy
 
 _FUSED = ("AdamW", "Adam", "SGD")
@@ -86,9 +87,11 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the configured model with the parameters frozen that `train.freeze` names."""
+    """Return the configured model, with its parameters frozen and its experts balanced as `train` says."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
+    if options := config.train.balance_options():
+        balance_experts(model, **options)
     trained = [name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]
     require_matches((one.pattern for one in config.train.rates), trained, "train.rates")
     return model

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.manifest import Manifest, TensorEntry, section
-from plait.errors import CheckpointError, ModelError
+from plait.errors import CheckpointError, ModelError, PlaitError
 from plait.models.huggingface.weight_files import CONFIG as CONFIG
 from plait.models.huggingface.weight_files import SIZE_KEYS, config_in
 from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE, ROPE_BASE, Decoder, Family
@@ -65,6 +65,7 @@ def sizes_from_manifest(
     Raises CheckpointError for another model, and where a size is unknown or contradicts the one given.
     """
     tensors = manifest.tensors
+    _refuse_experts(any(".mlp.mixture." in name for name in tensors), CheckpointError)
     blocks = {int(found[1]) for name in tensors if (found := _BLOCK.fullmatch(name))}
     first = "model.blocks.0.{}.weight".format
     needed = {_TOKEN, first("attention.key"), first("mlp.up"), *({_POSITION} & tensors.keys())}
@@ -124,7 +125,11 @@ def _kv_heads(key: TensorEntry, hidden: int, heads: int) -> int:
 
 
 def config_json(sizes: Decoder, dtype: str) -> dict[str, Any]:
-    """Return the content of the config.json with which transformers builds a model of these sizes."""
+    """Return the content of the config.json with which transformers builds a model of these sizes.
+
+    Raises ModelError for experts.
+    """
+    _refuse_experts(sizes.experts is not None, ModelError)
     is_gpt2 = sizes.family == "gpt2"
     numbers = {**asdict(sizes), "kv_heads": sizes.key_heads, "inner": sizes.inside}
     config = {
@@ -141,6 +146,15 @@ def config_json(sizes: Decoder, dtype: str) -> dict[str, Any]:
         return config | {"n_inner": sizes.inside, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     rotary = {"rope_type": "default", "rope_theta": sizes.rope_base}
     return config | {"head_dim": sizes.head_size, "rope_parameters": rotary}
+
+
+def _refuse_experts(has_experts: bool, kind: type[PlaitError]) -> None:
+    """Raise an error of `kind` where plait's own llama has experts."""
+    if has_experts:
+        raise kind(
+            "the model is plait's own llama with experts, of which plait writes no model of transformers: "
+            "train a Mixtral in a folder, such as model.name = FOLDER, to export it."
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

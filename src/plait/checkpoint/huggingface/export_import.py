@@ -33,7 +33,9 @@ from plait.models.huggingface.expert_tensors import (
     expert_names_in,
     is_of_experts,
 )
+from plait.models.huggingface.quantized_weights import QUANTIZATION
 from plait.models.huggingface.weight_files import INDEX, NO_WEIGHTS, files_of_tensors
+from plait.models.layers.layer_sequence import saved_tensors
 from plait.package import VERSION
 from plait.plan.decoder import Decoder
 from plait.plan.layout.layout import Box
@@ -112,12 +114,13 @@ def export_adapted(
     experts = _expert_names(folder, config) if any(map(is_of_experts, names.values())) else None
     pairs = [
         pair
-        for name, one in model.named_parameters()
+        for name, one in saved_tensors(model).items()
         if name in names
         for pair in _pairs(name, names[name], tuple(one.shape), experts)
     ]
     config.pop("torch_dtype", None)  # the former name of dtype
     config.pop("transformers_weights", None)  # the name of a file that is not written here
+    config.pop(QUANTIZATION, None)  # the weights that are written are those that were trained
     templates = [f"{CHAT_TEMPLATES}/{one.name}" for one in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))]
     copied = {name: folder / name for name in (*COPIED, *templates) if _is_own_file(folder, name)}
     config["dtype"] = _dtype_name(tensors, dtype)

@@ -309,27 +309,28 @@ class AttentionRun:
 
     output: Tensor
     gradients: list[Tensor | None]
-    """Of the query, the keys and the values, once the backward has run."""
+    """Of the query, the keys, the values and the sinks, if there are any, once the backward has run."""
 
 
 def _attention(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
     """Return the operation that computes attention, and keeps its autograd graph if a backward reads it."""
-    *arguments, number, _ = _arguments(node)
+    *given, number, _ = _arguments(node)
+    arguments = [one for one in given if one is not None]
     recorded = trace.attentions[number]
     output, saved = (_results(node, index, slots) for index in range(2))
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
-        query, key, value = given
+        query, key, value, *sinks = given
         dropout = None if recorded.dropout is None else call.dropouts[recorded.dropout]
         if not saved.slots:
-            output.store(values, recorded.attention(query, key, value, dropout))
+            output.store(values, recorded.attention(query, key, value, *(sinks or [None]), dropout))
             return
         gradients: list[Tensor | None] = []
         with torch.enable_grad():
             anchor = query.new_empty(0).requires_grad_()
-            arguments = anchor, gradients, recorded.learns, query, key, value
-            query, key, value = _Given.apply(*arguments)  # type: ignore[no-untyped-call]
-            made = recorded.attention(query, key, value, dropout)
+            arguments = anchor, gradients, recorded.learns, *given
+            query, key, value, *sinks = _Given.apply(*arguments)  # type: ignore[no-untyped-call]
+            made = recorded.attention(query, key, value, *(sinks or [None]), dropout)
         output.store(values, made.detach())
         for slot in saved.slots:
             values[slot] = AttentionRun(made, gradients)
@@ -338,9 +339,9 @@ def _attention(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> Laye
 
 
 def _attention_backward(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
-    """Return the operation that computes the gradients of attention's query, keys and values."""
-    gradient, saved, *_ = _arguments(node)
-    results = [_results(node, index, slots) for index in range(3)]
+    """Return the operation that computes the gradients of attention's query, keys, values and sinks."""
+    gradient, saved, *_, sinks = _arguments(node)
+    results = [_results(node, index, slots) for index in range(4 if sinks else 3)]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
         gradient, attention = given

@@ -43,6 +43,8 @@ class OperationRecorder(TorchDispatchMode):
         self._operations: dict[Phase, list[RecordedOperation]] = {phase: [] for phase in get_args(Phase)}
         self._transfers: dict[Phase, list[AxisTransfer]] = {phase: [] for phase in get_args(Phase)}
         self._assumes_backward = False
+        self._product_end: tuple[int, int] | None = None
+        """Where in memory the result ends of the product that was recorded last: a storage and an offset."""
         self._gathered: set[int] = set()
         """The storages of which the backward has gathered the other ranks' parts."""
 
@@ -68,10 +70,11 @@ class OperationRecorder(TorchDispatchMode):
                 phase: tuple(one.operation for one in found if one.operation is not None)
                 for phase, found in self._operations.items()
             }
-        over_tp, over_cp = self._over("tp"), self._over("cp")
+        over_tp, over_cp, over_experts = self._over("tp"), self._over("cp"), self._over("ep_etp")
         if self._assumes_backward:
             operations |= assumed_backward(operations["forward"])
-        again = Recomputation(operations["recomputation"], over_tp["recomputation"], over_cp["recomputation"])
+        transfers = (found["recomputation"] for found in (over_tp, over_cp, over_experts))
+        again = Recomputation(operations["recomputation"], *transfers)
         gathers = tuple(one for one in over_tp["backward"] if one.collective == "all-gather")
         sums = tuple(one for one in over_tp["backward"] if one.collective != "all-gather")
         self._forget()
@@ -86,6 +89,8 @@ class OperationRecorder(TorchDispatchMode):
             backward_transfers=over_tp["weights"] + sums,
             forward_exchanges=over_cp["forward"],
             backward_exchanges=over_cp["backward"],
+            forward_dispatches=over_experts["forward"],
+            backward_dispatches=over_experts["backward"],
         )
 
     def assume_backward(self) -> None:
@@ -131,7 +136,15 @@ class OperationRecorder(TorchDispatchMode):
             reads = self._ranges(accesses.reads)
             writes = {self._number(tensor): nbytes for tensor, nbytes in accesses.writes}
             operations = operations_of(name, args, kwargs, result, accesses)
-            recorded.extend(RecordedOperation(one, reads, writes) for one in operations)
+            found = [RecordedOperation(one, reads, writes) for one in operations]
+            is_product = isinstance(operations[0], Product) and isinstance(result, Tensor)
+            begin = (self._number(result), result.storage_offset()) if is_product else None
+            joined = _grouped(recorded[-1], found[0]) if begin and begin == self._product_end else None
+            self._product_end = (begin[0], begin[1] + result.numel()) if begin else None
+            if joined is not None:
+                recorded[-1] = joined
+            else:
+                recorded.extend(found)
 
     def _ranges(self, accesses: Iterable[Access]) -> dict[Range, int]:
         """Return accesses by where in memory they are."""
@@ -195,12 +208,31 @@ def assumed_backward(forward: Iterable[DeviceOperation]) -> dict[Phase, tuple[De
         if isinstance(operation, Product):
             m, n, k = operation.m, operation.n, operation.k
             backward.append(replace(operation, n=k, k=n))
-            (weights if operation.batch == 1 else backward).append(replace(operation, m=n, n=k, k=m))
+            (weights if operation.is_linear else backward).append(replace(operation, m=n, n=k, k=m))
         elif isinstance(operation, FusedAttention):
             backward.append(replace(operation, backward=True))
         else:
             backward.append(operation)
     return {"backward": tuple(backward), "weights": tuple(weights)}
+
+
+def _grouped(last: RecordedOperation, one: RecordedOperation) -> RecordedOperation | None:
+    """Return both as one grouped product, where the result of `one` continues that of `last`, or None.
+
+    Products of experts run one after the other on meta: the sizes are the means of all.
+    """
+    first, second = last.operation, one.operation
+    if not (isinstance(first, Product) and isinstance(second, Product)) or first.n != second.n:
+        return None
+    if first.k != second.k and first.m != second.m:
+        return None
+    count = first.batch
+    m, k = ((count * a + b) / (count + 1) for a, b in ((first.m, second.m), (first.k, second.k)))
+    product = replace(first, m=m, k=k, batch=count + 1, grouped=True)
+    writes = {**last.writes}
+    for storage, nbytes in one.writes.items():
+        writes[storage] = writes.get(storage, 0) + nbytes
+    return RecordedOperation(product, {**last.reads, **one.reads}, writes)
 
 
 def _is_result(product: Product, total: Tensor, added: Any) -> bool:

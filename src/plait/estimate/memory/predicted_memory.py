@@ -169,6 +169,7 @@ class MemoryEstimator:
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
         key = (
             degrees,
+            (plan.ep, plan.etp),
             signature(microbatch),
             plan.precision,
             gradients,

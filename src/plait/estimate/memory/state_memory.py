@@ -31,9 +31,14 @@ def rank_sizes(shape: MicrobatchSizes, stages: Sequence[Sequence[LayerKind]]) ->
     return ParameterCounts(whole, twice, max([*each.values(), *pairs]))
 
 
-def state_bytes(shape: MicrobatchSizes, sizes: ParameterCounts) -> tuple[float, float, float, float]:
-    """Return a rank's bytes of parameters, kept gradients, optimizer state, and gathered parameters."""
-    kind, count, ranks = shape.kind, sizes.whole, shape.state_ranks
+def state_bytes(
+    shape: MicrobatchSizes, sizes: ParameterCounts, ranks: int | None = None
+) -> tuple[float, float, float, float]:
+    """Return a rank's bytes of parameters, kept gradients, optimizer state, and gathered parameters.
+
+    `ranks`: between which state is sharded, by default `shape.state_ranks`.
+    """
+    kind, count, ranks = shape.kind, sizes.whole, ranks or shape.state_ranks
     compute, master = kind.compute.itemsize, kind.master.itemsize
     optimizer = count / ranks * shape.moments * master
     gradients = (count + sizes.twice if kind.keeps_gradients else count / ranks) * shape.gradient_item

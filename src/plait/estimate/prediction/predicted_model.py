@@ -41,6 +41,11 @@ class PredictedModel(ABC):
         """Floating-point operations per token, forward and backward, without recomputation."""
 
     @property
+    def experts(self) -> int:
+        """The most experts of a layer, which plans can divide over `ep` and `etp`; 0 without any."""
+        return 0
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """Sentences on what is taken for granted of a step, such as how tokens are routed."""
         return ()
@@ -59,7 +64,7 @@ class PredictedModel(ABC):
 
     @abstractmethod
     def undivided(self, plan: Plan) -> str | None:
-        """Return in words why the model cannot be divided over the plan's `tp` and `cp` ranks, or None."""
+        """Return in words why the model cannot be divided over the plan's tp, cp, ep and etp, or None."""
 
     @abstractmethod
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchSizes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, gcd
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,8 @@ from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
 from plait.plan.decoder import LayerKind
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
+from plait.tensor.experts.expert_layouts import experts_in
+from plait.tensor.experts.experts import Experts
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import Loss
 
@@ -31,8 +33,8 @@ layers run apart: some copy what is contiguous then."""
 class TracedLayers:
     """Runs a model's layers on the meta device, to know their operations, memory and parameters.
 
-    Those of equal structure run once for each division over `tp` and `cp`. What is known is kept, so that
-    plans with equal layers share it.
+    Those of equal structure run once for each division over `tp`, `cp`, `ep` and `etp`. What is known is
+    kept, so that plans with equal layers share it.
     """
 
     module: nn.Module
@@ -55,14 +57,22 @@ class TracedLayers:
         last = len(traces) - 1  # with the loss
         return (*(f"layer {first[id(trace)]}" for trace in traces[:-1]), f"layer {last}")
 
+    @cached_property
+    def experts(self) -> int:
+        """The most experts that a layer has; 0 without any."""
+        return max((one.num_experts for one in self.module.modules() if isinstance(one, Experts)), default=0)
+
     def blueprint(self, plan: Plan) -> Blueprint:
-        """Return the blueprint that determines what layers do under `plan`, without `pp` and replicas."""
+        """Return the blueprint that determines what layers do under `plan`, without `pp` and replicas.
+
+        It has as many data-parallel ranks as the division of experts needs.
+        """
         if plan in self._blueprints:
             return self._blueprints[plan]
         alone = replace(
             plan,
             pp=1,
-            dp=1,
+            dp=plan.ep * plan.etp // gcd(plan.ep * plan.etp, plan.cp * plan.tp),
             replicate=1,
             microbatches=1,
             schedule="1f1b",
@@ -99,20 +109,24 @@ class TracedLayers:
             records=True,
         )
 
-    def parameters(self, plan: Plan, kinds: Sequence[LayerKind], trains: Collection[bool]) -> int:
-        """Return the number of parameters of several layers on the first rank of `tp`, in elements.
+    def parameters(
+        self, plan: Plan, kinds: Sequence[LayerKind], trains: Collection[bool], *, of_experts: bool = False
+    ) -> int:
+        """Return the number of parameters of several layers on the first rank of a stage, in elements.
 
         `trains`: count those that train, or do not, or both. Those that layers share count once.
+        `of_experts`: count only those of experts.
         """
-        key = (plan.tp, tuple(kinds), *trains)
+        key = (plan.tp, plan.ep, plan.etp, tuple(kinds), of_experts, *trains)
         if key not in self._counts:
             blueprint = self.blueprint(plan)
             names = {id(one): name for name, one in blueprint.sequence.parameters.items()}
             shared = {name for name, users in blueprint.sequence.users.items() if len(users) > 1}
             total, seen = 0, set[str]()
             for kind in kinds:
-                layer = blueprint.sequence.layers[self.kinds.index(kind)]
-                for name in (names[id(one)] for one in layer.module.parameters()):
+                module = blueprint.sequence.layers[self.kinds.index(kind)].module
+                counted = [one for _, one in experts_in(module)] if of_experts else [module]
+                for name in (names[id(one)] for part in counted for one in part.parameters()):
                     if blueprint.kinds[name].trains in trains and name not in seen & shared:
                         total += torch.Size(blueprint.whole_layouts[name].local_shape(FIRST)).numel()
                     seen.add(name)
@@ -154,6 +168,12 @@ class TracedSizes(MicrobatchSizes):
     def parameters(self, kind: LayerKind) -> float:
         """Return the number of parameters of a layer of `kind` on the first rank of `tp`."""
         return self.layers.parameters(self.plan, (kind,), (True, False))
+
+    def expert_parameters(self, kinds: Sequence[LayerKind], trains: Collection[bool] = (True,)) -> float:
+        """Return how many parameters of several layers on a rank belong to experts that the plan divides."""
+        if not self.plan.divides_experts:
+            return 0.0
+        return self.layers.parameters(self.plan, kinds, trains, of_experts=True)
 
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
         """Return how many parameters of several layers train on a rank of `tp`; shared ones count once."""

@@ -66,6 +66,11 @@ class TracedModel(PredictedModel):
         return sum(each[kind] for kind in self.kinds) / self.context
 
     @property
+    def experts(self) -> int:
+        """The most experts of a layer, which plans can divide over `ep` and `etp`; 0 without any."""
+        return self.layers.experts
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """The sentence that routing is balanced, where layers have experts."""
         return routing_assumption(self.layers.module)
@@ -85,13 +90,13 @@ class TracedModel(PredictedModel):
         build_blueprint(self.layers.module, plan, self.layers.rules)
 
     def undivided(self, plan: Plan) -> str | None:
-        """Return in words why the model cannot be divided over the plan's `tp` and `cp` ranks, or None."""
+        """Return in words why the model cannot be divided over the plan's tp, cp, ep and etp, or None."""
         try:
             blueprint = self.layers.blueprint(plan)
             if plan.cp > 1:  # whether layers can exchange positions is known when they run
                 self.layers.traces(plan, 1, on_cpu=True)
         except PlaitError:
-            return f"the model allows no tp = {plan.tp} with cp = {plan.cp}"
+            return f"the model allows no {_degrees(plan)}"
         return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
 
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> TracedSizes:
@@ -134,6 +139,12 @@ def traced_model(
     return TracedModel(TracedLayers(model, inputs, targets, as_loss(loss), rules, moments))
 
 
+def _degrees(plan: Plan) -> str:
+    """Return the degrees over which layers are divided, in words."""
+    experts = f", ep = {plan.ep} and etp = {plan.etp}" if plan.divides_experts else ""
+    return f"tp = {plan.tp} with cp = {plan.cp}{experts}"
+
+
 def _operations(work: LayerWork) -> float:
     """Return the floating-point operations of a layer's products and attention, with masked positions."""
     found = 0.0
@@ -159,11 +170,19 @@ class TracedMemories(PlanMemories):
         saved = sizes.extrapolated(_saved) if plan.recompute == "none" else 0.0
         if plan.offload != "none":
             return saved / plan.pp
-        kinds, shards = self.layers.kinds, 1 if sizes.kind.keeps_parameters else sizes.state_ranks
-        trained = sizes.trained_parameters(kinds)
-        parameters, gradients, optimizer, _ = state_bytes(sizes, ParameterCounts(trained, 0.0, 0.0))
-        frozen = sizes.frozen_parameters(kinds) * sizes.item / shards
-        return (parameters + gradients * gathered + optimizer + frozen + saved) / plan.pp
+        kinds = self.layers.kinds
+        trained, frozen = sizes.trained_parameters(kinds), sizes.frozen_parameters(kinds)
+        of_experts, frozen_experts = (sizes.expert_parameters(kinds, (trains,)) for trains in (True, False))
+        found = saved
+        for learning, fixed, ranks in (
+            (trained - of_experts, frozen - frozen_experts, sizes.state_ranks),
+            (of_experts, frozen_experts, sizes.expert_state_ranks),
+        ):
+            counts = ParameterCounts(learning, 0.0, 0.0)
+            parameters, gradients, optimizer, _ = state_bytes(sizes, counts, ranks)
+            found += parameters + gradients * gathered + optimizer
+            found += fixed * sizes.item / (1 if sizes.kind.keeps_parameters else ranks)
+        return found / plan.pp
 
     def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> None:
         """Return None: the memory of a plan is only known from a simulated step."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from plait.estimate.memory.memory_bounds import LINEAR, WHOLE
 from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, cut_pipeline
@@ -58,6 +59,19 @@ class ModelTime:
         return self.forward + self.inputs + self.weights
 
 
+class LayerParameters(NamedTuple):
+    """The trained parameters of one or more layers on a rank, before sharding."""
+
+    count: float
+    experts: float
+    """How many of them belong to experts that the plan divides."""
+
+    @property
+    def others(self) -> float:
+        """The parameters that do not belong to experts."""
+        return self.count - self.experts
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Computes lower bounds of the step time and memory of plans, for one model, batch and hardware."""
@@ -68,7 +82,7 @@ class Bounds:
     _layers: dict[tuple[object, ...], dict[LayerVariant, PassTimes]] = field(default_factory=dict)
     _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
-    _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _parameters: dict[tuple[int, ...], tuple[LayerParameters, ...]] = field(default_factory=dict)
 
     def sizes(self, plan: Plan) -> MicrobatchSizes:
         """Return sizes and work of a plan's micro-batch."""
@@ -78,7 +92,7 @@ class Bounds:
     def timer(self, plan: Plan) -> LayerTimer:
         """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
         sizes, key = self.sizes(plan), self._key(plan)
-        known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:4], {})
+        known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:-1], {})
         return LayerTimer(sizes, self.hardware, sizes.precision, known, whole)
 
     def _key(self, plan: Plan) -> tuple[object, ...]:
@@ -86,7 +100,7 @@ class Bounds:
         timing = timing_of(plan)
         state = (timing, plan.shard) if timing.allocates else ()
         rows = self.batch / plan.dp / plan.microbatches
-        return plan.tp, plan.cp, rows, plan.sequence_parallel, state
+        return plan.tp, plan.cp, plan.ep, plan.etp, rows, plan.sequence_parallel, state
 
     def model_time(self, plan: Plan, *, at_once: bool) -> ModelTime:
         """Return the seconds of all layers for one micro-batch; plans with equal layers share them.
@@ -143,7 +157,7 @@ class Bounds:
         backward, sums, after = time.inputs + time.weights, 0.0, 0.0
         if state:
             sums = self._exposed_sums(timer, (backward + rounding) / ranks)
-            after = sum(optimizer_seconds(timer, max(self._mean_and_largest(plan))))
+            after = self._optimizer_seconds(timer)
         busy = plan.microbatches * (time.total - rounding) / ranks + sums
         path = time.forward + (backward if waits else time.inputs) - rounding
         path += 2 * chunks * (ranks - 1) * hop
@@ -174,8 +188,23 @@ class Bounds:
 
     def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
         """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""
-        seconds = gradient_transfers(timer, self._mean_and_largest(timer.shape.plan)[0])
+        model, ranks = self._parameters_of(timer.shape.plan)[0], timer.shape.plan.pp
+        seconds = gradient_transfers(timer, model.others / ranks)
+        # Some ranks may have no experts, and no latency of their sums.
+        seconds += gradient_transfers(timer, model.experts, experts=model.experts) / ranks
         return max(seconds - window, 0.0) if timer.hides_gradient_sums else seconds
+
+    def _optimizer_seconds(self, timer: LayerTimer) -> float:
+        """Return a lower bound of the optimizer's step on the rank where it takes longest.
+
+        The mean over ranks, as for sums of gradients, or that of the layer with most parameters.
+        """
+        model, *layers = self._parameters_of(timer.shape.plan)
+        ranks = timer.shape.plan.pp
+        mean = sum(optimizer_seconds(timer, model.others / ranks))
+        mean += sum(optimizer_seconds(timer, model.experts, experts=model.experts)) / ranks
+        each = (sum(optimizer_seconds(timer, one.count, experts=one.experts)) for one in layers)
+        return max(mean, *each)
 
     def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
         """Return a lower bound of the largest rank's bytes over all divisions of layers into stages.
@@ -190,14 +219,17 @@ class Bounds:
         """The `PlanMemories` of the model, which predicts its memory under any plan."""
         return self.model.memories()
 
-    def _mean_and_largest(self, plan: Plan) -> tuple[float, float]:
-        """Return trained parameters on a rank of `tp`: the mean over `pp`, and those of the largest layer."""
-        if plan.tp not in self._parameters:
+    def _parameters_of(self, plan: Plan) -> tuple[LayerParameters, ...]:
+        """Return trained parameters on a rank of `tp`, `ep` and `etp`: all, and of each kind of layer."""
+        key = plan.tp, plan.ep, plan.etp
+        if key not in self._parameters:
             sizes = self.sizes(plan)
-            largest = max(sizes.trained_parameters((kind,)) for kind in self._counts)
-            self._parameters[plan.tp] = sizes.trained_parameters(self.model.kinds), largest
-        whole, largest = self._parameters[plan.tp]
-        return whole / plan.pp, largest
+            parts = (self.model.kinds, *((kind,) for kind in self._counts))
+            self._parameters[key] = tuple(
+                LayerParameters(sizes.trained_parameters(kinds), sizes.expert_parameters(kinds))
+                for kinds in parts
+            )
+        return self._parameters[key]
 
 
 def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: float = 0.0) -> float:
@@ -284,7 +316,8 @@ class PlanSteps:
             for at_once in sorted(ends)
             for kind in dict.fromkeys(self.bounds.model.kinds)
         )
-        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, plan.tp, layers, timer.message_seconds)
+        divided = plan.tp, plan.ep, plan.etp
+        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, divided, layers, timer.message_seconds)
         if key not in self._steps:
             stages = stage_kinds(self.bounds.model.kinds, pipeline.cut)
             modes = stage_modes(plan, pipeline.cut)

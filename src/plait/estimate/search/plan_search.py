@@ -49,7 +49,7 @@ def plan_rank(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]
 
     `memory`: the most bytes that a rank allocates.
     """
-    axes = sum(getattr(plan, axis) > 1 for axis in PLAN_AXES)
+    axes = sum(getattr(plan, axis) > 1 for axis in (*PLAN_AXES, "ep", "etp"))
     return round(seconds / NANOSECOND), round(memory), axes
 
 

@@ -54,6 +54,8 @@ class RankDivision:
     cp: int
     tp: int
     microbatches: int
+    ep: int = 1
+    etp: int = 1
 
     def layer_options(self, choices: PlanChoices) -> Iterator[tuple[Recompute, SequenceParallel]]:
         """Yield the options of plans that concern layers: recomputation, sequence parallelism."""
@@ -61,11 +63,15 @@ class RankDivision:
         return product(choices.recompute, sequence)
 
     def states(self, choices: PlanChoices) -> Iterator[tuple[Strategy, Reduce, int]]:
-        """Yield the options of plans that concern state: strategy, when to reduce, and `replicate`."""
+        """Yield the options of plans that concern state: strategy, when to reduce, and `replicate`.
+
+        Experts are divided between ranks of the same copy.
+        """
         for strategy, reduce in choices.states if self.dp * self.cp > 1 else choices.states[:1]:
             for copies in divisors_of(self.dp) if strategy != "none" else (1,):
                 # With as many copies as ranks nothing is sharded: the same as `none`.
-                if strategy == "none" or not copies == self.dp > 1 == self.cp:
+                sharded = strategy == "none" or not copies == self.dp > 1 == self.cp
+                if sharded and self.dp // copies * self.cp * self.tp % (self.ep * self.etp) == 0:
                     yield strategy, reduce, copies
 
     def options(self, base: Plan, choices: PlanChoices) -> Iterator[Plan]:
@@ -84,7 +90,7 @@ class RankDivision:
 
     def plan(self, base: Plan, **options: object) -> Plan:
         """Return `base` with the degrees and micro-batches of the division, and with `options`."""
-        degrees = {axis: getattr(self, axis) for axis in PLAN_AXES}
+        degrees = {axis: getattr(self, axis) for axis in (*PLAN_AXES, "ep", "etp")}
         return replace(base, **degrees, microbatches=self.microbatches, layers_per_stage=None, **options)  # type: ignore[arg-type]
 
     def schedules(self, layers: int, choices: PlanChoices) -> tuple[tuple[str, int], ...]:
@@ -115,24 +121,37 @@ def divisions(
     """Return the divisions of `ranks` ranks that `model` and `batch` sequences a step allow.
 
     `base` has what the plans have in common. And how many others there are, by the reason why they are
-    impossible; micro-batches are not counted there.
+    impossible; micro-batches are not counted there. For a model with experts each division is there with
+    each `ep`, up to the number of experts, and `etp` of 1 or `tp`.
     """
     possible, impossible = [], Counter[str]()
     for tp in divisors_of(ranks):
         for cp in divisors_of(ranks // tp):
             for pp in divisors_of(ranks // tp // cp):
                 dp = ranks // tp // cp // pp
-                reason = _reason(model, RankDivision(pp, dp, cp, tp, 1), batch, base)
-                if reason is not None:
-                    impossible[reason] += 1
-                    continue
-                possible += [RankDivision(pp, dp, cp, tp, count) for count in divisors_of(batch // dp)]
+                for ep, etp in _expert_degrees(model.experts, dp * cp * tp, tp):
+                    division = RankDivision(pp, dp, cp, tp, 1, ep, etp)
+                    reason = _reason(model, division, batch, base)
+                    if reason is not None:
+                        impossible[reason] += 1
+                        continue
+                    possible += [replace(division, microbatches=count) for count in divisors_of(batch // dp)]
     return possible, impossible
+
+
+def _expert_degrees(experts: int, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield `ep` and `etp` that divide the `ranks` of a stage; only 1 and 1 without experts."""
+    if not experts:
+        yield 1, 1
+        return
+    for etp in dict.fromkeys((1, tp)):
+        yield from ((ep, etp) for ep in divisors_of(ranks // etp) if ep <= experts)
 
 
 def _reason(model: PredictedModel, division: RankDivision, batch: int, base: Plan) -> str | None:
     """Return why a division is impossible, or None."""
-    if (reason := model.undivided(replace(base, tp=division.tp, cp=division.cp))) is not None:
+    degrees = {axis: getattr(division, axis) for axis in ("dp", "cp", "tp", "ep", "etp")}
+    if (reason := model.undivided(replace(base, **degrees))) is not None:
         return reason
     if division.pp > len(model.kinds):
         return "pp is more than the layers"

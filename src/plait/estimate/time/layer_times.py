@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
+from typing import Literal, NamedTuple
 
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, Recomputation
@@ -31,8 +32,9 @@ class Parts:
     elementwise: float = 0.0
     recomputation: float = 0.0
     tp: float = 0.0
-    """Communication over `tp` that no computation overlaps; `cp` and `dp`: over those axes."""
+    """Communication over `tp` that no computation overlaps; `cp`, `ep` and `dp`: over those axes."""
     cp: float = 0.0
+    ep: float = 0.0
     dp: float = 0.0
     host: float = 0.0
     """Time in which the device waits for the host to start operations."""
@@ -47,6 +49,7 @@ class Parts:
             self.recomputation,
             self.tp,
             self.cp,
+            self.ep,
             self.dp,
             self.host,
         )
@@ -108,6 +111,15 @@ class WholeLayerTimes:
     started_forward: float
     """Operations that the host starts."""
     started_backward: float
+
+
+class ShardedPart(NamedTuple):
+    """Some parameters of a rank, before sharding, whose state is sharded over the same axis."""
+
+    axis: Literal["shard", "edp"]
+    ranks: int
+    """Between which their state is sharded; 1: it is not."""
+    count: float
 
 
 HOST_LINK = 25e9
@@ -193,15 +205,23 @@ class LayerTimer:
         again = {"none": Recomputation(), "selective": work.selective, "full": work.full}[recompute]
         tp_forward = self.exposed_forward(work.forward_transfers)
         recomputed = self._parts(again.operations).total + self.exposed_forward(again.transfers)
+        recomputed += self._transfers(again.dispatches)
         recomputed += self.hardware.efficiency.repetition if again.operations else 0.0
-        tp_backward = self.exposed_backward(work, weights.total if at_once else 0.0)
+        meanwhile = weights.total if at_once else 0.0
+        tp_backward = self.exposed_backward(work, meanwhile)
         exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
         exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)
         exchanges_backward += self._exposed_exchanges(again.exchanges, forward)
         transfers = work.backward_gathers + work.backward_transfers + again.transfers
         return WholeLayerTimes(
-            forward + Parts(tp=tp_forward, cp=exchanges),
-            backward + Parts(recomputation=recomputed, tp=tp_backward, cp=exchanges_backward),
+            forward + Parts(tp=tp_forward, cp=exchanges, ep=self._transfers(work.forward_dispatches)),
+            backward
+            + Parts(
+                recomputation=recomputed,
+                tp=tp_backward,
+                cp=exchanges_backward,
+                ep=self._exposed_dispatches(work, meanwhile),
+            ),
             weights,
             forward.total + tp_forward,
             backward.total + weights.total + recomputed + tp_backward,
@@ -216,7 +236,7 @@ class LayerTimer:
         products = attention = elementwise = 0.0
         for operation in operations:
             seconds = operation_seconds(operation, self.hardware, self.precision, self.shape.item)
-            if isinstance(operation, Product) and operation.batch == 1:
+            if isinstance(operation, Product) and operation.is_linear:
                 products += seconds
             elif isinstance(operation, Elementwise):
                 elementwise += seconds
@@ -239,6 +259,16 @@ class LayerTimer:
         gathers, others = self._transfers(work.backward_gathers), self._transfers(work.backward_transfers)
         return gathers + (max(others - meanwhile, 0.0) if self.hardware.overlaps else others)
 
+    def _exposed_dispatches(self, work: LayerWork, meanwhile: float) -> float:
+        """Return the seconds of communication over `ep` and `etp` in a backward that nothing overlaps.
+
+        `meanwhile`: seconds of weight gradients, which run during sums over `tp` first, and then while the
+        gradients of tokens travel back: half of the bytes.
+        """
+        seconds = self._transfers(work.backward_dispatches)
+        free = max(meanwhile - self._transfers(work.backward_transfers), 0.0)
+        return seconds - min(seconds / 2, free) if self.hardware.overlaps else seconds
+
     def _exposed_exchanges(self, exchanges: tuple[AxisTransfer, ...], computed: Parts) -> float:
         """Return the time of `cp` communication that does not overlap with computing attention."""
         seconds, ranks = self._transfers(exchanges), self.shape.plan.cp
@@ -254,21 +284,35 @@ class LayerTimer:
         gradients of the one before are summed during a backward.
         """
         timing = self.shape.timing
-        if not timing.allocates or self.shape.state_ranks == 1:
+        shape = self.shape
+        if not timing.allocates or shape.state_ranks == shape.expert_state_ranks == 1:
             return 0.0
-        count, seconds = self.shape.parameters(kind), 0.0
+        parts, seconds = (
+            self.parts(shape.parameters(kind), shape.expert_parameters((kind,), (True, False))),
+            0.0,
+        )
         if timing.gathers == "each use":
-            seconds += self.gather_seconds(count, backward=backward)
+            seconds += sum(self.gather_seconds(part, backward=backward) for part in parts)
         if backward and timing.scatters == "each":
-            nbytes = count * self.shape.kind.reduce.itemsize
-            seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", nbytes))
+            item = shape.kind.reduce.itemsize
+            sums = (AxisTransfer("reduce-scatter", part.axis, part.count * item) for part in parts)
+            seconds += self._transfers(sums)
         return max(seconds - computed, 0.0) if self.hardware.overlaps else seconds
 
-    def gather_seconds(self, count: float, *, backward: bool) -> float:
-        """Return the seconds of gathering `count` sharded parameters for a forward or a backward."""
-        nbytes, away = count * self.shape.item, self.shape.kind.offloads_parameters and self.hardware.overlaps
-        copied = nbytes / self.shape.state_ranks / HOST_LINK if away else 0.0
-        return copied + self.network.seconds(AxisTransfer("all-gather", "shard", nbytes))
+    def parts(self, count: float, experts: float) -> tuple[ShardedPart, ShardedPart]:
+        """Return `count` parameters, of which `experts` are of divided experts, by how they are sharded."""
+        shape = self.shape
+        return (
+            ShardedPart("shard", shape.state_ranks, count - experts),
+            ShardedPart("edp", shape.expert_state_ranks, experts),
+        )
+
+    def gather_seconds(self, part: ShardedPart, *, backward: bool) -> float:
+        """Return the seconds of gathering sharded parameters for a forward or a backward."""
+        nbytes = part.count * self.shape.item
+        away = self.shape.kind.offloads_parameters and self.hardware.overlaps
+        copied = nbytes / part.ranks / HOST_LINK if away else 0.0
+        return copied + self.network.seconds(AxisTransfer("all-gather", part.axis, nbytes))
 
     def _with_host(self, parts: Parts, started: float) -> Parts:
         """Return `parts` with the time that the device waits for the host to start the operations."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation
 from plait.plan.decoder import LayerKind
-from plait.plan.parameter_units import BufferKind, UnitTiming, kind_of, shards_of, timing_of
+from plait.plan.parameter_units import (
+    BufferKind,
+    ModelParameter,
+    UnitTiming,
+    kind_of,
+    shards_of,
+    timing_of,
+)
 from plait.plan.plan import Plan, Precision
 
 
@@ -22,6 +29,8 @@ class Recomputation:
     """Over `tp`."""
     exchanges: tuple[AxisTransfer, ...] = ()
     """Over `cp`."""
+    dispatches: tuple[AxisTransfer, ...] = ()
+    """Over `ep` × `etp`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,10 @@ class LayerWork:
     forward_exchanges: tuple[AxisTransfer, ...] = ()
     """Of keys and values between the ranks of `cp`, or of heads: a ring, or all-to-alls."""
     backward_exchanges: tuple[AxisTransfer, ...] = ()
+    forward_dispatches: tuple[AxisTransfer, ...] = ()
+    """Of tokens to the ranks of their experts and of results back: all-to-alls, and a gather of counts."""
+    backward_dispatches: tuple[AxisTransfer, ...] = ()
+    """Of the output's gradients to the experts, and of the tokens' back, during which products can run."""
 
 
 class MicrobatchSizes(ABC):
@@ -66,6 +79,13 @@ class MicrobatchSizes(ABC):
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
         """Return how many parameters of several layers train on a rank of `tp`; shared ones count once."""
 
+    def expert_parameters(self, kinds: Sequence[LayerKind], trains: Collection[bool] = (True,)) -> float:
+        """Return how many parameters of several layers on a rank belong to experts that the plan divides.
+
+        `trains`: count those that train, or do not, or both.
+        """
+        return 0.0
+
     @property
     @abstractmethod
     def message_bytes(self) -> float:
@@ -85,6 +105,11 @@ class MicrobatchSizes(ABC):
     def state_ranks(self) -> int:
         """The number of ranks over which the optimizer's state is sharded."""
         return shards_of(self.kind, self.plan)
+
+    @cached_property
+    def expert_state_ranks(self) -> int:
+        """The number of ranks over which the optimizer's state of experts is sharded."""
+        return shards_of(kind_of(self.plan, ModelParameter(is_expert=True)), self.plan)
 
     @property
     def precision(self) -> Precision:

@@ -10,13 +10,13 @@ from typing import Literal, TypeAlias
 from plait.estimate.time.hardware import Hardware
 from plait.plan.plan import Plan
 
-Axis = Literal["tp", "cp", "shard", "replicate", "pp"]
+Axis = Literal["tp", "cp", "shard", "replicate", "pp", "edp", "ep_etp"]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", "message"]
 
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` matrix products of `[m, k]` and `[k, n]`."""
+    """`batch` matrix products of `[m, k]` and `[k, n]`, in one kernel."""
 
     m: float
     n: float
@@ -24,6 +24,14 @@ class Product:
     batch: float = 1
     result_bytes: float = 2
     """Bytes read and written for an element of the result: more where it is added to a gradient."""
+    grouped: bool = False
+    """Whether it is one product for each expert, of groups of rows; `m`, or `k` in a weight gradient, is then
+    their mean."""
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether one factor is a weight; other batches of products are parts of attention."""
+        return self.batch == 1 or self.grouped
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,10 @@ class Network:
 
     @cached_property
     def groups(self) -> dict[Axis, AxisGroup]:
-        """The group of each axis; ranks are numbered with `tp` innermost, then cp, shard, replicate, pp."""
+        """The group of each axis; ranks are numbered with `tp` innermost, then cp, shard, replicate, pp.
+
+        Of experts `etp` is innermost, then ep, edp, replicate, pp.
+        """
         plan = self.plan
         replicate = plan.tp * plan.cp * plan.shard
         return {
@@ -158,6 +169,8 @@ class Network:
             "shard": AxisGroup(plan.state_ranks, plan.tp),
             "replicate": AxisGroup(plan.replicate, replicate),
             "pp": AxisGroup(plan.pp, replicate * plan.replicate),
+            "edp": AxisGroup(plan.edp, plan.ep * plan.etp),
+            "ep_etp": AxisGroup(plan.ep * plan.etp, 1),
         }
 
     def seconds(self, transfer: AxisTransfer) -> float:

@@ -35,6 +35,8 @@ class StepEndSizes(NamedTuple):
     layers: int
     window: float
     """Seconds of the backward of a micro-batch on all of the rank's stages, in which sums are hidden."""
+    experts: float = 0.0
+    """How many of the parameters belong to experts that the plan divides."""
 
 
 def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[StepEndSizes, float]:
@@ -48,41 +50,45 @@ def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[Ste
 def step_seconds(timer: LayerTimer, latest: Mapping[StepEndSizes, float]) -> float:
     """Return a step's seconds from the ends of ranks' last actions, by what the ranks do after them."""
     ends = max(end + gradient_sum_seconds(timer, work) for work, end in latest.items())
-    return ends + max(sum(optimizer_seconds(timer, work.parameters, work.layers)) for work in latest)
+    return ends + max(
+        sum(optimizer_seconds(timer, work.parameters, work.layers, work.experts)) for work in latest
+    )
 
 
-def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> float:
+def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1, experts: float = 0.0) -> float:
     """Return the seconds to sum the gradients of `count` parameters over ranks, if nothing overlaps.
 
-    Zero where they are summed layer by layer in every backward. Else linear in `count` but for the latency,
-    and for the fixed cost of a collective of each of `layers` layers.
+    `experts`: how many of them belong to experts that the plan divides. Zero where gradients are summed layer
+    by layer in every backward. Else linear in both numbers but for the latency, and for the fixed cost of a
+    collective of each of `layers` layers.
     """
     shape, network = timer.shape, timer.network
     if shape.timing.scatters == "each":
         return 0.0
-    nbytes = count * shape.kind.reduce.itemsize
-    if not shape.kind.sharded:
-        kinds = [AxisTransfer("all-reduce", "shard", nbytes), AxisTransfer("all-reduce", "replicate", nbytes)]
-    else:
-        kinds = [AxisTransfer("reduce-scatter", "shard", nbytes)]
-        kinds.append(AxisTransfer("all-reduce", "replicate", nbytes / shape.state_ranks))
+    kinds = []
+    for axis, ranks, number in timer.parts(count, experts):
+        nbytes = number * shape.kind.reduce.itemsize
+        kinds.append(AxisTransfer("reduce-scatter" if shape.kind.sharded else "all-reduce", axis, nbytes))
+        kinds.append(AxisTransfer("all-reduce", "replicate", nbytes / ranks))
     return sum(network.seconds_of_layers(one, layers) for one in kinds)
 
 
 def gradient_sum_seconds(timer: LayerTimer, work: StepEndSizes) -> float:
     """Return the seconds from a rank's last action until its gradients are summed."""
-    seconds = gradient_transfers(timer, work.parameters, work.layers)
+    seconds = gradient_transfers(timer, work.parameters, work.layers, work.experts)
     if not timer.hides_gradient_sums:
         return seconds
     # Sums of a layer start with the end of its gradient; those of the last one are never hidden.
     return max(seconds / work.layers, seconds - work.window * (1 - 1 / work.layers))
 
 
-def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple[float, float]:
+def optimizer_seconds(
+    timer: LayerTimer, count: float, layers: int = 1, experts: float = 0.0
+) -> tuple[float, float]:
     """Return the seconds of the optimizer's step on a rank, and of the gathers of parameters that follow.
 
-    `count`: the rank's parameters before sharding; `layers`: one gather for each. Neither falls as `count`
-    grows.
+    `count`: the rank's parameters before sharding, of which `experts` belong to experts that the plan
+    divides; `layers`: one gather for each. Neither falls as numbers grow.
     """
     shape, kind, hardware = timer.shape, timer.shape.kind, timer.hardware
     master = kind.master.itemsize
@@ -92,14 +98,16 @@ def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple
     )
     part = hardware.efficiency
     bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
-    seconds = count / shape.state_ranks * nbytes / bandwidth
+    parts = timer.parts(count, experts)
+    updated = sum(part.count / part.ranks for part in parts)
+    seconds = updated * nbytes / bandwidth
     if kind.offloads_gradients and hardware.overlaps:  # gradients go to the host, parameters come back
         moved = kind.reduce.itemsize + shape.item
-        seconds = count / shape.state_ranks * (nbytes / HOST_BANDWIDTH + moved / HOST_LINK)
+        seconds = updated * (nbytes / HOST_BANDWIDTH + moved / HOST_LINK)
     if not kind.sharded or shape.timing.gathers != "once":
         return seconds, 0.0
-    gather = AxisTransfer("all-gather", "shard", count * shape.item)
-    return seconds, timer.network.seconds_of_layers(gather, layers)
+    gathers = (AxisTransfer("all-gather", part.axis, part.count * shape.item) for part in parts)
+    return seconds, sum(timer.network.seconds_of_layers(one, layers) for one in gathers)
 
 
 NANOSECOND = 1e-9
@@ -190,15 +198,17 @@ class StepTimes:
     @cached_property
     def work(self) -> tuple[StepEndSizes, ...]:
         """For each rank the sizes on which its time after the last action depends."""
-        sizes: dict[tuple[tuple[LayerKind, ...], ...], float] = {}
+        sizes: dict[tuple[tuple[LayerKind, ...], ...], tuple[float, float]] = {}
         found = []
         for rank in range(self.schedule.ranks):
             own = self.schedule.stages_of(rank)
             kinds = tuple(tuple(self.stages[stage]) for stage in own)
             if kinds not in sizes:
-                sizes[kinds] = self.timer.shape.trained_parameters([*chain(*kinds)])
+                shape, all_kinds = self.timer.shape, [*chain(*kinds)]
+                sizes[kinds] = shape.trained_parameters(all_kinds), shape.expert_parameters(all_kinds)
             window = sum(self.passes[stage].backward for stage in own)
-            found.append(StepEndSizes(sizes[kinds], sum(map(len, kinds)), window))
+            parameters, experts = sizes[kinds]
+            found.append(StepEndSizes(parameters, sum(map(len, kinds)), window, experts))
         return tuple(found)
 
     @cached_property
@@ -216,7 +226,9 @@ class StepTimes:
         """Seconds by use on the rank that ends last; waiting for messages and for other ranks apart."""
         plan = self.timer.shape.plan
         sums = [gradient_sum_seconds(self.timer, work) for work in self.work]
-        after = [optimizer_seconds(self.timer, work.parameters, work.layers) for work in self.work]
+        after = [
+            optimizer_seconds(self.timer, work.parameters, work.layers, work.experts) for work in self.work
+        ]
         last = max(range(plan.pp), key=lambda rank: self.ends[rank] + sums[rank])
         slowest = max(after, key=sum)
         parts = Parts()
@@ -233,6 +245,7 @@ class StepTimes:
             "recomputation": parts.recomputation,
             "tp communication": parts.tp,
             "cp communication": parts.cp,
+            "ep communication": parts.ep,
             "pp communication": pp,
             "dp communication": parts.dp + sums[last] + slowest[1],
             "bubble": waiting - pp,

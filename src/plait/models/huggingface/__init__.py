@@ -84,14 +84,14 @@ def _with_names(sequence: nn.Sequential, model: nn.Module) -> nn.Sequential:
 
 
 def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
-    """Return for each parameter name in `sequence` (several if shared) the corresponding name in `model`.
+    """Return for each name in the `state_dict()` of `sequence` the corresponding name in that of `model`.
 
     The last two parts of a name (module and attribute) are equal in both.
     """
     theirs: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        theirs.setdefault(id(parameter), []).append(name)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        theirs.setdefault(id(tensor), []).append(name)
     return {
-        name: next(other for other in theirs[id(parameter)] if other.split(".")[-2:] == name.split(".")[-2:])
-        for name, parameter in sequence.named_parameters(remove_duplicate=False)
+        name: next(other for other in theirs[id(tensor)] if other.split(".")[-2:] == name.split(".")[-2:])
+        for name, tensor in sequence.state_dict(keep_vars=True).items()
     }

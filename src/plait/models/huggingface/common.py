@@ -108,6 +108,8 @@ def attention_parts(attn: Any, *, plain_norms: bool = False) -> Any:
     for name, module in attn.named_children():
         plain = plain_norms and name in ("q_norm", "k_norm")
         result.add_module(name, _plain_norm(module) if plain else module)
+    for name, parameter in attn.named_parameters(recurse=False):
+        result.register_parameter(name, parameter)
     for name, value in vars(attn).items():
         if not name.startswith("_") and name != "layer_idx":
             setattr(result, name, value)

@@ -62,6 +62,7 @@ class ExpertNames:
 _QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 SAVED_BY_TRANSFORMERS: Mapping[str, ExpertNames] = {
+    "deepseek_v3": _QWEN,
     "mixtral": _MIXTRAL,
     "olmoe": _QWEN,
     "qwen2_moe": _QWEN,

@@ -33,16 +33,32 @@ from plait.models.huggingface.common import (
     residual,
     rotate_first,
 )
+from plait.models.huggingface.latent_attention import LatentAttention, is_latent, latent_rules
 from plait.models.huggingface.mixture import (
     SparseMLP,
-    has_shared_expert,
+    balance_weight,
     is_mixture,
     replaced_modules,
     require_known_mixtures,
+    shared_name,
 )
 from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block
-from plait.plan.rules import Rule, Rules, column, entrance, norm, piece, replicated, row, sequence, vocabulary
+from plait.plan.rules import (
+    Rule,
+    Rules,
+    column,
+    entrance,
+    norm,
+    partitioned,
+    piece,
+    replicated,
+    row,
+    sequence,
+    vocabulary,
+)
 from plait.tensor.attention.attention import attend, heads_of, share_keys
+from plait.tensor.experts.routers import balance_experts
+from plait.tensor.experts.routing import Scores
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers in a configuration that plait computes."""
@@ -90,19 +106,34 @@ class Family:
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values of the configuration that the model's code computes with and plait does not, with those that
     change nothing."""
-    router: Literal["none", "softmax"] = "none"
-    """How the `gate` of an MLP with several `experts` chooses among them: "softmax", those of the largest
-    probabilities, which `gate.norm_topk_prob` normalizes, as it does where a gate has no such attribute."""
+    router: Literal["none"] | Scores = "none"
+    """By which scores the router of an MLP with several `experts` (`gate` or `router`) chooses among them,
+    see `Routing`: `norm_topk_prob` of it normalizes weights, as they are where it has no such attribute."""
     mlp_rules: Mapping[str, Rule] = field(default_factory=lambda: GATED)
     """The rules of the linears of an MLP without a gate, by their names."""
     norm_start: float = 1.0
     """The first value of the norms' weights: 0 where a norm multiplies by 1 + weight."""
 
-    def rules(self, mlps: Sequence[nn.Module]) -> Rules:
+    def rules(self, attention: nn.Module, mlps: Sequence[nn.Module]) -> Rules:
         """Return how the layers are partitioned over `tp`: by heads, features of the MLP and vocabulary.
 
-        `mlps`: of transformers, one a block.
+        `attention`, `mlps`: of transformers, that of any block, and one a block.
         """
+        of_attention = latent_rules(attention) if is_latent(attention) else self._rules_of_heads(attention)
+        return {
+            "embedding.embed_tokens": vocabulary,
+            "blocks.*.attention": sequence,
+            **{f"blocks.*.attention.{name}": rule for name, rule in of_attention.items()},
+            "blocks.*.attention.attention_dropout": piece.along(1),
+            "blocks.*.mlp": sequence,
+            **self._rules_of_mlps(mlps),
+            "head": sequence,
+            "head.norm": entrance,
+            "head.lm_head": vocabulary,
+        }
+
+    def _rules_of_heads(self, attention: nn.Module) -> Rules:
+        """Return the rules within an `Attention`, by names in it."""
         projections = {
             "q_proj": column.by(HEADS),
             "k_proj": column.by(KEY_HEADS, repeated=True),
@@ -115,18 +146,12 @@ class Family:
             "each": {"q_norm": replicated, "k_norm": replicated},
             "joint": {"q_norm": norm.by(HEADS), "k_norm": norm.by(KEY_HEADS, repeated=True)},
         }
-        of_attention = {**projections, **norms[self.head_norms], "o_proj": row.by(HEADS)}
+        within = {**projections, **norms[self.head_norms], "o_proj": row.by(HEADS)}
+        sinks = {"self_attn": partitioned.by(f"self_attn.{HEADS}")} if hasattr(attention, "sinks") else {}
         return {
-            "embedding.embed_tokens": vocabulary,
-            "blocks.*.attention": sequence,
-            f"blocks.*.attention.{self.attention.before or ENTRANCE}": entrance,
-            **{f"blocks.*.attention.self_attn.{name}": rule for name, rule in of_attention.items()},
-            "blocks.*.attention.attention_dropout": piece.along(1),
-            "blocks.*.mlp": sequence,
-            **self._rules_of_mlps(mlps),
-            "head": sequence,
-            "head.norm": entrance,
-            "head.lm_head": vocabulary,
+            self.attention.before or ENTRANCE: entrance,
+            **sinks,
+            **{f"self_attn.{name}": rule for name, rule in within.items()},
         }
 
     def _rules_of_mlps(self, mlps: Sequence[nn.Module]) -> Rules:
@@ -136,10 +161,10 @@ class Family:
         rules = {f"blocks.{one}.mlp.{self.mlp.before or ENTRANCE}": entrance for one in blocks}
         if dense:
             rules |= {f"blocks.*.mlp.mlp.{name}": rule for name, rule in self.mlp_rules.items()}
-        if any(self.is_sparse(mlp) and has_shared_expert(mlp) for mlp in mlps):
-            shared = "blocks.*.mlp.mlp.shared_expert"
+        shared = next(filter(None, (shared_name(mlp) for mlp in mlps if self.is_sparse(mlp))), None)
+        if shared is not None:
             rules |= {f"blocks.*.mlp.mlp.{ENTRANCE}": entrance}
-            rules |= {f"{shared}.{name}": rule for name, rule in self.mlp_rules.items()}
+            rules |= {f"blocks.*.mlp.mlp.{shared}.{name}": rule for name, rule in self.mlp_rules.items()}
         return rules
 
     def is_sparse(self, mlp: nn.Module) -> bool:
@@ -157,8 +182,10 @@ _GEMMA2 = Family(
     norm_start=0.0,
 )
 DECODERS: Mapping[str, Family] = {
+    "DeepseekV3ForCausalLM": Family(router="sigmoid"),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(_GEMMA2, head_norms="each", score_cap=None),
+    "GptOssForCausalLM": Family(windows="by type", router="softmax_of_chosen"),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(windows="all"),
     "MixtralForCausalLM": Family(windows="all", router="softmax", refused={"router_jitter_noise": (None, 0)}),
@@ -211,13 +238,23 @@ def adapt(model: Any, family: Family) -> nn.Sequential:
     blocks = []
     for index, one in enumerate(layers):
         rotary = rotaries[None if None in rotaries else config.layer_types[index]]
-        attention = Attention(one, family, rotary, windows[index], std)
-        kind = SparseMLP if family.is_sparse(one.mlp) else MLP
-        blocks.append(block(attention, kind(one, family.mlp, std, norm_start=family.norm_start)))
+        if is_latent(one.self_attn):
+            attention: nn.Module = LatentAttention(one, family.attention, rotary, std)
+        else:
+            attention = Attention(one, family, rotary, windows[index], std)
+        start = family.norm_start
+        if family.router != "none" and is_mixture(one.mlp):
+            mlp: nn.Module = SparseMLP(one, family.mlp, family.router, std, norm_start=start)
+        else:
+            mlp = MLP(one, family.mlp, std, norm_start=start)
+        blocks.append(block(attention, mlp))
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
     cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
     head = Head("norm", body.norm, model.lm_head, std, cap=cap, norm_start=family.norm_start)
-    return assemble(embedding, blocks, head, context=context, rules=family.rules(mlps))
+    adapted = assemble(embedding, blocks, head, context=context, rules=family.rules(attentions[0], mlps))
+    if sparse and (weight := balance_weight(model)):
+        balance_experts(adapted, weight=weight, counts="step", coupled=True)
+    return adapted
 
 
 def _require_computed(config: Any, family: Family) -> None:
@@ -271,7 +308,7 @@ class Attention(InitializedLayer):
     """`[batch, length, hidden]` → the same shape: the residual branch of causal attention."""
 
     def __init__(self, block: Any, family: Family, rotary: Rotary, window: int | None, std: float) -> None:
-        super().__init__(std, norm_start=family.norm_start)
+        super().__init__(std, {"sinks": std}, norm_start=family.norm_start)
         self.branch = add_branch(self, block, family.attention)
         attn = block.self_attn
         self.self_attn: Any = attention_parts(attn, plain_norms=family.head_norms == "joint")
@@ -299,7 +336,8 @@ class Attention(InitializedLayer):
         key, value = self._prepared(key, "k_norm", normed), heads_of(value, attn.head_dim)
         keys = share_keys(key, value, window=self.window, query_heads=count)
         query = self._prepared(project_query(), "q_norm", normed)  # while keys and values are sent
-        mixed = attend(query, keys, scale=attn.scaling, softcap=self.cap, dropout=self.attention_dropout)
+        options: Any = {"softcap": self.cap, "dropout": self.attention_dropout}
+        mixed = attend(query, keys, scale=attn.scaling, sinks=getattr(attn, "sinks", None), **options)
         output: Tensor = attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return output
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlaitError, listed, missing_package
 from plait.models.huggingface import FAMILIES, from_huggingface
 from plait.models.huggingface.expert_tensors import joined_experts
+from plait.models.huggingface.quantized_weights import QUANTIZATION, dequantized, require_known_quantization
 from plait.models.huggingface.weight_files import CONFIG, NO_WEIGHTS, SIZE_KEYS, config_in, files_of_tensors
+from plait.models.layers.layer_sequence import saved_tensors
 from plait.models.lora import adapters_of
 from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE
 
@@ -22,6 +25,9 @@ _MOST_OF_A_REASON = 200
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them; numbers of others have scales that are elsewhere."""
 _ROWS_AT_ONCE = 4096
+_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of config.json with a number of layers that predict further tokens."""
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
@@ -53,11 +59,6 @@ def model_in(folder: Path, context: int | None = None) -> nn.Sequential:
     `context`: that of the run, by which layers are divided into stages; None: the longest.
     """
     config = _config(folder)
-    if getattr(config, "quantization_config", None):
-        raise ModelError(
-            f"the weights in {folder} are quantized (quantization_config in config.json), and plait trains "
-            "the weights themselves: give a folder of the model as it was before."
-        )
     if getattr(config, "num_hidden_layers", None) is not None:  # else from_huggingface refuses the model
         sizes_in(folder)
     with torch.device("meta"):
@@ -118,7 +119,8 @@ def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
     if not file_of:
         return None
     opened = {name: safe_open(folder / name, framework="pt") for name in sorted(set(file_of.values()))}
-    slices = joined_experts(folder, {key: opened[file].get_slice(key) for key, file in file_of.items()})
+    saved = {key: opened[file].get_slice(key) for key, file in file_of.items()}
+    slices = joined_experts(folder, dequantized(saved, config_in(folder).get(QUANTIZATION) or {}))
     names: dict[str, str] = model.huggingface_names  # type: ignore[assignment]
     found, used = {}, set()
     for name, full in names.items():
@@ -129,9 +131,24 @@ def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
             found[name] = slices[key]
             used.add(key)
     unused = [key for key in slices if key not in used and not key.endswith(NO_WEIGHTS)]
+    _require_no_further_layers(folder, unused)
     _require_fit(folder, model, found, unused)
     _require_tied(folder, model, found)
     return found
+
+
+def _require_no_further_layers(folder: Path, unused: Sequence[str]) -> None:
+    """Raise ModelError for layers behind the last one where config.json has such, for further tokens."""
+    config = config_in(folder)
+    layers = config.get(SIZE_KEYS["layers"])
+    numbers = {key: int(match[1]) for key in unused if (match := _LAYER.match(key))}
+    further = [key for key, number in numbers.items() if type(layers) is int and number >= layers]
+    if further and any(config.get(name) for name in _FURTHER_LAYERS):
+        raise ModelError(
+            f"the files in {folder} hold layers behind the {layers} of config.json, such as {further[0]}, "
+            "which predict further tokens (multi-token prediction) and which plait does not train: load the "
+            "model with transformers and save it again, which leaves them out."
+        )
 
 
 def _require_tied(folder: Path, model: nn.Sequential, found: Mapping[str, Any]) -> None:
@@ -153,15 +170,15 @@ def _require_tied(folder: Path, model: nn.Sequential, found: Mapping[str, Any]) 
 
 
 def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], unused: list[str]) -> None:
-    """Raise ModelError unless the files have exactly the model's parameters, in their shapes."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    present = {id(one) for name, one in parameters.items() if name in found}
+    """Raise ModelError unless the files have exactly the model's tensors, in their shapes."""
+    tensors = model.state_dict(keep_vars=True)
+    present = {id(one) for name, one in tensors.items() if name in found}
     present |= {id(half) for one in adapters_of(model).values() for half in (one.down.weight, one.up.weight)}
-    faults = [f"{name} is missing" for name, one in model.named_parameters() if id(one) not in present]
+    faults = [f"{name} is missing" for name, one in saved_tensors(model).items() if id(one) not in present]
     faults += [
-        f"{name} is {list(one.get_shape())} and not {list(parameters[name].shape)}"
+        f"{name} is {list(one.get_shape())} and not {list(tensors[name].shape)}"
         for name, one in found.items()
-        if list(one.get_shape()) != list(parameters[name].shape)
+        if list(one.get_shape()) != list(tensors[name].shape)
     ]
     faults += [
         f"{name} holds {one.get_dtype()}" for name, one in found.items() if one.get_dtype() not in _FLOATS
@@ -196,10 +213,19 @@ def _refused_by_transformers(folder: Path) -> Iterator[None]:
 
 
 def _config(folder: Path) -> Any:
-    """Return the configuration in `folder`, of a class of transformers: code in the folder is never run."""
+    """Return the configuration in `folder`, of a class of transformers: code in the folder is never run.
+
+    It says nothing of a quantization, since weights are read as what they stand for; ModelError for others.
+    """
     transformers, content = _transformers(), config_in(folder)
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        made = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if getattr(made, QUANTIZATION, None):
+            require_known_quantization(folder, content.get(QUANTIZATION) or {})
+            delattr(made, QUANTIZATION)
+        return made
+    except PlaitError:
+        raise
     except Exception as error:  # any error of transformers
         reason = _brief(error)
         if "auto_map" in content:

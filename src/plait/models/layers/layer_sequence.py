@@ -164,6 +164,15 @@ def without_values(sequence: LayerSequence) -> LayerSequence:
     return replace(sequence, layers=tuple(private_copy(sequence.layers, meta)), parameters=parameters)
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and saved buffers of a model by name; shared ones by their first name only."""
+    first: dict[int, str] = {}
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first.values()}
+
+
 def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers in the layers' `state_dict`, with full names; a shared buffer under each name."""
     for layer in layers:

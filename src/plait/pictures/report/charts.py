@@ -71,6 +71,14 @@ _CHARTS = (
     Chart(
         "MFU", "model FLOPs utilisation, of the peak of all devices", (ChartSeries("mfu"),), "percent", True
     ),
+    Chart("Balance loss", "of routers, without its weight", (ChartSeries("balance_loss"),), smooth=True),
+    Chart("z-loss", "of routers, without its weight", (ChartSeries("z_loss"),), smooth=True),
+    Chart(
+        "Largest load of an expert",
+        "tokens, as a multiple of the mean in its layer",
+        (ChartSeries("largest_expert_load"),),
+        smooth=True,
+    ),
     Chart(
         "Processor",
         "busy share of the host of rank 0, all processes",

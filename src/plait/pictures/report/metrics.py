@@ -18,6 +18,7 @@ MOST = 1e300
 Number = float | None
 """A number of a row; None where it is missing or was not finite."""
 RANKS_FILE = "ranks.jsonl"
+EXPERTS_FILE = "experts.jsonl"
 
 
 @dataclass(frozen=True)

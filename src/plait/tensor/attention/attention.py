@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.plan.context_parallel_heads import heads_of_ranks
+from plait.ranks.device import is_accelerator
 from plait.tensor.attention.exchange_plan import Mask
 from plait.tensor.attention.kernels import (
     AnyDropout,
@@ -58,6 +59,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: AnyDropout | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax attention `[rows, heads, length, width]`; tokens attend within their document only.
 
@@ -67,7 +69,8 @@ def attention(
     `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
     runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
     `softcap`: a bound c of the scores s, which become c · tanh(s / c); no fused kernel has it. `dropout`: of
-    the attention weights, `[rows, heads, length, length]`, in training mode.
+    the attention weights, `[rows, heads, length, length]`, in training mode. `sinks` `[heads]`: of each head
+    a score, as that of one more key, whose value is 0; it is neither scaled nor capped.
 
     Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
     and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Unless
@@ -78,7 +81,7 @@ def attention(
     numbers = {"window": window, "scale": scale, "softcap": softcap}
     _require_arguments(tensors, numbers, causal, documents, dropout)
     keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
-    return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout)
+    return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
 
 
 def heads_of(projected: Tensor, size: int) -> Tensor:
@@ -126,6 +129,16 @@ def _require_mask(dropout: AnyDropout | None) -> None:
         raise ModelError(
             f"attention was given the dropout {type(dropout).__name__}, whose mask is not known by position, "
             "as context parallelism, packed documents and a softcap need it: give plait.Dropout(p)."
+        )
+
+
+def _require_sinks(sinks: object, query: Tensor) -> None:
+    """Raise ModelError for sinks that are not a score of each of the query's heads."""
+    if not (isinstance(sinks, Tensor) and sinks.shape == query.shape[1:2]):
+        found = list(sinks.shape) if isinstance(sinks, Tensor) else f"an object of {type(sinks).__name__}"
+        raise ModelError(
+            f"attention was given sinks {found} for {query.shape[1]} query heads: give a tensor [heads], or "
+            "None."
         )
 
 
@@ -186,6 +199,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: AnyDropout | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention of `query` to the keys and values that `share_keys` has started to send.
 
@@ -194,12 +208,16 @@ def attend(
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     dropout, trace = dropout if is_active(dropout) else None, TRACE.get()
-    if keys.sequence is not None or softcap is not None:
+    if sinks is not None:
+        _require_sinks(sinks, query)
+    in_blocks = keys.sequence is not None or softcap is not None or sinks is not None
+    # scaled_dot_product_attention has no fused kernel of a CPU for these.
+    in_blocks = in_blocks or (keys.value.shape[3] < keys.key.shape[3] and not is_accelerator(query))
+    if in_blocks:
         _require_mask(dropout)
         if trace is not None:
             between = partial(_outside_graphs, keys.mask, Scaling(scale, softcap))
-            return trace.attention(between, query, keys.key, keys.value, dropout)
-    if softcap is not None:
+            return trace.attention(between, query, keys.key, keys.value, sinks, dropout)
         keys = _in_blocks(keys, softcap)
     sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
     if sequence is None and dropout is not None:
@@ -220,30 +238,39 @@ def attend(
         dropout_mask = WeightDropoutMask.next(dropout, query, sequence.layout.length)
     if keys.exchange is not None:
         blocks = KeyBlocks(keys.exchange, scaling, dropout_mask)
-        output = attend_to_all(query, keys.key, keys.value, blocks)
+        output = attend_to_all(query, keys.key, keys.value, sinks, blocks)
     else:
         of_ranks = heads_of_ranks(heads, heads, sequence.group.size)
+        own = of_ranks[sequence.group.index]
         if dropout_mask is not None:
-            dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
+            dropout_mask = dropout_mask.from_head(own[0])
+        if sinks is not None:
+            sinks = sinks[own[0] : own[-1] + 1]
         (mine,) = to_heads(sequence, of_ranks, query)
         blocks = KeyBlocks(KeyExchange(_whole(sequence), keys.mask, query.device), scaling, dropout_mask)
-        output = attend_by_heads(mine, keys.key, keys.value, blocks, sequence, of_ranks)
+        output = attend_by_heads(mine, keys.key, keys.value, sinks, blocks, sequence, of_ranks)
     # The proof of tensor parallelism looks for dropouts.
     return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def _outside_graphs(
-    mask: Mask, scaling: Scaling, query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module | None
+    mask: Mask,
+    scaling: Scaling,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    dropout: nn.Module | None,
 ) -> Tensor:
     """Return attention that a compiled layer has recorded, on the sequence that runs now."""
     assert dropout is None or isinstance(dropout, AnyDropout)
     keys = share_keys(key, value, mask.causal, mask.window, query_heads=query.shape[1])
-    return attend(query, keys, scale=scaling.scale, softcap=scaling.softcap, dropout=dropout)
+    return attend(query, keys, scale=scaling.scale, softcap=scaling.softcap, dropout=dropout, sinks=sinks)
 
 
-def _in_blocks(keys: SharedKeys, softcap: float) -> SharedKeys:
+def _in_blocks(keys: SharedKeys, softcap: float | None) -> SharedKeys:
     """Return keys with an exchange, by which attention is computed in blocks. ModelError for a cap of 0."""
-    if softcap <= 0.0:
+    if softcap is not None and softcap <= 0.0:
         raise ModelError(f"attention was given softcap = {softcap:g}: give a bound above 0, or None.")
     if keys.sequence is not None:
         return keys

@@ -2,7 +2,8 @@
 
 `torch.nn.functional.scaled_dot_product_attention` calls the same operations, but does not return the
 log-sum-exp, and its backward takes that of its own keys only. Tensors are `[rows, heads, length, width]`; key
-and value may have fewer heads, each for consecutive query heads. A bias is added to the scores,
+and value may have fewer heads, each for consecutive query heads. The CPU's kernel takes values as wide as
+keys: narrower ones get features of 0, which are left out of the results. A bias is added to the scores,
 `[rows, heads, queries, keys]`; a causal mask begins in the upper left corner.
 """
 
@@ -58,7 +59,9 @@ def fused_kernel(
     if 0 in (query.numel(), key.numel(), value.numel()):
         return None  # the CPU's kernel divides by sizes
     if query.is_meta:
-        return CPU if key.shape == value.shape else None
+        return CPU if key.shape[:3] == value.shape[:3] and value.shape[3] <= key.shape[3] else None
+    if query.device.type == "cpu" and value.shape[3] < key.shape[3]:
+        value = key
     choice = _chosen_backend(query, key, value, mask, causal)
     if query.device.type == "cpu":
         return CPU if choice == SDPBackend.FLASH_ATTENTION else None
@@ -88,8 +91,10 @@ def cpu_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of PyTorch's fused CPU kernel, which has no public name."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+        query, key, _as_wide(value, key), 0.0, causal, attn_mask=bias, scale=scale
     )
+    if value.shape[3] < key.shape[3]:
+        out = out[..., : value.shape[3]]
     # On the meta device torch 2.11 gives float32 for all inputs, where the CPU gives float64 for float64.
     return out, lse.to(torch.promote_types(query.dtype, torch.float32))
 
@@ -100,10 +105,17 @@ def _cpu_backward(
     query, key, value, out, lse = attended
     if out.stride(-1) != 1:
         out = out.contiguous()  # else the kernel would read other elements
+    gradient, wide, out = (_as_wide(one, key) for one in (gradient, value, out))
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        gradient, query, key, wide, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
-    return of_query, of_key, of_value
+    return of_query, of_key, of_value[..., : value.shape[3]]
+
+
+def _as_wide(tensor: Tensor, key: Tensor) -> Tensor:
+    """Return values, or what is as wide, with zeros behind, as wide as keys."""
+    missing = key.shape[3] - tensor.shape[3]
+    return functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _flash_forward(

@@ -3,6 +3,7 @@
     forward     out = softmax(s) v and lse = log Σ exp(s) over a block's keys, with scores s = scale · q kᵀ
     merge       lse' = log(exp(lse₁) + exp(lse₂)), out' = exp(lse₁ - lse') out₁ + exp(lse₂ - lse') out₂
     backward    weights p = exp(s - lse'), with the merged lse': gradients of all keys are sums over blocks
+    sinks       a score of each head without a value, merged last: lse' = log(exp(lse) + exp(sink))
 
 Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2". Queries
 are `[rows, heads, n, size]`, keys and values `[rows, kv heads, m, size]`, each kv head for `heads / kv heads`
@@ -150,6 +151,33 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -math.inf, 0.0)
     out.lerp_(part_out.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Merge a score of each head, `sinks` `[heads]`, which has no value, into `out` and `lse` in place.
+
+    `out` becomes `out · sigmoid(lse - sink)`, attention whose weights, with that of the sink, add up to 1.
+    Overridable by a `TorchFunctionMode`, as `sinks_gradient` is.
+    """
+    if has_torch_function_variadic(out, sinks):
+        handle_torch_function(merge_sinks, (out, sinks), out, lse, sinks)
+        return
+    each = sinks.to(lse.dtype).unsqueeze(-1)
+    out.mul_(torch.sigmoid(lse - each).unsqueeze(-1))
+    torch.logaddexp(lse, each, out=lse)
+
+
+def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of `sinks` from that of attention, its output and its log-sum-exp with sinks."""
+    if sinks is None:
+        return None
+    if has_torch_function_variadic(gradient, sinks):
+        arguments = gradient, out, lse, sinks
+        found: Tensor | None = handle_torch_function(sinks_gradient, (gradient, sinks), *arguments)
+        return found
+    mean = (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weights = torch.exp(sinks.to(lse.dtype).unsqueeze(-1) - lse)
+    return -(weights * mean).sum((0, 2)).to(sinks.dtype)
 
 
 def _kernel_and_mask(

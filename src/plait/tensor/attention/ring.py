@@ -37,6 +37,8 @@ from plait.tensor.attention.kernels import (
     block_forward,
     empty_result,
     merge,
+    merge_sinks,
+    sinks_gradient,
 )
 from plait.tensor.attention.visibility import BlockCall
 from plait.tensor.autograd.kept_results import kept, next_result_is_kept
@@ -176,13 +178,15 @@ def share(key: Tensor, value: Tensor, exchange: KeyExchange) -> tuple[Tensor, Te
     return shared
 
 
-def attend_to_all(query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks) -> Tensor:
+def attend_to_all(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: KeyBlocks
+) -> Tensor:
     """Return attention of this rank's queries to all keys that they see: `[rows, heads, length, width]`.
 
-    `key`, `value`: what `share` returned for the same exchange. Communication: unless keys are kept, one
-    all-to-all over `cp` in the backward.
+    `key`, `value`: what `share` returned for the same exchange. `sinks`: as in `plait.attention`.
+    Communication: unless keys are kept, one all-to-all over `cp` in the backward.
     """
-    output: Tensor = _Attend.apply(query, key, value, blocks)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attend.apply(query, key, value, sinks, blocks)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -195,11 +199,24 @@ class KeyBlocks:
     dropout_mask: WeightDropoutMask | None
     """Of the dropout of weights."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return attention to all blocks, its log-sum-exp, and the received keys if the plan keeps them."""
-        packed = self._packed_call(query, key, value)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return attention to all blocks, its log-sum-exp, and the received keys if the plan keeps them.
+
+        With `sinks` `[heads]`, the log-sum-exp is that of the scores and the sinks.
+        """
+        packed, received = self._packed_call(query, key, value), None
         if packed is not None:
-            return *packed.forward(query, key, value, self.scaling.scale), None
+            out, lse = packed.forward(query, key, value, self.scaling.scale)
+        else:
+            out, lse, received = self._merged(query, key, value)
+        if sinks is not None:
+            merge_sinks(out, lse, sinks)
+        return out.to(query.dtype), lse, received
+
+    def _merged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what `attend` returns, before sinks, from blocks of keys."""
         exchange = self.exchange
         out, lse = empty_result(query, value)
         self._merge(out, lse, query, (key, value))
@@ -207,7 +224,7 @@ class KeyBlocks:
         for peer, pair in zip(exchange.plan.peers, exchange.views_of(received, key, value), strict=True):
             if peer is not None:
                 self._merge(out, lse, query, pair, peer)
-        return out.to(query.dtype), lse, received if exchange.keeps else None
+        return out, lse, received if exchange.keeps else None
 
     def gradients(
         self, gradient: Tensor, attended: Attended, received: Tensor | None, *, returns: bool = True
@@ -317,15 +334,18 @@ class _Share(torch.autograd.Function):
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks) -> Tensor:
-        result, lse, received = kept(partial(blocks.attend, query, key, value))
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: KeyBlocks
+    ) -> Tensor:
+        result, lse, received = kept(partial(blocks.attend, query, key, value, sinks))
         ctx.blocks = blocks
-        ctx.save_for_backward(query, key, value, result, lse, received)
+        ctx.save_for_backward(query, key, value, result, lse, received, sinks)
         assert result is not None
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *attended, received = ctx.saved_tensors
-        returns = ctx.needs_input_grad[1]
-        return *ctx.blocks.gradients(gradient, Attended(*attended), received, returns=returns), None
+        *tensors, received, sinks = ctx.saved_tensors
+        attended, returns = Attended(*tensors), ctx.needs_input_grad[1]
+        of_sinks = sinks_gradient(gradient, attended.out, attended.lse, sinks)
+        return *ctx.blocks.gradients(gradient, attended, received, returns=returns), of_sinks, None

@@ -24,6 +24,7 @@ from torch import Tensor
 from plait.errors import PlanError
 from plait.plan.context_parallel_heads import Heads, sending_less, vectors_sent
 from plait.tensor.attention.fused_kernels import Attended
+from plait.tensor.attention.kernels import sinks_gradient
 from plait.tensor.attention.ring import KeyBlocks, RankParts, start_exchange
 from plait.tensor.autograd.kept_results import kept
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence
@@ -104,16 +105,23 @@ def to_heads(sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[T
 
 
 def attend_by_heads(
-    query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks, sequence: LocalSequence, heads: Heads
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    blocks: KeyBlocks,
+    sequence: LocalSequence,
+    heads: Heads,
 ) -> Tensor:
     """Return Ulysses attention: all heads at this rank's positions, `[rows, all heads, own, width]`.
 
-    `query`, `key`, `value`: results of `to_heads`, of which each query head is on one rank; `blocks`: of
-    a rank that holds whole sequences. Unless keys are kept, the output is kept by positions only, as the next
-    layer keeps it, and sent again in the backward. Communication: one all-to-all over `cp`, and one in the
-    backward, of twice the bytes where the output is sent again.
+    `query`, `key`, `value`: results of `to_heads`, of which each query head is on one rank; `sinks`: of this
+    rank's heads, see `plait.attention`; `blocks`: of a rank that holds whole sequences. Unless keys are kept,
+    the output is kept by positions only, as the next layer keeps it, and sent again in the backward.
+    Communication: one all-to-all over `cp`, and one in the backward, of twice the bytes where the output is
+    sent again.
     """
-    arguments = query, key, value, blocks, sequence, heads
+    arguments = query, key, value, sinks, blocks, sequence, heads
     result: Tensor = _AttendByHeads.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -137,28 +145,30 @@ class _AttendByHeads(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         blocks: KeyBlocks,
         sequence: LocalSequence,
         heads: Heads,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor, Tensor | None]:
-            out, lse, _ = blocks.attend(query, key, value)
+            out, lse, _ = blocks.attend(query, key, value, sinks)
             (every,) = _positions_for_heads([out], sequence, heads, heads[-1][-1] + 1)
             return every, lse, out if sequence.parallelism.keeps_keys else None
 
         result, lse, out = kept(compute)
         ctx.blocks, ctx.sequence, ctx.heads = blocks, sequence, heads
-        ctx.save_for_backward(query, key, value, lse, out, result if out is None else None)
+        ctx.save_for_backward(query, key, value, lse, out, result if out is None else None, sinks)
         assert result is not None
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, lse, out, by_positions = ctx.saved_tensors
+        query, key, value, lse, out, by_positions, sinks = ctx.saved_tensors
         sent = [gradient, by_positions] if out is None else [gradient]
         gradient, *outs = _heads_for_positions(sent, ctx.sequence, ctx.heads, overlaps=True)
         attended = Attended(query, key, value, outs[0] if outs else out, lse)
-        return *ctx.blocks.gradients(gradient, attended, None, returns=False), None, None, None
+        of_sinks = sinks_gradient(gradient, attended.out, lse, sinks)
+        return *ctx.blocks.gradients(gradient, attended, None, returns=False), of_sinks, None, None, None
 
 
 def _heads_for_positions(

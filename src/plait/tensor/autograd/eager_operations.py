@@ -3,8 +3,8 @@
 While a layer is traced, `TRACE` holds its `LayerTrace`. A collective is then not run but recorded, as an
 operator with a number, of which the trace knows only the shape of the result. The layer's graphs end before
 such an operator and begin after it; what it stands for runs between them, as without compilation. So does
-attention on a part of a sequence, on documents, in a window or with a softcap. What differs from step to
-step, masks and the positions of packed documents, is made before the graphs.
+attention on a part of a sequence, on documents, in a window, with a softcap or with sinks. What differs from
+step to step, masks and the positions of packed documents, is made before the graphs.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from torch import Tensor, nn
 from plait.tensor.autograd.regather import Gather
 
 Operation = Callable[[Tensor], Tensor]
-Attention = Callable[[Tensor, Tensor, Tensor, nn.Module | None], Tensor]
-"""Returns attention `[rows, heads, length, width]` for a query, keys, values and a dropout of the weights."""
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, nn.Module | None], Tensor]
+"""Returns attention `[rows, heads, length, width]` for a query, keys, values, sinks and a dropout of the
+weights."""
 
 torch.library.define("plait::eager_operation", "(Tensor input, int number, SymInt[] shape) -> Tensor")
 torch.library.define("plait::regathered", "(Tensor part, int number) -> Tensor")
 torch.library.define("plait::dropout_mask", "(int number, SymInt[] shape, Device device) -> Tensor")
 torch.library.define("plait::positions", "(SymInt[] shape, Device device) -> Tensor")
 torch.library.define(
-    "plait::attention", "(Tensor q, Tensor k, Tensor v, int number, bool drops) -> (Tensor, Tensor)"
+    "plait::attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, int number, bool drops) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "plait::attention_backward",
-    "(Tensor gradient, Tensor run, SymInt[] q, SymInt[] k, SymInt[] v) -> (Tensor, Tensor, Tensor)",
+    "(Tensor gradient, Tensor run, SymInt[] q, SymInt[] k, SymInt[] v, int sinks)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 EAGER_OPERATION: Any = torch.ops.plait.eager_operation.default
 """Operator for a recorded operation; `number` is that of the operation in the trace."""
@@ -46,7 +49,7 @@ ATTENTION: Any = torch.ops.plait.attention.default
 """Operator for recorded attention; its second result stands for what the backward needs. `drops`: whether
 weights pass through a dropout."""
 ATTENTION_BACKWARD: Any = torch.ops.plait.attention_backward.default
-"""Operator for the gradients of a recorded attention's query, keys and values."""
+"""Operator for the gradients of a recorded attention's query, keys, values and sinks, perhaps none."""
 
 
 def _like_eager_operation(input: Tensor, number: int, shape: Sequence[int]) -> Tensor:
@@ -61,14 +64,17 @@ def _like_positions(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device=device)
 
 
-def _like_attention(q: Tensor, k: Tensor, v: Tensor, number: int, drops: bool) -> tuple[Tensor, Tensor]:
+def _like_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, number: int, drops: bool
+) -> tuple[Tensor, Tensor]:
     return _by_positions(q, (*q.shape[:3], v.shape[3])), q.new_empty(0)
 
 
 def _like_attention_backward(
-    gradient: Tensor, run: Tensor, q: Sequence[int], k: Sequence[int], v: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _by_positions(gradient, q), _by_positions(gradient, k), _by_positions(gradient, v)
+    gradient: Tensor, run: Tensor, q: Sequence[int], k: Sequence[int], v: Sequence[int], sinks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = (_by_positions(gradient, one) for one in (q, k, v))
+    return of_query, of_key, of_value, gradient.new_empty(sinks)
 
 
 def _by_positions(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -95,7 +101,7 @@ class RecordedAttention:
     dropout: str | None
     """The name in the layer of the dropout of its weights."""
     learns: tuple[bool, ...]
-    """Whether the query, the keys and the values need a gradient."""
+    """Whether the query, the keys, the values and the sinks, if there are any, need a gradient."""
 
 
 @dataclass
@@ -154,13 +160,20 @@ class LayerTrace:
         return found
 
     def attention(
-        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module | None
+        self,
+        attention: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        dropout: nn.Module | None,
     ) -> Tensor:
-        """Record `attention(query, key, value, dropout)`, and return a tensor in place of the result."""
+        """Record `attention` of these arguments, and return a tensor in place of the result."""
         name = None if dropout is None else self.names[id(dropout)]
-        learns = tuple(one.requires_grad for one in (query, key, value))
+        given = query, key, value, sinks
+        learns = tuple(one.requires_grad for one in given if one is not None)
         self.attentions.append(RecordedAttention(attention, name, learns))
-        arguments = query, key, value, len(self.attentions) - 1, dropout is not None
+        arguments = *given, len(self.attentions) - 1, dropout is not None
         recorded: Tensor = _RecordedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
         return recorded
 
@@ -187,14 +200,24 @@ class _Recorded(torch.autograd.Function):
 
 class _RecordedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, number: int, drops: bool) -> Tensor:
-        output, run = ATTENTION(query, key, value, number, drops)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        number: int,
+        drops: bool,
+    ) -> Tensor:
+        output, run = ATTENTION(query, key, value, sinks, number, drops)
         ctx.save_for_backward(run)
+        ctx.sinks = 0 if sinks is None else len(sinks)
         ctx.shapes = tuple(tuple(one.shape) for one in (query, key, value))
         result: Tensor = output
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (run,) = ctx.saved_tensors
-        return (*ATTENTION_BACKWARD(gradient, run, *ctx.shapes), None, None)
+        *found, of_sinks = ATTENTION_BACKWARD(gradient, run, *ctx.shapes, ctx.sinks)
+        return *found, of_sinks if ctx.sinks else None, None, None

@@ -75,10 +75,10 @@ class Balance:
 def count_choices(indices: Tensor, documents: Tensor, count: int, experts: int) -> Tensor:
     """Return how many tokens of each document have chosen each expert: int64 `[D, E]`.
 
-    `indices [T, k]`: the experts of each token. `documents [T]`: the number of its document, of `count` ones;
-    `count` itself for padding, which is not counted.
+    `indices [T, k]`: the experts of each token; of padding any. `documents [T]`: the number of its document,
+    of `count` ones; `count` itself for padding, which is not counted.
     """
-    places = documents[:, None] * experts + indices
+    places = documents[:, None] * experts + indices.clamp(min=0)
     counts = torch.zeros((count + 1) * experts, dtype=torch.int64, device=indices.device)
     counts.index_add_(0, places.flatten(), torch.ones_like(places.flatten()))
     return counts.view(count + 1, experts)[:count]

@@ -1,8 +1,9 @@
 """Products of rows that are sorted into groups, one group for each expert, with a matrix for each group.
 
-By `torch.nn.functional.grouped_mm` where it applies, else in a loop over the groups. On a CPU it is such a
-loop itself, without Python: as fast for large matrices, and 2.5 times for many small ones. It makes new
-tensors, however, so large weight gradients are added to their buffers in a loop, in one pass over memory.
+By `torch.nn.functional.grouped_mm` where it applies, else in a loop over the groups, whose sizes the host
+knows. On a CPU `grouped_mm` is such a loop itself, without Python: as fast for large matrices, and 2.5 times
+for many small ones. It makes new tensors, however, so large weight gradients are added to their buffers in a
+loop, in one pass over memory. On meta a loop shows which products there are, and allocates what a CPU would.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.ranks.device import is_accelerator
+from plait.ranks.device import is_accelerator, multiplies_groups
 
-GROUPED_DTYPES = torch.float32, torch.bfloat16, torch.float16
 ALIGNMENT = 16
 """Bytes to which `grouped_mm` wants the first element, and each row, of its operands aligned."""
 SMALLEST_IN_LOOP = 2**14
@@ -40,7 +40,7 @@ class Groups:
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Return `[rows, in]` times the matrix of each row's group, `[groups, in, out]`: `[rows, out]`."""
-    if _is_grouped(rows, matrices):
+    if _is_grouped(rows, matrices) and not rows.is_meta:
         return functional.grouped_mm(rows, matrices, offs=groups.ends)
     result = rows.new_empty(rows.shape[0], matrices.shape[2])
     for part, matrix, out in zip(_parts(rows, groups), matrices, _parts(result, groups), strict=True):
@@ -57,7 +57,7 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, groups: Grou
         total.dtype == left.dtype and total[:1].numel() >= SMALLEST_IN_LOOP and not is_accelerator(total)
     )
     if not in_loop and _is_grouped(left.t(), right):
-        product = functional.grouped_mm(left.t(), right, offs=groups.ends)
+        product = _products_over_rows(left, right, groups)
         total.copy_(product) if first else total.add_(product)
         return
     for a, b, one in zip(_parts(left, groups), _parts(right, groups), total, strict=True):
@@ -67,6 +67,16 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, groups: Grou
             one.copy_(a.t() @ b)
         else:
             one.add_(a.t() @ b)
+
+
+def _products_over_rows(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
+    """Return `leftᵀ right` of each group: `[groups, m, n]`."""
+    if not left.is_meta:
+        return functional.grouped_mm(left.t(), right, offs=groups.ends)
+    result = left.new_empty(len(groups.sizes), left.shape[1], right.shape[1])
+    for a, b, out in zip(_parts(left, groups), _parts(right, groups), result, strict=True):
+        torch.mm(a.t(), b, out=out)
+    return result
 
 
 def grouped_sums(rows: Tensor, groups: Groups) -> Tensor:
@@ -87,12 +97,13 @@ def _parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:
 
 
 def _is_grouped(*operands: Tensor) -> bool:
-    """Return whether `grouped_mm` takes the operands; on meta a loop shows which products there are."""
-    return all(_is_aligned(one) for one in operands)
+    """Return whether `grouped_mm` takes the operands; on meta, whether it would take such ones."""
+    first = operands[0]
+    return multiplies_groups(first, first.dtype) and all(map(_is_aligned, operands))
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    if operand.is_meta or operand.dtype not in GROUPED_DTYPES or operand.data_ptr() % ALIGNMENT:
+    if not operand.is_meta and operand.data_ptr() % ALIGNMENT:
         return False
     *_, between_rows, within_rows = sorted(operand.stride()[-2:], reverse=True)
     return within_rows == 1 and between_rows * operand.itemsize % ALIGNMENT == 0

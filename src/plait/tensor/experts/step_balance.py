@@ -246,6 +246,20 @@ class StepBalance:
             if self.settings.bias_rate and bias is not None and path in counts:
                 bias.copy_(corrected_bias(bias, counts[path], self.settings.bias_rate))
 
+    def counts_for_next_step(self) -> dict[str, list[int]]:
+        """Return the choices of the last step by path, where the load of the next is theirs; else none."""
+        if self.settings.counts != "previous":
+            return {}
+        return {path: one.tolist() for path, one in self.previous.items()}
+
+    def load_counts(self, counts: Mapping[str, Sequence[int]]) -> None:
+        """Set the choices of the step before, as `counts_for_next_step` returned them in another run."""
+        known = counts.keys() == self.places.keys()
+        self.previous = {
+            path: torch.tensor(one, dtype=torch.int64, device=self.device)
+            for path, one in (counts.items() if known else ())
+        }
+
     def drop(self) -> None:
         """Forget the choices of a step whose gradients are dropped: its biases are not corrected either."""
         self._uncorrected = {}

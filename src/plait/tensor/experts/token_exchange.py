@@ -8,6 +8,9 @@ In the backward the gradient of the output takes the way of the tokens, and the 
 the results. Under uniform routing to k of E experts on `ep` ranks a token makes
 `ep (1 - C(E - E/ep, k) / C(E, k))` rows instead of k, of which one in `ep` stays on its rank. Where parts of
 an expert are on several ranks of `etp`, a token travels to each of them.
+
+The host waits once, for the counts: it allocates the rows, and gives their sizes to the all-to-all. Buffers
+of the largest possible size, `T min(k, ep)` rows sent and all tokens received, would need no wait.
 """
 
 from __future__ import annotations
@@ -67,11 +70,22 @@ class TokenExchange:
         result = rows.new_empty(sum(received), width)
         if rows.is_meta:
             self.group.skip("all_to_all", rows)
-            return lambda rows=rows: result  # type: ignore[misc]  # until the wait what is sent is kept
+            return _skipped(result, rows)
         sizes = [[count * width for count in counts] for counts in (sent, received)]
         flat, out = rows.reshape(-1), result.view(-1)
         handle = all_to_all_uneven(flat, self.group, *sizes, most=most * width, out=out, checked=False)
         return lambda: handle.wait().view(-1, width)
+
+
+def _skipped(result: Tensor, rows: Tensor) -> PendingTensor:
+    """Return a function that returns `result`, and keeps the `rows` that are sent until it is called."""
+    kept = [rows]
+
+    def wait() -> Tensor:
+        kept.clear()
+        return result
+
+    return wait
 
 
 def exchange_of(indices: Tensor, experts: int, group: Group, etp: int) -> TokenExchange:

@@ -35,6 +35,7 @@ from plait.tensor.parallel.partition import (
     Partition,
     column_layouts,
     norm_layouts,
+    partitioned_layouts,
     row_layouts,
 )
 
@@ -146,6 +147,8 @@ def _applied(
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
         return module
+    if rule.kind == "partitioned":
+        return module
     if rule.kind == "replicated":
         for dropout in (one for one in module.modules() if isinstance(one, Dropout)):
             dropout.in_region = True
@@ -203,6 +206,8 @@ def _parallel(
 
 def _layouts(path: str, module: nn.Module, partition: Partition, rule: Rule, axes: Axes) -> dict[str, Layout]:
     """Return the layouts of a module's parameters, by name."""
+    if rule.kind == "partitioned":
+        return partitioned_layouts(module, partition, axes, path)
     if isinstance(module, nn.Embedding):
         return column_layouts(module.num_embeddings, module.embedding_dim, partition, axes, path)
     if isinstance(module, nn.RMSNorm):

@@ -88,6 +88,15 @@ def norm_layouts(features: int, partition: Partition, axes: Axes, path: str) -> 
     return {"weight": column_layouts(features, features, partition, axes, path)["bias"]}
 
 
+def partitioned_layouts(module: nn.Module, partition: Partition, axes: Axes, path: str) -> dict[str, Layout]:
+    """Return layouts of a module's own parameters, partitioned by dim 0. PlanError as `column_layouts`."""
+    found = dict[str, Layout]()
+    for name, parameter in module.named_parameters(recurse=False):
+        rows = Shard(0, _copies(len(parameter), (len(parameter), 1), partition, axes[AXIS], f"{path}.{name}"))
+        found[name] = Layout(parameter.shape, axes, {AXIS: rows})
+    return found
+
+
 def _shard(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> Shard:
     """Return the sharding of a column linear's bias. Raises PlanError unless `partition` fits."""
     if not isinstance(partition.blocks, tuple):

@@ -70,11 +70,13 @@ def softmax_attention(
     scale: float,
     softcap: float | None = None,
     keep: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return `softmax(s) v`, with scores `s = scale · q kᵀ`, or `c · tanh(s / c)` for a softcap of c.
 
     Tensors are `[rows, heads, length, size]`; query head h reads head `h // (heads / kv heads)` of key and
-    value. `keep`: drops weights `[rows, heads, queries, keys]`.
+    value. `keep`: drops weights `[rows, heads, queries, keys]`. `sinks` `[heads]`: one more score of each
+    query, without a value.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
@@ -85,7 +87,7 @@ def softmax_attention(
         own = range(start, min(start + block, queries))
         mask = sees.mask(own, key.shape[2], query.device)
         given = query[:, :, own.start : own.stop], key, value, mask
-        attend = partial(masked_attention, scale=scale, softcap=softcap, keep=keep)
+        attend = partial(masked_attention, scale=scale, softcap=softcap, keep=keep, sinks=sinks)
         parts.append(checkpoint(attend, *given, use_reentrant=False) if block < queries else attend(*given))
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
@@ -98,17 +100,22 @@ def masked_attention(
     scale: float,
     softcap: float | None,
     keep: Callable[[Tensor], Tensor] | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return attention to the keys in `mask`, a separate function so that modes of torch can replace it."""
     if has_torch_function_variadic(query, key, value):
-        arguments = query, key, value, mask, scale, softcap, keep
+        arguments = query, key, value, mask, scale, softcap, keep, sinks
         replaced: Tensor = handle_torch_function(masked_attention, (query, key, value), *arguments)
         return replaced
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        last = sinks.to(wide).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, last], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
     if keep is not None:
         weights = keep(weights)
     return (weights @ value.to(wide)).to(query.dtype)
@@ -207,6 +214,7 @@ class Definitions:
         scale: float | None = None,
         softcap: float | None = None,
         dropout: AnyDropout | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return attention as `plait.attention` documents it, computed from the definition."""
         if window is not None:
@@ -216,11 +224,12 @@ class Definitions:
         sees = Visibility(causal, window, None if ids is None else numbers_of(ids))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         keep = dropout if is_active(dropout) else None
-        defined = softmax_attention(query, key, value, sees, scale, softcap, keep)
+        defined = softmax_attention(query, key, value, sees, scale, softcap, keep, sinks)
         if not self.keeps_near or keep is not None or self._mistake:
             return defined
         with replacing({}):  # the reason to keep it: it has the same bits as the candidate's
-            own = attention(query, key, value, causal, window, documents, scale=scale, softcap=softcap)
+            options: Any = {"scale": scale, "softcap": softcap, "sinks": sinks}
+            own = attention(query, key, value, causal, window, documents, **options)
         allowed = NEAR * torch.finfo(own.dtype).eps * value.detach().abs().amax()
         return own if bool(((own - defined).detach().abs() <= allowed).all()) else defined
 

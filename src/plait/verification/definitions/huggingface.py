@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from plait.models.huggingface import common, gpt
 from plait.models.huggingface import families as decoder
+from plait.models.huggingface.latent_attention import LatentAttention
 from plait.models.model_helpers import require_length
 from plait.verification.definitions.functions import Definitions, Forward
 from plait.verification.definitions.layers import joined_heads, split_heads
@@ -123,10 +124,10 @@ def _mixed(book: Definitions, layer: decoder.Attention, normed: Tensor) -> Tenso
     if layer.rotates:
         angles = _angles(book, layer.rotary, attn.config, kind, normed)
         key, query = rotated(key, angles), rotated(query, angles)
-    value, window, dropout = split_heads(value, size), _window(layer, kind), layer.attention_dropout
-    mixed = book.attention(
-        query, key, value, True, window, scale=attn.scaling, softcap=layer.cap, dropout=dropout
-    )
+    value, window = split_heads(value, size), _window(layer, kind)
+    options: Any = {"softcap": layer.cap, "dropout": layer.attention_dropout}
+    options["sinks"] = getattr(attn, "sinks", None)
+    mixed = book.attention(query, key, value, True, window, scale=attn.scaling, **options)
     output: Tensor = attn.o_proj(joined_heads(mixed))
     return output
 
@@ -156,6 +157,33 @@ def _window(layer: decoder.Attention, kind: str | None) -> int | None:
     return layer.window if named is None else int(named)
 
 
+def _latent(book: Definitions, layer: LatentAttention, normed: Tensor) -> Tensor:
+    """Return the output of latent attention, from its normalized input."""
+    attn, config = layer.self_attn, layer.self_attn.config
+    plain, turned, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
+    angles = _angles(book, layer.rotary, config, None, normed)
+
+    def at_positions(x: Tensor) -> Tensor:
+        if config.rope_interleave:
+            x = x.reshape(*x.shape[:-1], turned // 2, 2).mT.flatten(-2)
+        return rotated(x, angles)
+
+    if config.q_lora_rank is None:
+        queries = attn.q_proj(normed)
+    else:
+        queries = attn.q_b_proj(attn.q_a_layernorm(attn.q_a_proj(normed)))
+    query = split_heads(queries, plain + turned)
+    query = torch.cat([query[..., :plain], at_positions(query[..., plain:])], -1)
+    latents = attn.kv_a_proj_with_mqa(normed)
+    both = split_heads(attn.kv_b_proj(attn.kv_a_layernorm(latents[..., :rank])), plain + config.v_head_dim)
+    shared = at_positions(latents[:, None, :, rank:])
+    key = torch.cat([both[..., :plain], shared.expand(-1, both.shape[1], -1, -1)], -1)
+    dropout = layer.attention_dropout
+    mixed = book.attention(query, key, both[..., plain:], True, scale=attn.scaling, dropout=dropout)
+    output: Tensor = attn.o_proj(joined_heads(mixed))
+    return output
+
+
 FORWARDS: dict[type[nn.Module], Forward] = {
     common.Embedding: _embedding,
     common.MLP: _mlp,
@@ -164,5 +192,6 @@ FORWARDS: dict[type[nn.Module], Forward] = {
     gpt.GPT2Attention: _gpt2_attention,
     gpt.GPTNeoXBlock: _neox_block,
     decoder.Attention: lambda book, layer, x: _branch(layer, x, partial(_mixed, book, layer)),
+    LatentAttention: lambda book, layer, x: _branch(layer, x, partial(_latent, book, layer)),
 }
 """By the type of a module, its forward by definition."""

@@ -8,6 +8,7 @@ of attention works on each head by itself, and is a sum over keys, which blocks 
     activations           relu(fold(x))
     softmax               fold(x)
     attention             Σ (fold(q) + |fold(k)| + 2 |fold(v)|) over the positions that may be seen
+    its sinks             are added, folded, to each head
     sin, cos, …           rounded; rotary angles need no gradient
     the loss              a weighted sum of the output; weights per position add up to a power of two
 
@@ -31,7 +32,14 @@ from torch.overrides import TorchFunctionMode
 
 from plait.errors import ModelError
 from plait.models.initial_values import normal_values
-from plait.tensor.attention.kernels import BlockMask, block_backward, block_forward, merge
+from plait.tensor.attention.kernels import (
+    BlockMask,
+    block_backward,
+    block_forward,
+    merge,
+    merge_sinks,
+    sinks_gradient,
+)
 from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
@@ -91,20 +99,40 @@ def _group_norm(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of queries to a block of keys; `seen` `[..., queries, keys]`: 1 where a query sees a key."""
+    """Attention of queries to a block of keys; `seen` `[..., queries, keys]`: 1 where a query sees a key.
+
+    Features of queries and keys are added to those of values, from the first again where there are more.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         key, value = _folded(key), _folded(value)
         ctx.save_for_backward(seen, key.sign(), value.sign())
-        return seen.sum(-1, keepdim=True) * _folded(query) + seen @ (key.abs() + 2 * value.abs())
+        of_query, of_key = (_added_to(value.shape[-1], one) for one in (_folded(query), key.abs()))
+        return seen.sum(-1, keepdim=True) * of_query + seen @ (of_key + 2 * value.abs())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         seen, key_sign, value_sign = ctx.saved_tensors
         folded = _folded(gradient)
         total = seen.mT @ folded
-        return seen.sum(-1, keepdim=True) * folded, key_sign * total, 2 * value_sign * total, None
+        of_query, of_key = (
+            _repeated(key_sign.shape[-1], one) for one in (seen.sum(-1, keepdim=True) * folded, total)
+        )
+        return of_query, key_sign * of_key, 2 * value_sign * total, None
+
+
+def _added_to(width: int, features: Tensor) -> Tensor:
+    """Return `[..., size]` as `[..., width]`: feature i is added to feature i modulo `width`."""
+    padded = functional.pad(features, (0, -features.shape[-1] % width))
+    summed: Tensor = padded.unflatten(-1, (-1, width)).sum(-2)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def _repeated(size: int, gradient: Tensor) -> Tensor:
+    """Return the gradient of the argument of `_added_to`, of `size` features."""
+    copies = -(-size // gradient.shape[-1])
+    return gradient.repeat(*[1] * (gradient.dim() - 1), copies)[..., :size]
 
 
 def _attention(
@@ -157,6 +185,43 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     out += part_out
 
 
+class _WithSinks(torch.autograd.Function):
+    """Attention `[rows, heads, length, width]` plus the folded sink of each head."""
+
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor, sinks: Tensor) -> Tensor:
+        return attended + _folded(sinks)[:, None, None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, _sinks_gradient(gradient)
+
+
+def _sinks_gradient(gradient: Tensor, *_: Any) -> Tensor:
+    return _folded(gradient).sum((0, 2, 3))
+
+
+def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    out += _folded(sinks)[:, None, None]
+
+
+def _masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    keep: Any,
+    sinks: Tensor | None,
+) -> Tensor:
+    attended = _attention(query, key, value, mask)
+    if sinks is None:
+        return attended
+    result: Tensor = _WithSinks.apply(attended, sinks)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *arguments, **options: function(*arguments, **options).round()
 
@@ -167,10 +232,12 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.group_norm: _group_norm,
     partitioned_rms_norm: lambda input, weight, *_: fold(input) * weight,
     functional.scaled_dot_product_attention: _attention,
-    masked_attention: lambda query, key, value, mask, *_: _attention(query, key, value, mask),
+    masked_attention: _masked_attention,
     block_forward: _block_forward,
     block_backward: _block_backward,
     merge: _merge,
+    merge_sinks: _merge_sinks,
+    sinks_gradient: _sinks_gradient,
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), lambda input, *_, **__: fold(input)),
     **dict.fromkeys(
         (

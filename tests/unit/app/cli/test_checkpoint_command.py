@@ -15,6 +15,7 @@ from parity.one_rank import CONTEXT, MODELS, cut, lively, saved, tensors_in
 from plait.app.cli.main import main
 from plait.checkpoint.inspecting import summary
 from plait.checkpoint.manifest import read_manifest
+from plait.models.llama import llama
 
 MODEL = {
     "name": "llama",
@@ -27,6 +28,7 @@ MODEL = {
     "context": CONTEXT,
     "vocab": None,
 }
+HUGGINGFACE = ("--format", "huggingface")
 STATE = {"step": 12, "config": {"model": MODEL}}
 
 
@@ -278,6 +280,15 @@ def test_checkpoint_commands_refuse_in_one_sentence(
         assert message in err
         assert err.count("\n") == 1
         assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoint_export_refuses_a_llama_with_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"layers": 1, "hidden": 24, "heads": 6, "vocab": 29, "context": CONTEXT}
+    saved(lively(llama(**sizes, inner=20, experts=3)), tmp_path / "whole", STATE)
+    assert main(["checkpoint", "export", *(str(tmp_path / one) for one in ("whole", "b")), *HUGGINGFACE]) == 2
+    assert "plait's own llama with experts, of which plait writes no model" in capsys.readouterr().err
 
 
 def test_checkpoint_help_lists_actions_and_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from parity import huggingface_cases
 from plait.app.cli.main import main
 from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
@@ -30,6 +32,8 @@ SETTINGS = {
     "run.device": "cpu",
 }
 TINY = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+BATCHES = TINY[2 * 4 :]
+"""The settings that are not the model's."""
 
 
 class Answer:
@@ -134,6 +138,18 @@ def test_plaits_own_models_are_compared_with_those_of_transformers(
     assert said["phases"]["gradient"]["compared"] == {"gpt2": 16, "llama": 12}[name]
 
 
+@pytest.mark.transformers
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_sparse_models_in_a_folder_are_compared_with_those_of_transformers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huggingface_cases.drawn(huggingface_cases.MODELS[name]).float().save_pretrained(tmp_path)
+    options = ["--run.ranks_as", "threads", "--against", "transformers", "--steps", "1", "--parallel.tp", "2"]
+    assert main(["verify", *BATCHES, "--model.name", str(tmp_path), *options, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["equal"], said["unmatched"]) == (True, 0)
+
+
 def test_plait_verify_exits_with_2_where_no_plan_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +203,7 @@ def test_plait_verify_refuses_wrong_options_in_one_sentence(
         ("--against transformers --all", "--all does not go with --against, which compares one plan"),
         ("--against transformers --mode exact", "--mode does not go with --against"),
         ("--against transformers --model.lora.rank 2", "compares models without adapters"),
+        ("--against transformers --model.name llama --model.experts 2", "plait's own llama with experts"),
         ("--mode exact --steps 2", "steps is 2: mode exact takes 1"),
         ("--parallel.tp 3", "model.heads = 4 is not divisible by parallel.tp = 3"),
         ("--model.layerz 1", "did you mean model.layers?"),

@@ -75,6 +75,12 @@ def test_a_plan_is_described_in_one_sentence() -> None:
             "2 ranks on cpu (pp 1 × dp 2 × tp 1), schedule 1f1b, 8 sequences a step in 2 × 1 micro-batches.",
         ),
         (
+            Plan(dp=4, ep=2, etp=2),
+            4,
+            "4 ranks on cpu (pp 1 × dp 4 × tp 1, experts over ep 2 × etp 2), schedule 1f1b, 4 sequences a "
+            "step in 4 × 1 micro-batches.",
+        ),
+        (
             long,
             16,
             "32 ranks on cpu (pp 2 × dp 4 × cp 2 × tp 2, strategy full in 2 copies, reduced last, "
@@ -123,6 +129,24 @@ def test_a_run_of_fit_has_a_whole_report(
     page = (tmp_path / "report.html").read_text()
     assert "<h2>A step</h2>" in page
     assert "<dt>rows</dt><dd>32</dd>" in page  # its targets are no sequences of tokens
+
+
+def train_sparse(folder: Path) -> None:
+    inputs = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+    loader = plait.Loader(TensorDataset(inputs, torch.zeros(4, 3, dtype=torch.int64)), batch=4)
+    with torch.device("meta"):
+        model = nn.Sequential(plait.MixtureOfExperts(8, 4, experts=3, top_k=2), nn.Linear(8, 2))
+    plait.fit(model, Plan(dp=2, ep=2), loader, steps=1, callbacks=[Report(folder)])
+
+
+def test_the_report_of_a_run_with_divided_experts_can_be_read(thread_ranks: RankPool, tmp_path: Path) -> None:
+    thread_ranks.run(train_sparse, tmp_path, ranks=2)
+    about = read_run(tmp_path).description
+    assert about is not None
+    assert about.world == 2
+    assert "experts over ep 2 × etp 1" in about.lines[0]
+    (experts,) = (one for one in about.tensors if one.name == "0.experts.down_proj")
+    assert sorted(box[1][0] for shard in experts.pieces for box in shard.boxes) == [1, 2]
 
 
 def test_a_resumed_run_goes_on_in_the_same_files(thread_ranks: RankPool, tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ MOST = {
         "heads": 2**16,
         "kv_heads": 2**16,
         "inner": 2**26,
+        "experts": 2**16,
+        "top_k": 2**16,
+        "shared": 2**26,
         "vocab": 0,
     }
     | {"context": 2**24},
@@ -227,6 +230,17 @@ CONTRADICTIONS = [
         "leave it out, or set model.name to llama.",
     ),
     ("--model.inner 64", "model.inner = 64 is a field of llama, but model.name is gpt2: leave it out, or"),
+    ("--model.experts 4", "model.experts = 4 is a field of llama, but model.name is gpt2: leave it out, or"),
+    ("--model.name llama --model.top_k 2", "model.top_k = 2 is a field of models with experts: set model."),
+    ("--model.name llama --model.shared 8", "model.shared = 8 is the width of shared experts, but model."),
+    (
+        "--model.name llama --model.experts 3 --model.top_k 4",
+        "model.top_k = 4 is more than model.experts = 3: set model.top_k to at most 3",
+    ),
+    (
+        "--model.name llama --model.experts 3 --model.inner 7 --model.shared 7 --parallel.tp 2",
+        "model.shared = 7 is not divisible by parallel.tp = 2: set model.shared to 6 or 8, or",
+    ),
     (
         "--model.name llama --model.heads 8 --model.kv_heads 3",
         "model.kv_heads = 3 does not divide model.heads = 8: set model.kv_heads to 1 or 2 or 4 or 8.",
@@ -303,6 +317,7 @@ def test_sizes_that_divide_over_the_ranks_are_accepted() -> None:
         "--parallel.tp 4",
         "--model.name llama --model.heads 8 --model.kv_heads 2 --parallel.tp 4",
         "--model.name llama --model.heads 8 --model.kv_heads 8 --model.inner 12 --parallel.tp 4",
+        "--model.name llama --model.experts 3 --model.inner 7 --model.shared 8 --parallel.tp 2",
         "--model.vocab 257 --parallel.tp 2",
         "--parallel.tp 2 --parallel.cp 2 --parallel.context_parallel ulysses",
         "--parallel.cp 4 --model.heads 2 --model.context 7",

@@ -42,8 +42,9 @@ def test_a_training_run_writes_its_files_and_matches_one_rank(thread_ranks: Rank
     assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
 
 
-def test_a_llama_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> None:
-    model = {"name": "llama", "kv_heads": 1, "inner": 24}
+@pytest.mark.parametrize("more", [{}, {"experts": 4, "top_k": 2, "shared": 8}], ids=["dense", "sparse"])
+def test_a_llama_matches_one_rank(thread_ranks: RankPool, tmp_path: Path, more: dict[str, int]) -> None:
+    model = {"name": "llama", "kv_heads": 1, "inner": 24, **more}
     config = make(tmp_path, pp=2, model=model, sample="def ", sample_tokens=3, compare=2)
     reports = run(thread_ranks, config)
     assert all(report.matches and report.sample for report in reports)

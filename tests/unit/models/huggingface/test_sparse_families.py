@@ -14,9 +14,12 @@ import plait
 from parity import huggingface_cases as cases
 from plait.errors import ModelError
 from plait.models.huggingface.mixture import SparseMLP
+from plait.models.layers.layer_sequence import layer_costs
 from plait.plan.rules import column, entrance, row
+from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
+from plait.tensor.layer_values import NamedLayer
 
 pytestmark = pytest.mark.transformers
 
@@ -38,17 +41,18 @@ def test_a_sparse_layer_has_the_router_and_experts_of_plait(name: str) -> None:
     theirs: Any = cases.SPARSE[name]()
     layers: Any = plait.models.from_huggingface(theirs)
     sparse = [layer for layer in layers.modules() if isinstance(layer, SparseMLP)]
-    assert len(sparse) == 2 - name.endswith("partly-dense")
+    assert len(sparse) == 2 - name.endswith("partly-dense") - name.startswith("deepseek")
     for layer in sparse:
         mixture = layer.mlp
-        assert type(mixture.gate) is Router
+        assert type(mixture.get_submodule("router" if name.startswith("gpt-oss") else "gate")) is Router
         assert type(mixture.experts) is Experts
-        assert (mixture.shared_expert is not None) == name.startswith("qwen2")
+        assert (mixture.shared_name is not None) == name.startswith(("qwen2", "deepseek"))
         config = theirs.config
-        assert mixture.gate.top_k == config.num_experts_per_tok
-        expert = 3 * config.hidden_size * mixture.experts.down_proj.shape[2]
-        others = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-        assert layer.cost() == 1 + others + config.num_experts_per_tok * expert
+        assert mixture.top_k == config.num_experts_per_tok
+        expert = 3 * mixture.experts.down_proj[0].numel()
+        matrices = [(name, p.numel()) for name, p in layer.named_parameters() if p.dim() == 2]
+        others = sum(count for name, count in matrices if ".experts." not in name)
+        assert layer_costs([NamedLayer("", layer)]) == [1 + others + config.num_experts_per_tok * expert]
 
 
 def test_dense_layers_among_sparse_ones_are_partitioned_as_in_dense_models() -> None:
@@ -82,13 +86,20 @@ def registered_experts(model: Any) -> None:
     model.config._experts_implementation = "of a user"
 
 
+def with_another_module(model: Any) -> None:
+    model.model.layers[1].mlp.scale = nn.Identity()
+
+
+def with_single_experts(model: Any) -> None:
+    model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(24, 24)])
+
+
 def hook(path: str) -> Change:
     return lambda model: model.get_submodule(path).register_forward_hook(lambda *_: None)
 
 
 MLP = "model.layers.1.mlp"
 JITTER = partial(cases.mixtral, router_jitter_noise=0.1)
-BALANCED = partial(cases.mixtral, output_router_logits=True)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +107,16 @@ BALANCED = partial(cases.mixtral, output_router_logits=True)
     [
         (JITTER, None, r"has router_jitter_noise = 0\.1, by which .* without it, with 0\."),
         (partial(cases.olmoe, clip_qkv=8.0), None, r"has clip_qkv = 8\.0, by which .* with None\."),
-        (BALANCED, None, r"output_router_logits on and router_aux_loss_coef = 0\.001, by which"),
         (partial(cases.olmoe, hidden_act="gelu"), None, r"activation is a GELU\w* \(hidden_act = 'gelu'\)"),
         (cases.mixtral, hook(f"{MLP}.experts.act_fn"), "put no hooks on it"),
         (cases.qwen2_moe, hook(MLP), f"{MLP} .Qwen2MoeSparseMoeBlock. has hooks"),
         (cases.olmoe, hook(f"{MLP}.gate"), f"{MLP}.gate .OlmoeTopKRouter. has hooks"),
         (cases.qwen3_moe, hook(f"{MLP}.experts"), f"{MLP}.experts .Qwen3MoeExperts. has hooks"),
-        (cases.mixtral, registered_experts, "experts_implementation is 'of a user', a function of test_mix"),
+        (
+            cases.mixtral,
+            registered_experts,
+            "experts_implementation is 'of a user', a function of test_sparse",
+        ),
     ],
 )
 def test_what_plaits_experts_would_not_compute_is_refused(
@@ -132,6 +146,24 @@ def test_values_that_change_nothing_are_taken(make: Any) -> None:
         expected = model(tokens).logits
         found = plait.models.from_huggingface(model)(tokens)
     assert float((found - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (cases.mixtral, Balance()),
+        (partial(cases.mixtral, output_router_logits=True, router_aux_loss_coef=0.0), Balance()),
+        (partial(cases.olmoe, output_router_logits=True), Balance(0.01, counts="step", coupled=True)),
+        (
+            partial(cases.gpt_oss, output_router_logits=True, router_aux_loss_coef=0.9),
+            Balance(0.9, counts="step", coupled=True),
+        ),
+        (partial(cases.deepseek_v3, output_router_logits=True), Balance()),  # which transformers ignores
+    ],
+)
+def test_the_configuration_says_which_balance_loss_is_added(make: Any, expected: Balance) -> None:
+    layers = plait.models.from_huggingface(make())
+    assert {one.balance for one in layers.modules() if isinstance(one, Router)} == {expected}
 
 
 def test_a_shared_expert_with_a_hook_computes_as_in_transformers() -> None:

@@ -38,6 +38,12 @@ def test_attention_refuses_tensors_and_document_ids_that_do_not_fit(
         plait.attention(*tensors, documents=ids)
 
 
+@pytest.mark.parametrize("sinks", [torch.zeros(3), torch.zeros(2, 1), 0.0])
+def test_sinks_are_a_score_of_each_head(sinks: Any) -> None:
+    with pytest.raises(ModelError, match="for 2 query heads: give a tensor"):
+        plait.attention(*[torch.zeros(SHAPE)] * 3, sinks=sinks)
+
+
 def test_attention_on_meta_refuses_document_ids_that_are_not_in_the_batch() -> None:
     """A tensor that a layer refers to, but does not keep, is not on meta: its rows and length do not fit."""
     tensors = [torch.zeros(SHAPE, device="meta")] * 3

@@ -34,12 +34,16 @@ def causal(n: int, m: int) -> Tensor:
     return torch.ones(n, m, dtype=torch.bool).tril()
 
 
-def test_a_cpu_has_a_fused_kernel_for_equal_widths_and_dense_rows() -> None:
+def test_a_cpu_has_a_fused_kernel_for_values_up_to_the_width_of_keys_and_dense_rows() -> None:
     query, key, value = random_inputs()
     assert fused_kernel(query, key, value, None, True) is CPU
     assert fused_kernel(query, key, value, torch.ones(37, 53, dtype=torch.bool), False) is CPU
     assert fused_kernel(query, key[:, :2], value[:, :2], None, False) is CPU
-    assert fused_kernel(query, key, value[..., :5], None, False) is None, "one width only"
+    assert fused_kernel(query, key, value[..., :5], None, False) is CPU
+    assert fused_kernel(query[..., :5], key[..., :5], value, None, False) is None, "wider values"
+    meta = [one.to("meta") for one in (query, key, value)]
+    assert fused_kernel(*meta[:2], meta[2][..., :5], None, True) is CPU
+    assert fused_kernel(meta[0][..., :5], meta[1][..., :5], meta[2], None, True) is None
     assert fused_kernel(query[..., ::2], key[..., ::2], value[..., ::2], None, False) is None, "dense rows"
     with sdpa_kernel(SDPBackend.MATH):
         assert fused_kernel(query, key, value, None, False) is None
@@ -83,10 +87,11 @@ def reference(inputs: Any, mask: Tensor, gradient: Tensor) -> tuple[Tensor, ...]
 
 @pytest.mark.parametrize(("n", "m"), [(37, 53), (53, 37), (1, 4), (4, 1)])
 @pytest.mark.parametrize("kind", ["full", "causal", "bias"])
-def test_the_cpus_fused_kernel_equals_the_formula(n: int, m: int, kind: str) -> None:
-    """Upper-left causal masks, shared heads, a padded bias that is the same for rows and heads."""
+@pytest.mark.parametrize("width", [8, 5])
+def test_the_cpus_fused_kernel_equals_the_formula(n: int, m: int, kind: str, width: int) -> None:
+    """Upper-left causal masks, shared heads, narrow values, a bias that is the same for rows and heads."""
     torch.manual_seed(n)
-    inputs = random_inputs(kv_heads=2, n=n, m=m)
+    inputs = random_inputs(kv_heads=2, n=n, m=m, width=width)
     mask = {"full": torch.ones(n, m, dtype=torch.bool), "causal": causal(n, m)}.get(
         kind, torch.rand(n, m) < 0.7
     )

@@ -23,7 +23,7 @@ def choices(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_choices_are_counted_by_document_without_padding() -> None:
-    indices = torch.tensor([[0, 3], [3, 1], [5, 0], [2, 4], [3, 0]])
+    indices = torch.tensor([[0, 3], [3, 1], [5, 0], [-1, -1], [3, 0]])
     documents = torch.tensor([0, 0, 1, 2, 1])  # two documents: the fourth token is padding
     assert count_choices(indices, documents, 2, 6).tolist() == [[1, 1, 0, 2, 0, 0], [2, 0, 0, 1, 0, 1]]
 

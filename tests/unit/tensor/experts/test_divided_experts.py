@@ -11,6 +11,7 @@ from divided_cases import Division, Trial, check, divided
 from expert_cases import CASES, Answer, Case, answer
 from torch import Tensor
 
+from parity.live_bytes import LiveBytes
 from plait.plan.layout import divide
 from plait.plan.plan import Recompute
 from plait.ranks.group import Count
@@ -175,6 +176,46 @@ def test_on_meta_uniform_routing_is_assumed_and_nothing_is_sent(thread_ranks: An
     rows = [hidden + 4, hidden, hidden, hidden + 2]  # tokens, results, and the gradients of both
     expected = [("all_gather", 8 * 10), *(("all_to_all", 8 * 44 * width) for width in rows)]
     assert thread_ranks.run(assumed_of_a_rank, trial, ranks=2) == [expected] * 2
+
+
+def kept_by_a_rank(trial: Trial) -> tuple[int, int, int]:
+    """The bytes that a call keeps for its backward, and of how many rows sent, and rows received."""
+    layer, mesh = divided(trial)
+    hidden, indices, weights = trial.inputs(mesh.rank)
+    hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
+    with LiveBytes() as live:
+        total = sum(one.sum() for one in (hidden, indices, weights, *layer.parameters()))
+        del total
+        before = live.settled()
+        output = layer(hidden, indices, weights)
+        kept = live.settled() - before - output.nbytes
+    rows = rows_between(trial).items()
+    sent = sum(count for (source, _), count in rows if source == mesh.rank)
+    return kept, sent, sum(count for (_, target), count in rows if target == mesh.rank)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_call_keeps_the_tokens_received_the_rows_of_gate_and_up_and_small_numbers(
+    rank_pool: Any, ep: int
+) -> None:
+    """Of int32: three per pair, for its token, place and order; two per row sent, one a token and expert."""
+    trial = Trial(Case(tokens=64, experts=8, top_k=2), Division(ep=ep, edp=2 // ep), uneven=False)
+    case = trial.case
+    found = rank_pool.run(kept_by_a_rank, trial, ranks=2)
+    pairs = 2 * case.tokens * case.top_k
+    if ep == 1:
+        here = 8 * case.tokens * case.top_k * 2 * case.inner
+        numbers = 4 * (3 * case.tokens * case.top_k + case.tokens + case.experts)
+        assert [kept for kept, *_ in found] == [here + numbers] * 2
+        return
+    received = sum(rows for *_, rows in found)
+    width = (
+        case.hidden + 3 * case.top_k
+    )  # packed with numbers and weights of experts, and the weights once more
+    total = 8 * (received * width + pairs * 2 * case.inner)
+    total += 4 * (3 * pairs + received + case.experts)
+    total += 4 * (2 * sum(sent for _, sent, _ in found) + 2 * case.tokens)
+    assert sum(kept for kept, *_ in found) == total
 
 
 def test_ranks_as_processes_give_what_the_plain_loop_gives(rank_pool: Any) -> None:

@@ -1,0 +1,81 @@
+"""What `memory` foretells of a sparse model, against the bytes that are alive in a real step."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import combinations, cycle, islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from parity.case import Case
+from parity.pairs import in_quick
+from parity.test_memory import SIZES, count_in_a_rank, draw, foretold
+from plait.plan.plan import Plan
+from plait.tensor.experts.router import Router
+
+EXPERTS, TOP_K = 4, 2
+TOLERANCE = 0.01
+"""What is claimed, of the peak."""
+CLOSE = 0.001
+"""Of the peak, at every moment: what optimizers allocate, scalars of a step."""
+PLANS: dict[str, dict[str, Any]] = {
+    "ep 1": {"dp": 2},
+    "alone": {},
+    "dp 2 ep 2": {"dp": 2, "ep": 2},
+    "full": {"dp": 4, "ep": 2, "strategy": "full"},
+    "full, each": {"dp": 4, "ep": 2, "strategy": "full", "reduce": "each"},
+    "optimizer": {"dp": 2, "ep": 2, "strategy": "optimizer"},
+    "tp 2 ep 2": {"tp": 2, "ep": 2},
+    "keep": {"tp": 2, "ep": 2, "sequence_parallel": "keep"},
+    "keep, ep 1": {"tp": 2, "sequence_parallel": "keep"},
+    "etp 2": {"dp": 2, "etp": 2},
+    "ep 2 etp 2": {"dp": 4, "ep": 2, "etp": 2},
+    "cp 2 ep 2": {"cp": 2, "ep": 2, "context_parallel": "ring"},
+    "pp 2 ep 2": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1"},
+    "recompute": {"dp": 2, "ep": 2, "recompute": "full"},
+    "selective": {"dp": 2, "ep": 2, "recompute": "selective"},
+    "recompute, ep 1": {"recompute": "full"},
+    "selective, ep 1": {"recompute": "selective"},
+    "bf16": {"dp": 2, "ep": 2, "precision": "bf16"},
+}
+
+
+def every_choice(scores: Tensor) -> Tensor:
+    """Balanced routing: of each token another choice of `TOP_K` experts, all equally often."""
+    if scores.is_meta:  # as each position would choose by itself
+        return scores.topk(TOP_K).indices
+    tokens, experts = scores.shape
+    chosen = [*islice(cycle(combinations(range(experts), TOP_K)), tokens)]
+    return torch.tensor(chosen, device=scores.device)
+
+
+def balanced(build: Any) -> nn.Module:
+    model: nn.Module = build()
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.given = every_choice
+    return model
+
+
+def sparse(**sizes: Any) -> Case:
+    given = {**SIZES, "layers": 2, "experts": EXPERTS, "top_k": TOP_K, "inner": 96, **sizes}
+    return Case("sparse", partial(balanced, partial(plait.models.llama, **given)), draw)
+
+
+@pytest.mark.parametrize("name", in_quick(PLANS, "dp 2 ep 2", "keep", "recompute"))
+def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
+    plan = Plan(**{"microbatches": 2, "precision": "fp32", **PLANS[name]})
+    case, rows = sparse(), 12  # a multiple of the choices, on each rank
+    counted = rank_pool.run(count_in_a_rank, case, plan, False, rows, ranks=plan.world)
+    ranks, moments = foretold(case, plan, 2, rows)
+    for rank, foreseen in enumerate(ranks):
+        found = counted[rank * plan.world // plan.pp]
+        assert foreseen.peak == pytest.approx(found.peak, rel=TOLERANCE)
+        assert foreseen.at_rest == pytest.approx(found.at_rest, rel=TOLERANCE)
+        assert [name for name, _ in moments[rank]] == [name for name, _ in found.after]
+        for (moment, held), (_, alive) in zip(moments[rank], found.after, strict=True):
+            assert held == pytest.approx(alive, abs=CLOSE * found.peak), f"rank {rank} after {moment}"
