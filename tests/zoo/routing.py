@@ -202,7 +202,7 @@ ROUTING = (
         layer="0",
         microbatch=2,
         ranks=(1,),
-        cause="row 0, position 2: to experts 4, 3 instead of 0, 1, .* equal scores",
+        cause="row 0, position 2: to experts 4, 3 instead of experts 0, 1, .* equal scores",
         full=False,
     ),
     _row(largest_score_left_out, cause=OTHERWISE),

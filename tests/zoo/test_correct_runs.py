@@ -8,13 +8,19 @@ from parity.cases import gpt2, llama, sparse_llama
 from plait.plan.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.rank_verification import verify_rank
+from plait.verification.step_location import StepPhase
 from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
 from plait.verification.verify import build_report
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
-from zoo.row import case_of
+from zoo.row import case_of, report_of
+from zoo.sparse import EP, TIED
 from zoo.unusual import OTHERS, TRANSFORMERS
-from zoo.unusual_mixtures import MIXTURES
+from zoo.unusual_mixtures import (
+    MIXTURES,
+    scores_rounded_otherwise_and_not_replayed,
+    scores_rounded_otherwise_on_one_rank,
+)
 
 BLOCKS = {1: 1, 2: 1, 4: 3}
 """By ranks: enough for two stages on each."""
@@ -173,6 +179,15 @@ def test_unusual_models_and_plans_are_equal(thread_ranks, right):
     report = build_report(outcomes, right.plan, case.options)
     assert report, report
     assert not report.left_out
+
+
+def test_tokens_whose_scores_are_as_near_as_rounding_take_the_experts_of_the_reference(rank_pool):
+    """Zero tokens have equal scores: on rank 1 a rounding error makes the last experts theirs."""
+    report = report_of(rank_pool, TIED, EP, scores_rounded_otherwise_on_one_rank)
+    assert report, report
+    unaided = report_of(rank_pool, TIED, EP, scores_rounded_otherwise_and_not_replayed)
+    assert (unaided.first.difference.location.phase, unaided.first.layer) == (StepPhase.ROUTING, "0")
+    assert "differ by 0.0e+00, within" in unaided.first.cause
 
 
 def test_the_chosen_plans_are_each_layout_and_schedule():

@@ -96,7 +96,7 @@ class InstructionChecker:
         }
         if self.comparison.options.mode != "exact":
             self.sketches = {key: ModuleSketches(module) for key, module in layers.items()}
-        self.routing.begin_step()
+        self.routing.begin_step(step, evaluating=evaluating)
         if self.computes_in_16_bits:
             self.rms_norms = {key: RMSNorms(module) for key, module in layers.items()}
 

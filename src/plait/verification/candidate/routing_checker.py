@@ -1,8 +1,8 @@
 """Comparison of the experts that each token is sent to, as whole numbers, with those of the reference run.
 
-Tokens may go to other experts where the scores of an expert that is chosen, and of one that is not, differ by
-no more than rounding explains. A token whose experts are not those of the largest scores that its own router
-has computed is always a mistake.
+Where the scores of an expert that is chosen, and of one that is not, differ by no more than rounding
+explains, a token takes the experts that it has in the reference run, so that what follows can be compared. A
+token whose experts are not those of the largest scores that its own router has computed is always a mistake.
 """
 
 from __future__ import annotations
@@ -43,24 +43,63 @@ class RoutingChecker:
         self._calls: dict[nn.Module, list[Routed]] = {}
         """By layer."""
         self._handles: list[RemovableHandle] = []
+        self._replaying: list[Router] = []
+        """Those that are given experts where their scores are near."""
 
-    def begin_step(self) -> None:
-        """Note the calls of routers from now on."""
+    def begin_step(self, step: int, *, evaluating: bool) -> None:
+        """Note the calls of routers from now on; give experts where scores are as near as rounding."""
         for stage in self.runtime.pipeline.stages.values():
-            for number, layer in zip(
-                self.runtime.blueprint.stage_layers[stage.number], stage.layers, strict=True
-            ):
-                for module in layer.module.modules():
+            numbers = self.runtime.blueprint.stage_layers[stage.number]
+            for number, layer in zip(numbers, stage.layers, strict=True):
+                for path, module in layer.module.named_modules():
                     if isinstance(module, Router):
-                        note = partial(self._note, layer.module)
-                        self._handles.append(module.register_forward_hook(note))
-                        if module.balance.has_losses:
-                            self.comparison.findings.with_router_losses.add(number)
+                        self._begin(module, layer.module, RecordKey(ROUTING, number, path), step, evaluating)
+
+    def _begin(self, router: Router, layer: nn.Module, key: RecordKey, step: int, evaluating: bool) -> None:
+        self._handles.append(router.register_forward_hook(partial(self._note, layer)))
+        if router.balance.has_losses:
+            self.comparison.findings.with_router_losses.add(key.layer)
+        scopes = [
+            self._scope(step, number, evaluating)
+            for number in range(self.runtime.blueprint.plan.microbatches)
+        ]
+        if router.given is None and any(self._has_near(scope, key) for scope in scopes):
+            router.given = partial(self._choose, router, key, step, evaluating)
+            self._replaying.append(router)
+
+    def _scope(self, step: int, microbatch: int, evaluating: bool) -> RecordScope:
+        first = self.runtime.mesh.index("dp") * self.runtime.blueprint.plan.microbatches
+        return RecordScope(step, first + microbatch, evaluating)
+
+    def _has_near(self, scope: RecordScope, key: RecordKey) -> bool:
+        """Return whether scores of a token are so near that rounding may change its experts."""
+        recording, margin = self.comparison.recording, key._replace(kind=MARGIN)
+        margins = recording.find(scope, margin)
+        return margins is not None and bool((margins < recording.tolerances[scope][margin].allowed).any())
+
+    def _choose(self, router: Router, key: RecordKey, step: int, evaluating: bool, scores: Tensor) -> Tensor:
+        """Return the experts of each token: its own, or of near scores those of the reference run."""
+        own = router.routing.choose(scores, router.e_score_correction_bias, router.top_k)
+        balance, recording = self.runtime.balance, self.comparison.recording
+        if balance is None or balance.microbatch is None:
+            return own
+        scope = self._scope(step, balance.microbatch, evaluating)
+        whole, margin = recording.find(scope, key), key._replace(kind=MARGIN)
+        if whole is None:
+            return own
+        box = self.parts.of_tokens(whole.shape, len(own))
+        given, margins = box.of(whole), box.of(recording.values[scope][margin])
+        by_score, _ = _by_score(router, scores)
+        is_replaced = (margins < recording.tolerances[scope][margin].allowed) & (given >= 0)
+        is_replaced = is_replaced.all(-1) & (own == by_score).all(-1)  # else it is a mistake
+        return torch.where(is_replaced.unsqueeze(-1), given, own)
 
     def end_step(self) -> None:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
+        while self._replaying:
+            self._replaying.pop().given = None
 
     def _note(
         self, layer: nn.Module, router: Router, given: Any, gives: tuple[Tensor, Tensor, Tensor]
@@ -88,12 +127,7 @@ class RoutingChecker:
         own, expected = call.indices, box.of(whole)
         margins = box.of(recording.values[scope][margin]).flatten()
         rounding = recording.tolerances[scope][margin].allowed
-        by_score, own_margins = experts_of_largest(
-            call.router.routing,
-            scores_of(call.router.routing, call.logits),
-            call.router.e_score_correction_bias,
-            call.router.top_k,
-        )
+        by_score, own_margins = _by_score(call.router, scores_of(call.router.routing, call.logits))
         is_other = (own != expected).any(-1)
         is_other_set = (own.sort(-1).values != expected.sort(-1).values).any(-1)
         is_misread = is_other & (own != by_score).any(-1)
@@ -117,6 +151,11 @@ class RoutingChecker:
         )
 
 
+def _by_score(router: Router, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the experts of the largest of these scores, and the margins of the choice, by definition."""
+    return experts_of_largest(router.routing, scores, router.e_score_correction_bias, router.top_k)
+
+
 def _reason(
     first: int,
     expected: Tensor,
@@ -136,7 +175,7 @@ def _reason(
     if margin < rounding:
         return (
             f"whose scores differ by {margin:.1e}, within the {rounding:.1e} that rounding explains: no "
-            "mistake of the layout, so verify it with another seed"
+            "mistake by itself, and not as it was given"
         )
     return (
         f"whose scores differ by {margin:.1e}, and rounding explains {rounding:.1e}: the scores are others, "
