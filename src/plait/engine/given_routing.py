@@ -36,9 +36,9 @@ def given_experts(
         raise DataError("routing is given to a model without routers: leave it out.")
     for path, experts in routing.items():
         _require(path, experts, balance.places)
+    shapes = ", ".join(f"{path} {list(experts.shape)}" for path, experts in routing.items())
     hashed = fingerprint_of_tokens(dict(routing))
-    for axis in ("pp", "cp", "tp"):
-        runner.require_same_call(f"a step with experts {hashed}", axis)
+    runner.require_same_batch("a step that is given experts", shapes, hashed, None, over_pp=True)
     chosen = [
         (router, routing[path], balance.places[path])
         for path, router in balance.routers.items()

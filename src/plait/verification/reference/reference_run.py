@@ -317,11 +317,7 @@ class ReferenceRun:
             records |= records_of(layer.module, number, self.definitions.routing.calls, value)
             found = {} if sketches is None else sketches.found
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
-            if not self.is_exact and not self.perturbation.number:
-                run = partial(self._run, layer, scope.microbatch)
-                others = other_documents(self.ids, scope)
-                self.definitions.routing.begin()
-                records |= sums_after_mistakes(self.definitions, run, value, number, others)
+            records |= self._after_mistakes(scope, layer, number, value)
             if linear is None:
                 value = boundary(output, number)
             else:
@@ -334,6 +330,14 @@ class ReferenceRun:
             records |= self._of_routers(sources, added)
             self._backward(total, weight, [one for one in added if one.requires_grad])
         return records | self._contributions(scope)
+
+    def _after_mistakes(self, scope: RecordScope, layer: NamedLayer, number: int, value: Value) -> Records:
+        """Return sums of a layer's output as common mistakes give it; none in exact and perturbed runs."""
+        if self.is_exact or self.perturbation.number:
+            return {}
+        run, others = partial(self._run, layer, scope.microbatch), other_documents(self.ids, scope)
+        self.definitions.routing.begin()
+        return sums_after_mistakes(self.definitions, run, value, number, others)
 
     def _of_routers(self, sources: Sequence[tuple[int, Value]], losses: Sequence[Tensor]) -> Records:
         """Return what the `losses` of routers give to the gradients of the inputs of their own layers."""
