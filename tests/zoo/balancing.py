@@ -1,177 +1,210 @@
-"""Mistakes of the losses of routers, of counts of tokens and of the correction of biases."""
+"""Mistakes of routers' auxiliary losses and of the correction of their biases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from plait.tensor.experts import router as routers
+from parity import balanced
+from parity.case import Batch, Case
+from plait.engine.runner import Runner
+from plait.plan.plan import Plan
+from plait.ranks.handle import Handle
 from plait.tensor.experts import step_balance
+from plait.tensor.experts.balance import Balance, count_choices, token_z
 from plait.tensor.experts.step_balance import StepBalance
+from plait.verification.options import VerifyOptions
 from plait.verification.step_location import StepPhase
-from zoo import sparse
-from zoo.patching import rank, replaced_all_reduce
-from zoo.row import ONE_STEP, Named, Row
+from zoo.row import TWO_STEPS, Named, Row
 
 
-def padding_routed() -> Any:
-    """Padding has experts, too."""
-    return patch.object(routers, "without_padding", lambda indices, part: indices)
+def draw(rows: int, generator: torch.Generator, packed: bool = False) -> Batch:
+    """Tokens; packed ones of two documents a row, which padding of unlike lengths follows."""
+    tokens, targets = torch.randint(balanced.VOCAB, (2, rows, balanced.LENGTH), generator=generator)
+    if not packed:
+        return tokens, targets
+    ids = torch.arange(balanced.LENGTH).ge(5).long().repeat(rows, 1)
+    for number, row in enumerate(ids):
+        row[balanced.LENGTH - 1 - number % 4 :] = -1
+    return {"tokens": tokens, "document_ids": ids}, targets.where(ids >= 0, -100)
 
 
-def _gradient(change: Callable[[StepBalance, Tensor], Tensor]) -> Any:
-    original = StepBalance.gradient
-    return patch.object(StepBalance, "gradient", lambda self, *call: change(self, original(self, *call)))
+def balanced_by(balance: Balance, *, packed: bool = False) -> Case:
+    """The small model of experts with these losses."""
+    return Case("balanced", partial(balanced.build, balance), partial(draw, packed=packed))
 
 
-def losses_scaled_by_tp() -> Any:
-    """Each rank of tp adds the whole loss of a router, as if these were summands."""
-    return _gradient(lambda balance, gradient: gradient * balance.tp.size)
+DOCUMENTS, PACKED = balanced_by(Balance(0.5)), balanced_by(Balance(0.5, 0.1), packed=True)
+STEP, COUPLED = (
+    balanced_by(Balance(0.5, counts="step")),
+    balanced_by(Balance(0.5, counts="step", coupled=True)),
+)
+BEFORE = balanced_by(Balance(0.5, counts="previous"))
+CORRECTED = balanced_by(Balance(bias_rate=0.2))
 
 
-def losses_scaled_by_dp() -> Any:
-    """The losses are means over a rank's own tokens."""
-    return _gradient(lambda balance, gradient: gradient * 2)
+def losses_averaged_over_own_tokens() -> Any:
+    """Each rank divides by the number of its own tokens, as a loss of each rank's model would."""
+    original = Runner._over_ranks
+
+    def over_ranks(self: Runner, weight: Tensor, documents: Any) -> tuple[Tensor, Tensor]:
+        total, tokens = original(self, weight, documents)
+        own = sum(one.counted for one in documents)
+        return total, torch.full_like(tokens, own) if documents else tokens
+
+    return patch.object(Runner, "_over_ranks", over_ranks)
 
 
-def losses_without_gradient() -> Any:
-    """They are part of what is shown, and not of what is trained."""
-    return _gradient(lambda balance, gradient: 0 * gradient)
+def losses_averaged_over_each_micro_batch() -> Any:
+    """Micro-batches add up their means."""
+    original = StepBalance.begin
+
+    def begin(self: StepBalance, tokens: Any, total: Tensor, scale: float, **how: Any) -> None:
+        original(self, tokens, total / len(tokens), scale, **how)
+
+    return patch.object(StepBalance, "begin", begin)
 
 
-def losses_of_each_micro_batch_a_mean() -> Any:
-    """The losses of a micro-batch are divided by its own tokens."""
-    return _gradient(lambda balance, gradient: gradient * len(balance._tokens))
-
-
-def counts_of_own_positions() -> Any:
-    """Under cp the load of a document is that of a rank's own positions."""
-    return replaced_all_reduce(step_balance, "cp", lambda tensor, group: tensor)
-
-
-@contextmanager
-def counts_of_own_rank() -> Iterator[None]:
-    """The load of the step is that of a rank's own tokens."""
-    original = StepBalance._start
+def own_choices_alone() -> Any:
+    """The counts of other ranks are left out."""
 
     def start(self: StepBalance, table: Any) -> None:
-        whole = table.counts.clone()
-        original(self, table)
-        table.handle.wait().copy_(whole)
+        self._started.add(table)
+        table.handle = Handle.done(table.counts, self.group)
 
-    with patch.object(StepBalance, "_start", start):
-        yield
+    return patch.object(StepBalance, "_start", start)
 
 
-@contextmanager
-def counts_doubled_by_recomputation() -> Iterator[None]:
-    """The second run of a layer counts its tokens again."""
-    original = StepBalance.attach
+def padding_counted() -> Any:
+    """Padding counts as tokens of the first document."""
 
-    def attach(self: StepBalance, path: str, logits: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        run = step_balance.RECOMPUTED_RUN.get()
-        if run is not None and run.is_second and self._tokens:
-            self._count(path, logits, indices)
-        return original(self, path, logits, weights, indices)
+    def count(indices: Tensor, documents: Tensor, number: int, experts: int) -> Tensor:
+        return count_choices(indices, documents.where(documents < number, 0), number, experts)
 
-    with patch.object(StepBalance, "attach", attach):
-        yield
+    return patch.object(step_balance, "count_choices", count)
 
 
-def load_of_one_rank_shown() -> Any:
-    """The choices of experts are not summed over ranks."""
+def z_loss_of_padding() -> Any:
+    """The logits of padding are kept small, too."""
+    return patch.object(
+        step_balance, "token_z", lambda logits, counted: token_z(logits, torch.ones_like(counted))
+    )
+
+
+def documents_of_the_first_micro_batch() -> Any:
+    """All micro-batches have the documents of the first."""
+    original = StepBalance.begin
+
+    def begin(self: StepBalance, tokens: Any, *others: Any, **how: Any) -> None:
+        original(self, [tokens[0]] * len(tokens), *others, **how)
+
+    return patch.object(StepBalance, "begin", begin)
+
+
+def counts_of_the_first_step_stay() -> Any:
+    """The step before is always the first."""
     original = StepBalance.settle
 
     def settle(self: StepBalance, totals: Tensor) -> None:
-        own = [torch.cat([self._losses[path], self._choices[path].double()]) for path in self.places]
-        original(self, torch.cat(own))
-
-    return patch.object(StepBalance, "settle", settle)
-
-
-def correction_by_own_counts() -> Any:
-    """Each rank corrects its biases by the choices of its own tokens."""
-    original = StepBalance.settle
-
-    def settle(self: StepBalance, totals: Tensor) -> None:
-        own = dict(self._choices)
+        before = dict(self.previous)
         original(self, totals)
-        self._uncorrected = own
+        self.previous = before or self.previous
 
     return patch.object(StepBalance, "settle", settle)
 
 
-def correction_with_the_other_sign() -> Any:
-    """Biases of experts with much load are raised."""
+def biases_corrected_by_own_choices() -> Any:
+    """Each data-parallel rank corrects by the choices of its own tokens."""
+    totals, settle, own = StepBalance.totals, StepBalance.settle, dict[int, Tensor]()
+
+    def kept(self: StepBalance) -> Tensor:
+        own[id(self)] = totals(self)
+        return own[id(self)].clone()
+
+    return patch.multiple(
+        StepBalance, totals=kept, settle=lambda self, summed: settle(self, own.pop(id(self)))
+    )
+
+
+def biases_corrected_the_other_way() -> Any:
+    """Experts with more than the mean load are chosen more often."""
     original = step_balance.corrected_bias
     return patch.object(
         step_balance, "corrected_bias", lambda bias, counts, rate: original(bias, counts, -rate)
     )
 
 
-def corrected_on_one_rank_only() -> Any:
-    """The other ranks keep their biases."""
-    original = StepBalance.correct
-    return patch.object(StepBalance, "correct", lambda self: original(self) if rank() == 0 else None)
+def gradient_of_the_losses_lost() -> Any:
+    """The losses are measured, and train nothing."""
+    original = StepBalance.gradient
+    return patch.object(StepBalance, "gradient", lambda *given: torch.zeros_like(original(*given)))
 
 
-def correction_left_out() -> Any:
-    """Biases stay as they are."""
-    return patch.object(StepBalance, "correct", lambda self: None)
+TWO_COPIES, TWO_CONTEXTS = Plan(dp=2, microbatches=2), Plan(cp=2, microbatches=2)
+THREE_STEPS = VerifyOptions(steps=3, perturbations=1)
+LAST = "3"
+"""The last layer with experts, whose backward comes first."""
 
 
-def probabilities_of_chosen_experts_only() -> Any:
-    """The loss looks at the probabilities of the experts that a token has."""
-
-    def balance(probabilities: Tensor, load: Tensor, documents: Tensor) -> Tensor:
-        least = probabilities.topk(2, -1).values[..., -1:]
-        return original(probabilities.where(probabilities >= least, 0), load, documents)
-
-    original = step_balance.token_balance
-    return patch.object(step_balance, "token_balance", balance)
-
-
-def z_loss_of_the_mean() -> Any:
-    """The z-loss squares the mean, not each token's logarithm."""
-
-    def z(logits: Tensor, counted: Tensor) -> Tensor:
-        own = logits.logsumexp(-1)[counted]
-        return own.mean().square() * len(own)
-
-    return patch.object(step_balance, "token_z", z)
+def wrong_gradient(microbatch: int = 0, **options: Any) -> Named:
+    """The input gradient of the last layer with experts differs, or with it that of its weights."""
+    return Named(
+        phase=StepPhase.INPUT_GRADIENT,
+        layer=LAST,
+        microbatch=microbatch,
+        also=(StepPhase.WEIGHT_GRADIENT,),
+        **options,
+    )
 
 
-def _row(defect: Any, phase: StepPhase, cause: str = "", *, plan: Any = sparse.EP, **more: Any) -> Row:
-    row = {"model": sparse.BALANCED, "full": True, "options": ONE_STEP}
-    named = {"layer": "2", "microbatch": 0} if phase is StepPhase.INPUT_GRADIENT else {}
-    row |= {key: more.pop(key) for key in list(more) if key in row}
-    return Row(defect=defect, plan=plan, named=Named(phase=phase, cause=cause, **(named | more)), **row)
-
-
-IN, LOAD, STATE = StepPhase.INPUT_GRADIENT, StepPhase.EXPERT_LOAD, StepPhase.OPTIMIZER
-OTHER = "the losses of its router are others"
-CP = replace(sparse.EP, dp=1, cp=2)
-TP = replace(sparse.EP, dp=1, tp=2)
 BALANCING = (
-    _row(padding_routed, StepPhase.ROUTING, "padding", layer="1", full=False),
-    _row(losses_scaled_by_tp, IN, "count 2 times", plan=TP),
-    _row(losses_scaled_by_dp, IN, "count 2 times"),
-    _row(losses_without_gradient, IN, "are not in it"),
-    _row(losses_of_each_micro_batch_a_mean, IN, "count 2 times"),
-    _row(counts_of_own_positions, IN, OTHER, plan=CP),
-    _row(counts_of_own_rank, IN, OTHER, model=sparse.OF_THE_STEP, plan=replace(sparse.EP, microbatches=1)),
-    _row(counts_doubled_by_recomputation, LOAD, "2 times", plan=sparse.RECOMPUTED),
-    _row(load_of_one_rank_shown, LOAD, "sum over dp is missing"),
-    _row(correction_by_own_counts, STATE, "by other counts", model=sparse.LEARNING),
-    _row(correction_with_the_other_sign, STATE, "the other way", model=sparse.LEARNING),
-    _row(corrected_on_one_rank_only, STATE, "not corrected", model=sparse.LEARNING, ranks=(1,)),
-    _row(correction_left_out, STATE, "not corrected", model=sparse.LEARNING),
-    _row(probabilities_of_chosen_experts_only, IN, OTHER),
-    _row(z_loss_of_the_mean, IN, OTHER),
+    Row(defect=losses_averaged_over_own_tokens, model=DOCUMENTS, plan=TWO_COPIES, named=wrong_gradient()),
+    Row(
+        defect=losses_averaged_over_each_micro_batch,
+        model=STEP,
+        plan=Plan(microbatches=2, schedule="gpipe"),
+        named=wrong_gradient(),
+    ),
+    Row(defect=own_choices_alone, model=DOCUMENTS, plan=TWO_CONTEXTS, named=wrong_gradient()),
+    Row(defect=own_choices_alone, model=STEP, plan=Plan(dp=2), named=wrong_gradient()),
+    Row(defect=own_choices_alone, model=COUPLED, plan=Plan(pp=2), named=wrong_gradient()),
+    Row(defect=padding_counted, model=PACKED, plan=TWO_COPIES, named=wrong_gradient()),
+    Row(defect=z_loss_of_padding, model=PACKED, plan=TWO_COPIES, named=wrong_gradient()),
+    Row(
+        defect=documents_of_the_first_micro_batch,
+        model=PACKED,
+        plan=Plan(microbatches=2),
+        named=wrong_gradient(1),
+    ),
+    Row(
+        defect=gradient_of_the_losses_lost,
+        model=DOCUMENTS,
+        plan=Plan(pp=2, microbatches=2),
+        named=wrong_gradient(),
+    ),
+    Row(
+        defect=counts_of_the_first_step_stay,
+        model=BEFORE,
+        plan=TWO_COPIES,
+        options=THREE_STEPS,
+        named=wrong_gradient(step=2),
+    ),
+    Row(
+        defect=biases_corrected_by_own_choices,
+        model=CORRECTED,
+        plan=Plan(dp=2),
+        options=TWO_STEPS,
+        named=Named(phase=StepPhase.EXPERT_LOAD, cause="sum over dp is missing"),
+    ),
+    Row(
+        defect=biases_corrected_the_other_way,
+        model=CORRECTED,
+        plan=Plan(pp=2, microbatches=2),
+        options=TWO_STEPS,
+        named=Named(phase=StepPhase.OPTIMIZER, parameter=r"\d.mixture.router", cause="the other way"),
+    ),
 )

@@ -1,227 +1,185 @@
-"""Mistakes of routing: which experts a token goes to, and with which weights."""
+"""Mistakes of routers: the experts of a token, their weights, and the gradient that comes back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from parity.case import Case
+from parity.cases import sparse_llama
 from plait.plan.plan import Plan
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
-from plait.tensor.experts import router as routers
-from plait.tensor.experts import routing
-from plait.tensor.experts.experts import Experts
+from plait.tensor.experts import router, routing
+from plait.tensor.experts.mixture import MixtureOfExperts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
 from plait.verification.step_location import StepPhase
-from zoo import sparse
-from zoo.patching import rank
+from zoo import cases
 from zoo.row import Named, Row
 
-
-def _of_scores(change: Any) -> Any:
-    """The choice of the largest scores becomes what `change` gives for scores and count."""
-    original = routing._largest
-    return patch.object(routing, "_largest", lambda scores, count: change(original, scores, count))
+GROUPED = Routing(scores="sigmoid", corrected=True, groups=3, chosen_groups=2, scale=2.5)
+EXPERTS = 6
+CORRECTIONS = (0.03, -0.05, 0.01, -0.02, 0.05, -0.03)
 
 
-def ties_to_the_highest_number_on_one_rank() -> Any:
-    """Of equal scores rank 1 takes the last."""
+@cache
+def routed(kind: Routing, *, top_k: int = 2, draws: bool = True) -> Case:
+    """A sparse Llama of one block; `draws`: whether its router starts at random values, else at zeros."""
+    sparse = sparse_llama(layers=1, experts=EXPERTS, top_k=top_k)
 
-    def change(largest: Any, scores: Tensor, count: int) -> Tensor:
-        if rank() == 0:
-            return largest(scores, count)  # type: ignore[no-any-return]
-        return scores.shape[-1] - 1 - largest(scores.flip(-1), count)  # type: ignore[no-any-return]
+    def build() -> nn.Module:
+        model = sparse.build()
+        for mixture in (one for one in model.modules() if isinstance(one, MixtureOfExperts)):
+            width = mixture.router.weight.shape[1]
+            mixture.router = Router(width, EXPERTS, top_k, routing=kind, device="meta")
+            if not draws:
+                mixture.router.weight = nn.Parameter(torch.zeros(EXPERTS, width))
+            if kind.corrected:
+                mixture.router.e_score_correction_bias = torch.tensor(CORRECTIONS)
+        return model
 
-    return _of_scores(change)
+    return Case("routed", build, sparse.draw)
 
 
-def largest_score_left_out() -> Any:
-    """The choice begins with the second largest."""
-    return _of_scores(lambda largest, scores, count: largest(scores, count + 1)[..., 1:])
+def weights_not_normalized() -> Any:
+    """A token's weights are its scores."""
+    right = Routing.weights
+
+    def weights(self: Routing, scores: Tensor, indices: Tensor) -> Tensor:
+        return scores.gather(-1, indices) if self.normalized else right(self, scores, indices)
+
+    return patch.object(Routing, "weights", weights)
 
 
-def correction_not_added() -> Any:
+def smallest_scores_chosen() -> Any:
+    """Experts in the wrong order."""
+    right = routing._largest
+    return patch.object(routing, "_largest", lambda scores, count: right(-scores, count))
+
+
+def correction_left_out() -> Any:
     """Experts are chosen by their scores alone."""
-    original = Routing.choose
-    return patch.object(
-        Routing, "choose", lambda self, scores, correction, top_k: original(self, scores, None, top_k)
-    )
+    right = Routing.choose
+
+    def choose(self: Routing, scores: Tensor, correction: Tensor | None, top_k: int) -> Tensor:
+        return right(self, scores, None, top_k)
+
+    return patch.object(Routing, "choose", choose)
 
 
-def groups_not_looked_at() -> Any:
-    """Experts of all groups are chosen."""
+def correction_in_the_weights() -> Any:
+    """Weights are those of the corrected scores."""
+    right = Routing.weights
+
+    def weights(self: Routing, scores: Tensor, indices: Tensor) -> Tensor:
+        return right(self, scores + torch.tensor(CORRECTIONS).to(scores), indices)
+
+    return patch.object(Routing, "weights", weights)
+
+
+def experts_of_all_groups() -> Any:
+    """Groups are not limited."""
     return patch.object(Routing, "_within_groups", lambda self, scores: scores)
 
 
 def groups_by_their_largest_score() -> Any:
-    """A group counts by its largest score, not by the sum of two."""
+    """A group's score is that of its best expert."""
 
     def within(self: Routing, scores: Tensor) -> Tensor:
         grouped = scores.view(*scores.shape[:-1], self.groups, -1)
         chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool)
-        chosen.scatter_(-1, routing._largest(grouped.amax(-1), self.chosen_groups), True)
+        chosen.scatter_(-1, grouped.amax(-1).topk(self.chosen_groups).indices, True)
         return grouped.masked_fill(~chosen.unsqueeze(-1), -torch.inf).view(scores.shape)
 
     return patch.object(Routing, "_within_groups", within)
 
 
-def chosen_by_scores_in_bfloat16() -> Any:
-    """Scores pass through bfloat16 before the choice, and many are equal then."""
-    original = Routing.choose
-
-    def choose(self: Routing, scores: Tensor, *more: Any) -> Tensor:
-        return original(self, scores.bfloat16().to(scores), *more)
-
-    return patch.object(Routing, "choose", choose)
-
-
-@contextmanager
-def router_given_the_next_token() -> Iterator[None]:
-    """The router looks at tokens one later."""
-    original = Router.forward
-
-    def forward(self: Router, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return original(self, hidden.roll(-1, 0))
-
-    with patch.object(Router, "forward", forward):
-        yield
-
-
-@contextmanager
-def router_of_one_rank_scaled() -> Iterator[None]:
-    """The parameters of one rank's router are others, by a row."""
-    original = routers.wide_linear
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return original(input, weight.roll(1, 0) if rank() == 1 else weight, bias)
-
-    with patch.object(routers, "wide_linear", linear):
-        yield
-
-
-@contextmanager
-def routed_otherwise_when_recomputed() -> Iterator[None]:
-    """The second run of a layer chooses anew, from scores that are jittered otherwise."""
-    original = Router._choose
-
-    def choose(self: Router, scores: Tensor) -> Tensor:
-        run = RECOMPUTED_RUN.get()
-        is_second = run is not None and run.is_second
-        return original(self, scores.roll(1, -1) if is_second else scores)
-
-    with (
-        patch.object(routers, "computed_once", lambda compute: compute()),
-        patch.object(Router, "_choose", choose),
-    ):
-        yield
-
-
-@contextmanager
-def tokens_beyond_a_capacity_dropped() -> Iterator[None]:
-    """An expert takes no more than eight tokens of a rank."""
-    original = Experts.start
-
-    def start(self: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Any:
-        if indices.is_meta:
-            return original(self, hidden, indices, weights)
-        kept = indices.clone()
-        for expert in range(self.num_experts):
-            tokens, slots = (indices == expert).nonzero(as_tuple=True)
-            kept[tokens[8:], slots[8:]] = -1
-        return original(self, hidden, kept, weights)
-
-    with patch.object(Experts, "start", start):
-        yield
-
-
-def weights_not_normalised() -> Any:
-    """The weights of a token do not add up to 1."""
-    return patch.object(Routing, "weights", lambda self, scores, indices: scores.gather(-1, indices))
-
-
-def weights_in_the_order_of_experts() -> Any:
-    """The weights of a token are sorted by their experts' numbers, and its experts are not."""
-    original = Routing.weights
+def scaled_twice() -> Any:
+    """The factor of all weights counts twice."""
+    right = Routing.weights
 
     def weights(self: Routing, scores: Tensor, indices: Tensor) -> Tensor:
-        return original(self, scores, indices.sort(-1).values)
+        return self.scale * right(self, scores, indices)
 
     return patch.object(Routing, "weights", weights)
 
 
-@contextmanager
-def router_gets_no_gradient() -> Iterator[None]:
-    """Weights are cut off from the scores."""
-    original = Routing.weights
+def logits_in_single_precision() -> Any:
+    """The router's product is computed in float32."""
+    right = router.wide_linear
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return right(input.float(), weight.float(), bias).to(input.dtype)
+
+    return patch.object(router, "wide_linear", linear)
+
+
+def gradient_of_the_router_lost() -> Any:
+    """Weights of experts have no gradient."""
+    right = Routing.weights
 
     def weights(self: Routing, scores: Tensor, indices: Tensor) -> Tensor:
-        return original(self, scores.detach(), indices) + 0 * scores.gather(-1, indices)
+        return right(self, scores.detach(), indices)
 
-    with patch.object(Routing, "weights", weights):
-        yield
+    return patch.object(Routing, "weights", weights)
 
 
-@contextmanager
-def gradient_of_chosen_scores_only() -> Iterator[None]:
-    """The sum of a token's weights is taken for a constant."""
+def weights_of_the_next_token() -> Any:
+    """Each token has the weights of the one after it."""
+    right = Routing.weights
 
     def weights(self: Routing, scores: Tensor, indices: Tensor) -> Tensor:
-        chosen = scores.gather(-1, indices)
-        return chosen / chosen.sum(-1, keepdim=True).detach()
+        return right(self, scores, indices).roll(-1, 0)
 
-    with patch.object(Routing, "weights", weights):
-        yield
+    return patch.object(Routing, "weights", weights)
 
 
-def _row(
-    defect: Any,
-    phase: StepPhase = StepPhase.ROUTING,
-    *,
-    model: Any = sparse.FIVE,
-    plan: Plan = sparse.EP,
-    full: bool = True,
-    layer: str = "1",
-    **named: Any,
-) -> Row:
-    named = {"microbatch": 0, "ranks": (0,)} | named
-    return Row(
-        defect=defect, model=model, plan=plan, named=Named(phase=phase, layer=layer, **named), full=full
-    )
+def other_experts_in_the_second_run() -> Any:
+    """Recomputation chooses again, and otherwise."""
+    right = router.computed_once
+
+    def computed_once(compute: Callable[[], Tensor]) -> Tensor:
+        run, first = RECOMPUTED_RUN.get(), right(compute)
+        return first if run is None or not run.is_second else (first + 1) % EXPERTS
+
+    return patch.object(router, "computed_once", computed_once)
 
 
-OTHERWISE, OTHERS = "chosen otherwise", "the scores are others"
+PLAIN, CORRECTED = routed(Routing()), routed(GROUPED)
+TIED = routed(Routing(), draws=False)
+RECOMPUTED = Plan(microbatches=2, recompute="full")
+
+
+def _row(defect: Any, model: Case, plan: Plan, phase: StepPhase = StepPhase.FORWARD, **more: Any) -> Row:
+    ranks = tuple(range(plan.world))
+    named = Named(phase=phase, layer=cases.MLP, microbatch=0, ranks=ranks, **more)
+    return Row(defect=defect, model=model, plan=plan, named=named)
+
+
+ROUTER = "what mixture.router gives is the first to differ, and what it is given is equal"
 ROUTING = (
+    _row(weights_not_normalized, PLAIN, cases.TWO_PARTS, cause=ROUTER),
+    _row(smallest_scores_chosen, PLAIN, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
+    _row(correction_left_out, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
+    _row(correction_in_the_weights, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
+    _row(experts_of_all_groups, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
     _row(
-        ties_to_the_highest_number_on_one_rank,
-        model=sparse.TIED,
-        layer="0",
-        microbatch=2,
-        ranks=(1,),
-        cause="row 0, position 2: to experts 4, 3 instead of experts 0, 1, .* equal scores",
-        full=False,
+        groups_by_their_largest_score, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"
     ),
-    _row(largest_score_left_out, cause=OTHERWISE),
-    _row(correction_not_added, model=sparse.CORRECTED, cause=OTHERWISE),
-    _row(groups_not_looked_at, model=sparse.GROUPED, cause=OTHERWISE),
-    _row(groups_by_their_largest_score, model=sparse.GROUPED, cause=OTHERWISE),
-    _row(chosen_by_scores_in_bfloat16, microbatch=None, ranks=None, layer=None, cause=OTHERWISE),
-    _row(router_given_the_next_token, cause=OTHERS),
-    _row(router_of_one_rank_scaled, ranks=(1,), microbatch=2, cause=OTHERS),
+    _row(scaled_twice, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
+    _row(logits_in_single_precision, PLAIN, cases.TWO_PARTS, cause=ROUTER),
+    _row(weights_of_the_next_token, PLAIN, cases.TWO_PARTS, cause=ROUTER),
+    _row(gradient_of_the_router_lost, PLAIN, cases.TWO_PARTS, StepPhase.INPUT_GRADIENT),
     _row(
-        routed_otherwise_when_recomputed,
+        other_experts_in_the_second_run,
+        PLAIN,
+        RECOMPUTED,
         StepPhase.RECOMPUTED_ROUTING,
-        plan=sparse.RECOMPUTED,
-        layer="2",
-        cause=OTHERWISE,
+        cause="chosen otherwise",
     ),
-    _row(tokens_beyond_a_capacity_dropped, StepPhase.FORWARD, cause="what experts gives"),
-    _row(weights_not_normalised, StepPhase.FORWARD, cause="what experts gives"),
-    _row(weights_in_the_order_of_experts, StepPhase.FORWARD, cause="what experts gives"),
-    _row(router_gets_no_gradient, StepPhase.INPUT_GRADIENT, cause="its backward"),
-    _row(gradient_of_chosen_scores_only, StepPhase.INPUT_GRADIENT, layer="2", cause="its backward"),
 )

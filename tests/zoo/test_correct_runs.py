@@ -15,9 +15,9 @@ from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
 from zoo.row import case_of, report_of
 from zoo.sparse import EP, TIED
-from zoo.unusual import OTHERS, TRANSFORMERS
+from zoo.unusual import MIXTURES, OTHERS, TRANSFORMERS
 from zoo.unusual_mixtures import (
-    MIXTURES,
+    DIVIDED_MIXTURES,
     scores_rounded_otherwise_and_not_replayed,
     scores_rounded_otherwise_on_one_rank,
 )
@@ -170,7 +170,7 @@ QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied", "los
     "right",
     [
         pytest.param(one, id=one.name, marks=[] if one.name in QUICK else [pytest.mark.full])
-        for one in (*OTHERS, *TRANSFORMERS, *MIXTURES)
+        for one in (*OTHERS, *MIXTURES, *DIVIDED_MIXTURES, *TRANSFORMERS)
     ],
 )
 def test_unusual_models_and_plans_are_equal(thread_ranks, right):

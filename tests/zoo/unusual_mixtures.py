@@ -21,10 +21,12 @@ from zoo.unusual import BF16, NATIVE, RESUMED, Right
 
 LONELY = partial(Sparse, 5, 1)
 TWO = Plan(dp=2, ep=2, microbatches=2)
-MIXTURES = (
+DIVIDED_MIXTURES = (
     Right("one expert of each token", of(LONELY, LONELY, name="one"), TWO),
     Right("more ranks than experts", of(partial(Sparse, 3, 2), name="few"), Plan(dp=4, ep=4)),
-    Right("one expert", of(partial(Sparse, 1, 1), name="lonely"), Plan(dp=2, ep=2, strategy="full")),
+    Right(
+        "one expert on two ranks", of(partial(Sparse, 1, 1), name="lonely"), Plan(dp=2, ep=2, strategy="full")
+    ),
     Right("all experts of each token", of(partial(Sparse, 4, 4), name="all"), replace(TWO, recompute="full")),
     Right("prime experts", of(partial(Sparse, 7, 3), name="prime"), Plan(dp=2, tp=2, ep=4, microbatches=2)),
     Right("most experts idle", sparse.MANY, replace(TWO, strategy="optimizer")),
@@ -44,8 +46,8 @@ MIXTURES = (
         balanced(sparse.draw, weight=0.1, coupled=True),
         Plan(tp=2, dp=2, ep=2, microbatches=2, sequence_parallel="keep"),
     ),
-    Right("experts fp32", sparse.FIVE, replace(TWO, precision="fp32"), NATIVE),
-    Right("experts bf16", sparse.FIVE, replace(TWO, **BF16), NATIVE),
+    Right("divided experts fp32", sparse.FIVE, replace(TWO, precision="fp32"), NATIVE),
+    Right("divided experts bf16", sparse.FIVE, replace(TWO, **BF16), NATIVE),
 )
 
 

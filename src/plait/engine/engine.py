@@ -191,7 +191,10 @@ class Engine:
         self.check_optimizer(optimizer)
         self._agreement.note_optimizer(optimizer, 0)
         norm = self.clip_grad_norm_(max_norm, norm_type)
-        optimizer.step()
+        if self._runner.graphs is None:
+            optimizer.step()
+        else:
+            self._runner.graphs.step(optimizer)
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

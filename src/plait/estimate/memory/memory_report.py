@@ -23,7 +23,7 @@ class Category(StrEnum):
     STATE = "optimizer"
     """Optimizer state."""
     ACTIVATIONS = "activations"
-    """Tensors saved for the backward, inputs and outputs of layers, and the loss."""
+    """Tensors saved for the backward, inputs and outputs of layers, the loss; the pools of CUDA graphs."""
     MESSAGES = "messages"
     """Buffers for sends and receives between stages."""
     BATCH = "batch"

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.engine.pipeline.exchange import Crossing
 from plait.engine.pipeline.executor import Executor
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
 from plait.estimate.memory.context_inputs import as_input_batch
+from plait.estimate.memory.graph_pools import PartLedger, pool_bytes, slots_of
 from plait.estimate.memory.memory_report import (
     Category,
     Memory,
@@ -78,7 +80,8 @@ def memory(
     inside `nn.MultiheadAttention` counts with its matrix of weights, and recurrent layers as PyTorch composes
     them. Experts are assumed to get equally many tokens. Compiled layers count as their graphs do without
     generated code, which allocates less within a graph; one whose graphs do not run on meta counts as an
-    eager layer. Raises PlanError, ModelError, DataError or ScheduleError, as `parallelize` and the first step
+    eager layer. CUDA graphs count with a pool for each slot, which holds what a micro-batch takes at a stage
+    at most. Raises PlanError, ModelError, DataError or ScheduleError, as `parallelize` and the first step
     would.
     """
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
@@ -217,7 +220,14 @@ def simulate_step(
         cached = sum(_total(traces.caches[layer] for layer in stage) for stage in spans.values())
         cached += _total(traces.lasting[layer] for stage in spans.values() for layer in stage)
         ledger.hold("caches", [MemoryBlock(cached, Category.PARAMETERS)])
-        activations = _activations(ledger, blueprint, spans, traces, device)
+        if blueprint.plan.cuda_graphs and blueprint.plan.tp == blueprint.plan.cp == 1:
+            pools = _graph_pools(blueprint, spans, program, traces, device)
+            ledger.hold("graphs", [MemoryBlock(pools, Category.ACTIVATIONS)])
+            activations = _activations(
+                PartLedger(ledger, activations=False), blueprint, spans, traces, device
+            )
+        else:
+            activations = _activations(ledger, blueprint, spans, traces, device)
         handlers.append(activations.handlers())
     Executor(*handlers).run(program)
     ledger.reset_peaks()
@@ -242,6 +252,23 @@ def simulate_step(
         at_rest=ledger.snapshot(program[-1]).total,
         host=ledger.host_peak,
     )
+
+
+def _graph_pools(
+    blueprint: Blueprint,
+    spans: Mapping[int, range],
+    program: Program,
+    traces: ModelTraces,
+    device: torch.device,
+) -> int:
+    """Return the bytes of the pools of a rank's CUDA graphs."""
+
+    def account(ledger: MemoryLedger) -> dict[type, Callable[[Any], None]]:
+        return dict(_activations(ledger, blueprint, spans, traces, device).handlers())
+
+    crossing = _crossing(blueprint, traces)
+    slots = slots_of(program)
+    return sum(slots[stage] * pool_bytes(program, stage, account, crossing) for stage in spans)
 
 
 def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
@@ -284,8 +311,13 @@ def _activations(
     cuts = blueprint.plan.cp > 1
     ledger.hold("shards", here if cuts else [])
     ledger.hold("batch", uncut if cuts else here + uncut)
-    crossing = [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
-    return ActivationAccount(ledger, ReceiveBufferAccount(ledger, crossing), spans, traces, inputs)
+    messages = ReceiveBufferAccount(ledger, _crossing(blueprint, traces))
+    return ActivationAccount(ledger, messages, spans, traces, inputs)
+
+
+def _crossing(blueprint: Blueprint, traces: ModelTraces) -> Crossing:
+    """Return what stages exchange, with the same shapes for all micro-batches."""
+    return [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
 
 
 def _described(instruction: Instruction, blueprint: Blueprint) -> str:

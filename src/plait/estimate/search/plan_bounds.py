@@ -62,14 +62,14 @@ class ModelTime:
 class LayerParameters(NamedTuple):
     """The trained parameters of one or more layers on a rank, before sharding."""
 
-    count: float
+    elements: float
     experts: float
-    """How many of them belong to experts that the plan divides."""
+    """Those of experts that the plan divides, among them."""
 
     @property
     def others(self) -> float:
         """The parameters that do not belong to experts."""
-        return self.count - self.experts
+        return self.elements - self.experts
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Bounds:
         ranks = timer.shape.plan.pp
         mean = sum(optimizer_seconds(timer, model.others / ranks))
         mean += sum(optimizer_seconds(timer, model.experts, experts=model.experts)) / ranks
-        each = (sum(optimizer_seconds(timer, one.count, experts=one.experts)) for one in layers)
+        each = (sum(optimizer_seconds(timer, one.elements, experts=one.experts)) for one in layers)
         return max(mean, *each)
 
     def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:

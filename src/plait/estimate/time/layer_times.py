@@ -119,7 +119,7 @@ class ShardedPart(NamedTuple):
     axis: Literal["shard", "edp"]
     ranks: int
     """Between which their state is sharded; 1: it is not."""
-    count: float
+    elements: float
 
 
 HOST_LINK = 25e9
@@ -295,7 +295,7 @@ class LayerTimer:
             seconds += sum(self.gather_seconds(part, backward=backward) for part in parts)
         if backward and timing.scatters == "each":
             item = shape.kind.reduce.itemsize
-            sums = (AxisTransfer("reduce-scatter", part.axis, part.count * item) for part in parts)
+            sums = (AxisTransfer("reduce-scatter", part.axis, part.elements * item) for part in parts)
             seconds += self._transfers(sums)
         return max(seconds - computed, 0.0) if self.hardware.overlaps else seconds
 
@@ -309,13 +309,19 @@ class LayerTimer:
 
     def gather_seconds(self, part: ShardedPart, *, backward: bool) -> float:
         """Return the seconds of gathering sharded parameters for a forward or a backward."""
-        nbytes = part.count * self.shape.item
+        nbytes = part.elements * self.shape.item
         away = self.shape.kind.offloads_parameters and self.hardware.overlaps
         copied = nbytes / part.ranks / HOST_LINK if away else 0.0
         return copied + self.network.seconds(AxisTransfer("all-gather", part.axis, nbytes))
 
     def _with_host(self, parts: Parts, started: float) -> Parts:
-        """Return `parts` with the time that the device waits for the host to start the operations."""
+        """Return `parts` with the time that the device waits for the host to start the operations.
+
+        None where CUDA graphs are replayed: the host starts them by one call.
+        """
+        plan = self.shape.plan
+        if plan.cuda_graphs and plan.tp == plan.cp == 1:
+            return parts
         needed = started * self.hardware.efficiency.host
         return parts + Parts(host=max(needed - parts.total, 0.0))
 

@@ -99,14 +99,14 @@ def optimizer_seconds(
     part = hardware.efficiency
     bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
     parts = timer.parts(count, experts)
-    updated = sum(part.count / part.ranks for part in parts)
+    updated = sum(part.elements / part.ranks for part in parts)
     seconds = updated * nbytes / bandwidth
     if kind.offloads_gradients and hardware.overlaps:  # gradients go to the host, parameters come back
         moved = kind.reduce.itemsize + shape.item
         seconds = updated * (nbytes / HOST_BANDWIDTH + moved / HOST_LINK)
     if not kind.sharded or shape.timing.gathers != "once":
         return seconds, 0.0
-    gathers = (AxisTransfer("all-gather", part.axis, part.count * shape.item) for part in parts)
+    gathers = (AxisTransfer("all-gather", part.axis, part.elements * shape.item) for part in parts)
     return seconds, sum(timer.network.seconds_of_layers(one, layers) for one in gathers)
 
 

@@ -109,14 +109,25 @@ class Experts(nn.Module):
         queue.products |= {id(weight) for weight in (self.gate_up_proj, self.down_proj) if weight.is_leaf}
 
     @keeps_positions("hidden")
-    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        shared: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`.
 
-        The number -1 stands for no expert. On meta routing is assumed to be uniform. Communication: see
+        The number -1 stands for no expert. `shared`: returns what is added to the output, `[T, H]`, and runs
+        while tokens travel. On meta routing is assumed to be uniform. Communication: see
         `plait.tensor.experts.token_exchange`; where several ranks give the same tokens, also an all-gather
         of the output over them, and two in the backward.
         """
-        return self.start(hidden, indices, weights)()
+        finish = self.start(hidden, indices, weights)
+        if shared is None:
+            return finish()
+        others = shared()
+        return finish() + others
 
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""

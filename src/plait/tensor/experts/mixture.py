@@ -2,10 +2,12 @@
 
              ┌─ router ─→ weights, indices
 tokens ──────┼─ experts of each token ─────────→ weighted sum ─┐
-             └─ shared experts, for every token ───────────────┴─→ sum
+             └─ shared experts, while tokens travel ───────────┴─→ sum
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -71,12 +73,16 @@ class MixtureOfExperts(nn.Module):
         """Return the sum of the outputs of each token's experts and of the shared experts."""
         tokens = x.reshape(-1, x.shape[-1])
         _, weights, indices = self.router(tokens)
-        output: Tensor = self.experts(tokens, indices, weights).view(x.shape)
-        return output if self.shared is None else output + self._shared_output(self.shared, x)
+        shared = None if self.shared is None else partial(self._shared_output, self.shared, x)
+        output: Tensor = self.experts(tokens, indices, weights, shared)
+        return output.view(x.shape)
 
     def _shared_output(self, shared: SharedExperts, x: Tensor) -> Tensor:
+        """Return the output of the shared experts, `[T, hidden]`."""
         output: Tensor = shared(x)
-        return output if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * output
+        if self.shared_gate is not None:
+            output = torch.sigmoid(self.shared_gate(x)) * output
+        return output.reshape(-1, x.shape[-1])
 
 
 class SharedExperts(nn.Module):

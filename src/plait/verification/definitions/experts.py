@@ -5,6 +5,9 @@ Letters: T tokens, H hidden features, E experts, F inner features of one expert,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -77,9 +80,16 @@ def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, T
     return logits, (routing.scale * weights).to(hidden.dtype), indices
 
 
-def _experts(book: Definitions, layer: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts, `[T, H]`."""
-    output = torch.zeros_like(hidden)
+def _experts(
+    book: Definitions,
+    layer: Experts,
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    shared: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Return the weighted sum of the outputs of each token's experts, plus `shared()`: `[T, H]`."""
+    output = torch.zeros_like(hidden) if shared is None else shared()
     for expert in range(layer.num_experts):
         tokens, slots = (indices == expert).nonzero(as_tuple=True)
         of_token = weights[tokens, slots].unsqueeze(-1).to(hidden.dtype)
@@ -116,11 +126,16 @@ def _mixture(book: Definitions, layer: MixtureOfExperts, x: Tensor) -> Tensor:
     """Return the output of each token's experts plus that of the shared experts, like `x`, `[..., H]`."""
     tokens = x.flatten(0, -2)
     _, weights, indices = layer.router(tokens)
-    output: Tensor = layer.experts(tokens, indices, weights).view_as(x)
-    if layer.shared is None:
-        return output
-    shared: Tensor = layer.shared(x)
-    return output + (shared if layer.shared_gate is None else layer.shared_gate(x).sigmoid() * shared)
+
+    def of_shared(shared: SharedExperts) -> Tensor:
+        output: Tensor = shared(x)
+        if layer.shared_gate is not None:
+            output = layer.shared_gate(x).sigmoid() * output
+        return output.flatten(0, -2)
+
+    shared = None if layer.shared is None else partial(of_shared, layer.shared)
+    output: Tensor = layer.experts(tokens, indices, weights, shared)
+    return output.view_as(x)
 
 
 def _shared_experts(book: Definitions, layer: SharedExperts, x: Tensor) -> Tensor:
