@@ -208,7 +208,7 @@ def _traffic(step: RecordedStep, of: str, number: int) -> str:
     largest = max(total for *_, total in found)
     rows = [
         [
-            escape(axis),
+            escape(axis.replace("_", " × ")),
             escape(kind.replace("_", "-")),
             bar([(f"{bytes_text(total)}", total, "bar")], largest),
             bytes_text(total),

@@ -20,11 +20,12 @@ from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, ke
 from plait.tensor.autograd.paired_collectives import gather, split
 from plait.tensor.autograd.regather import own_range
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.assignments import Assignments, assign
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
-from plait.tensor.proof_marks import keeps_positions
+from plait.tensor.proof_marks import keeps_positions_later
 
 SILU = GatedActivation()
 
@@ -40,6 +41,8 @@ class ExpertRanks:
     tokens: Group
     """Ranks that give the same tokens to the layer, of which each sends a slice to the experts; the ranks of
     `tp`, or a group of one rank where each has tokens of its own."""
+    takes_all: bool = False
+    """Whether on meta all tokens are assumed to have the experts of this rank; else routing is uniform."""
 
 
 class Experts(nn.Module):
@@ -108,27 +111,16 @@ class Experts(nn.Module):
         # Weights that an adapter computes are no parameters.
         queue.products |= {id(weight) for weight in (self.gate_up_proj, self.down_proj) if weight.is_leaf}
 
-    @keeps_positions("hidden")
-    def forward(
-        self,
-        hidden: Tensor,
-        indices: Tensor,
-        weights: Tensor,
-        shared: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`.
 
-        The number -1 stands for no expert. `shared`: returns what is added to the output, `[T, H]`, and runs
-        while tokens travel. On meta routing is assumed to be uniform. Communication: see
+        The number -1 stands for no expert. On meta routing is assumed to be uniform. Communication: see
         `plait.tensor.experts.token_exchange`; where several ranks give the same tokens, also an all-gather
         of the output over them, and two in the backward.
         """
-        finish = self.start(hidden, indices, weights)
-        if shared is None:
-            return finish()
-        others = shared()
-        return finish() + others
+        return self.start(hidden, indices, weights)()
 
+    @keeps_positions_later("hidden")
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
         hidden, ranks = hidden.to(_autocast_dtype(hidden) or hidden.dtype), self.ranks
@@ -152,7 +144,7 @@ class Experts(nn.Module):
     ) -> Callable[[], Tensor]:
         """Start sending tokens with their experts' numbers and weights; return a function for the output."""
         group, etp, count = ranks.group, ranks.etp, self.num_experts
-        exchange = computed_once(lambda: exchange_of(indices, count, group, etp))
+        exchange = computed_once(lambda: exchange_of(indices, count, group, etp, ranks.takes_all))
         weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))
         numbers = indices.to(torch.int64 if hidden.itemsize == 8 else torch.int32)
         sent, run = (hidden.detach(), weights.detach(), numbers), RECOMPUTED_RUN.get()
@@ -192,6 +184,13 @@ class Experts(nn.Module):
             queue,
             exchange,
         )
+
+
+def start_experts(experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+    """Start `experts`; return a function for the output. Those with hooks are called there, at once."""
+    if is_altered(experts):
+        return partial(experts, hidden, indices, weights)
+    return experts.start(hidden, indices, weights)
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -7,15 +7,13 @@ tokens ──────┼─ experts of each token ────────�
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.plan.arguments import require_flag, require_whole
-from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.experts import Experts, start_experts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
 
@@ -70,19 +68,22 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the outputs of each token's experts and of the shared experts."""
+        """Return the sum of the outputs of each token's experts and of the shared experts.
+
+        The shared experts run while tokens travel.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         _, weights, indices = self.router(tokens)
-        shared = None if self.shared is None else partial(self._shared_output, self.shared, x)
-        output: Tensor = self.experts(tokens, indices, weights, shared)
-        return output.view(x.shape)
+        routed = start_experts(self.experts, tokens, indices, weights)
+        if self.shared is None:
+            return routed().view(x.shape)
+        shared = self._shared_output(self.shared, x)
+        return routed().view(x.shape) + shared
 
     def _shared_output(self, shared: SharedExperts, x: Tensor) -> Tensor:
-        """Return the output of the shared experts, `[T, hidden]`."""
+        """Return the output of the shared experts, like `x`."""
         output: Tensor = shared(x)
-        if self.shared_gate is not None:
-            output = torch.sigmoid(self.shared_gate(x)) * output
-        return output.reshape(-1, x.shape[-1])
+        return output if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * output
 
 
 class SharedExperts(nn.Module):

@@ -72,8 +72,8 @@ def test_the_written_configuration_has_the_fastest_plan_and_the_rest_as_given(
     config = config_from_arguments(["--config", str(file)])
     plan = config.plan()
     assert {name: getattr(plan, name) for name in (*SEARCHED, "microbatches")} == found["best"][0]["plan"]
-    assert {*PLAN_AXES, "replicate", "strategy", "reduce", "schedule", "chunks"} < {*SEARCHED}
-    assert len({*SEARCHED}) == len(SEARCHED) == 11
+    assert {*PLAN_AXES, "replicate", "ep", "etp", "strategy", "reduce", "schedule", "chunks"} < {*SEARCHED}
+    assert len({*SEARCHED}) == len(SEARCHED) == 13
     assert plan.world == 4
     assert (config.model.layers, config.train.batch, config.data.source) == (2, 6, 'a "b"')
     assert (plan.precision, config.train.betas, config.run.compare) == ("bf16", (0.8, 0.9), 0)
