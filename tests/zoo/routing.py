@@ -62,16 +62,6 @@ def smallest_scores_chosen() -> Any:
     return patch.object(routing, "_largest", lambda scores, count: right(-scores, count))
 
 
-def equal_scores_go_to_the_last() -> Any:
-    """Of equal scores the highest number is chosen."""
-
-    def largest(scores: Tensor, count: int) -> Tensor:
-        reversed_ = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count]
-        return scores.shape[-1] - 1 - reversed_
-
-    return patch.object(routing, "_largest", largest)
-
-
 def correction_left_out() -> Any:
     """Experts are chosen by their scores alone."""
     right = Routing.choose
@@ -174,15 +164,22 @@ def _row(defect: Any, model: Case, plan: Plan, phase: StepPhase = StepPhase.FORW
 ROUTER = "what mixture.router gives is the first to differ, and what it is given is equal"
 ROUTING = (
     _row(weights_not_normalized, PLAIN, cases.TWO_PARTS, cause=ROUTER),
-    _row(smallest_scores_chosen, PLAIN, cases.TWO_PARTS, cause=ROUTER),
-    _row(equal_scores_go_to_the_last, TIED, cases.TWO_PARTS, cause=ROUTER),
-    _row(correction_left_out, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
+    _row(smallest_scores_chosen, PLAIN, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
+    _row(correction_left_out, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
     _row(correction_in_the_weights, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
-    _row(experts_of_all_groups, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
-    _row(groups_by_their_largest_score, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
+    _row(experts_of_all_groups, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
+    _row(
+        groups_by_their_largest_score, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"
+    ),
     _row(scaled_twice, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
     _row(logits_in_single_precision, PLAIN, cases.TWO_PARTS, cause=ROUTER),
     _row(weights_of_the_next_token, PLAIN, cases.TWO_PARTS, cause=ROUTER),
     _row(gradient_of_the_router_lost, PLAIN, cases.TWO_PARTS, StepPhase.INPUT_GRADIENT),
-    _row(other_experts_in_the_second_run, PLAIN, RECOMPUTED, StepPhase.INPUT_GRADIENT),
+    _row(
+        other_experts_in_the_second_run,
+        PLAIN,
+        RECOMPUTED,
+        StepPhase.RECOMPUTED_ROUTING,
+        cause="chosen otherwise",
+    ),
 )
