@@ -277,5 +277,7 @@ MIXTURES = (
     Right("experts cp", sparse_llama(layers=1), replace(CP, ep=2, strategy="optimizer", dp=2)),
     Right("experts fp32", sparse_llama(layers=1), replace(TP, precision="fp32"), NATIVE),
     Right("experts bf16", sparse_llama(layers=1), replace(FULL, **BF16), NATIVE),
+    Right("divided experts bf16", sparse_llama(layers=1), replace(FULL, ep=2, **BF16), NATIVE),
+    Right("divided experts fp16", sparse_llama(layers=1), replace(DP, ep=2, **FP16), NATIVE),
 )
 """Mixtures of experts."""

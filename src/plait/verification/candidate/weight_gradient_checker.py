@@ -271,7 +271,8 @@ class WeightGradientChecker:
             parameter, formats = self.comparison.sequence.parameters[name], self.comparison.formats
             dtype = formats.gradient_of(parameter)
             expected, rounding = expected.to(dtype), epsilon_of(dtype)
-            if self._adding(name).size > 1 or self._is_divided(name):  # one product of many tokens, or a sum
+            # A sum of a few products, each rounded as it was computed, or one where the reference has a few.
+            if self._adding(name).size > 1 or self._is_divided(name):
                 rounding = max(rounding, epsilon_of(formats.compute_of(parameter)))
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name),
@@ -343,10 +344,8 @@ class WeightGradientChecker:
             if whole is None:
                 return None
             value, tolerance = self.box(name).of(whole), self.recording.tolerances[scope][key]
-            if len(together) > 1:  # each is rounded by itself, and their sum is not
-                value = value.to(
-                    self.comparison.formats.gradient_of(self.comparison.sequence.parameters[name])
-                )
+            if len(together) > 1:  # in 16 bits their sum would be rounded
+                value = value.to(torch.promote_types(value.dtype, torch.float32))
             total = value if total is None else total + value
             size, allowed = max(size, tolerance.size), allowed + tolerance.allowed
         return None if total is None else (total, Tolerance(size, allowed))
