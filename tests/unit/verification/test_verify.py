@@ -354,4 +354,4 @@ def test_every_plan_of_a_sweep_is_verified_or_refused(
     assert progress == [(2, 3), (3, 3)]
     other = replace(case, loss=lambda output, targets: output.sum())
     verify_all(other, PLAN, 1)
-    assert given[1] == ((1, PLAN, 4), {"in_parts": False, "in_chunks": False})
+    assert given[1] == ((1, PLAN, 4), {"in_parts": False, "in_chunks": False, "with_experts": False})
