@@ -81,7 +81,7 @@ def trace_model(
     targets: Value | None,
     loss: Loss,
     recorder: OperationRecorder | None = None,
-    known: dict[Hashable, LayerTrace] | None = None,
+    known: dict[Hashable, TracedLayer] | None = None,
     *,
     takes_all: bool = False,
 ) -> ModelTraces:
@@ -95,12 +95,7 @@ def trace_model(
     else as many as under uniform routing.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    plan = blueprint.plan
-    experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
-    tensor_parallel = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
-    if takes_all and tensor_parallel.experts is not None:
-        ranks = replace(tensor_parallel.experts, takes_all=True)
-        tensor_parallel = replace(tensor_parallel, experts=ranks)
+    tensor_parallel = _tensor_parallel(blueprint, recorder, takes_all=takes_all)
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
@@ -139,8 +134,20 @@ def trace_model(
     )
 
 
+def _tensor_parallel(
+    blueprint: Blueprint, recorder: OperationRecorder | None, *, takes_all: bool
+) -> TensorParallelism:
+    """Return the rules for layers of the first rank of a stage; `takes_all`: see `ExpertRanks`."""
+    plan = blueprint.plan
+    experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
+    found = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
+    if found.experts is None or not takes_all:
+        return found
+    return replace(found, experts=replace(found.experts, takes_all=True))
+
+
 @dataclass(frozen=True)
-class LayerTrace:
+class TracedLayer:
     """What a run of a layer on the meta device showed; layers of equal structure and inputs share it."""
 
     run: InferredLayer
@@ -161,14 +168,14 @@ def _trace_layers(
     queue: WeightGradientQueue,
     share: ContextShare,
     recorder: OperationRecorder | None,
-    known: dict[Hashable, LayerTrace],
-) -> list[LayerTrace]:
+    known: dict[Hashable, TracedLayer],
+) -> list[TracedLayer]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
     structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
     held = _held(share.sequence)
-    traced: list[LayerTrace] = []
+    traced: list[TracedLayer] = []
     for number, layer in enumerate(layers):
         recompute = blueprint.recompute[number]
         key = structures[number], recompute, given.length, given.repeats, _described(value), held
@@ -186,7 +193,7 @@ def _trace_layers(
             work = None if recorder is None else recorder.take(recompute)
             # Graphs compute what eager layers cache.
             cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]
-            known[key] = LayerTrace(run, trace, output, cached, sequence, work)
+            known[key] = TracedLayer(run, trace, output, cached, sequence, work)
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output
     return traced
@@ -197,7 +204,7 @@ def _held(sequence: LocalSequence | None) -> Hashable:
     return None if sequence is None else (sequence.layout, sequence.documents, sequence.group.index)
 
 
-def _cache_bytes(layer: NamedLayer, traced: LayerTrace) -> dict[Hashable, int]:
+def _cache_bytes(layer: NamedLayer, traced: TracedLayer) -> dict[Hashable, int]:
     """Return the bytes that a layer's `ResultCache`s hold, by a number of the cache."""
     caches = result_caches(layer.module) if traced.cached else ()
     return {id(cache): nbytes for cache, nbytes in zip(caches, traced.cached, strict=True)}

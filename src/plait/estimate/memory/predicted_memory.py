@@ -28,7 +28,7 @@ from plait.estimate.memory.memory_report import (
     MemorySnapshot,
     RankMemory,
 )
-from plait.estimate.memory.model_traces import LayerTrace, ModelTraces, trace_model
+from plait.estimate.memory.model_traces import ModelTraces, TracedLayer, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.arguments import require_instance, require_whole
@@ -105,7 +105,7 @@ class MemoryEstimator:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
-    layer_traces: dict[Any, dict[Hashable, LayerTrace]] = field(default_factory=dict)
+    layer_traces: dict[Any, dict[Hashable, TracedLayer]] = field(default_factory=dict)
     records: bool = False
     """Whether traces have the operations of layers, too."""
     order_of: Callable[..., tuple[Schedule, StageCut]] = field(
