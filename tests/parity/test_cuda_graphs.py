@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parity import woven
-from parity.case import Case
+from parity.case import Case, Recipe
 from parity.cases import GPT2_VOCAB, USER_CASES, case, gpt2, llama
 from parity.contexts import packed
 from parity.data import draw_vectors
@@ -35,6 +35,7 @@ from plait.engine.pipeline import stage
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.plan.plan import Plan
 from plait.schedules.search.api import schedule
+from plait.tensor import losses
 from plait.tensor.layer_values import Microbatches
 from plait.tensor.torch_losses import as_loss
 
@@ -99,6 +100,40 @@ def test_replayed_segments_train_as_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:
     check_row(thread_ranks, row)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pp": 2, "schedule": "zb-h1", "loss_rows": 5},
+        {"dp": 2, "strategy": "full", "reduce": "each", "loss_rows": 3, "recompute": "full"},
+        {"dp": 2, "strategy": "full", "offload": "full"},
+        {"dp": 2, "strategy": "optimizer", "offload": "parameters", "compile": "graphs"},
+        {"pp": 2, "schedule": "1f1b", "overlap": True},
+    ],
+    ids=str,
+)
+def test_replayed_segments_compute_losses_in_chunks_and_offload(
+    thread_ranks: Any, settings: dict[str, Any]
+) -> None:
+    plan = Plan(**settings, microbatches=4, precision="fp64", cuda_graphs=True)
+    with patch.object(losses, "is_accelerator", lambda _: True):  # a GPU's targets are not read on the host
+        every = check_replayed(thread_ranks, gpt2(layers=3, tied=False), plan)
+    for counts in every:
+        assert counts.replayed >= 2 * counts.recorded > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"pp": 2, "schedule": "zb-v"}, {"dp": 2, "strategy": "gradients", "reduce": "each"}],
+    ids=str,
+)
+def test_replayed_segments_add_to_the_gradients_of_earlier_calls(
+    thread_ranks: Any, settings: dict[str, Any]
+) -> None:
+    plan = Plan(**settings, microbatches=3, precision="fp64", cuda_graphs=True)
+    recipe = Recipe(steps=3, calls=2, set_to_none=False)
+    check_replayed(thread_ranks, gpt2(layers=3, tied=True), plan, recipe)
 
 
 @pytest.mark.parametrize("completion", ["late", 1])
@@ -294,6 +329,23 @@ def test_a_step_that_fails_while_it_is_recorded_is_recorded_again() -> None:
         assert torch.equal(plain.forward_backward(*batch), recorded.forward_backward(*batch))
     assert have_same_gradients(plain, recorded)
     assert graphs_of(recorded).counts.replayed > 0
+
+
+def failing(self: nn.Module, hidden: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def test_a_step_that_fails_while_it_is_watched_is_watched_again() -> None:
+    plan = Plan(microbatches=2, precision="fp64", cuda_graphs=True)
+    one = case(lambda: nn.Sequential(Reading(), nn.Linear(HIDDEN, CLASSES)), draw_vectors)
+    engine = recording_engine(one, plan)
+    for number, batch in enumerate(woven.shares(one, engine, 5)):
+        if number == 1:
+            with patch.object(Reading, "forward", failing), pytest.raises(ZeroDivisionError):
+                engine.forward_backward(*batch)
+        else:
+            engine.forward_backward(*batch)
+    assert graphs_of(engine).counts.recorded == 0
 
 
 def test_evaluations_and_other_orders_between_replayed_steps_change_nothing(thread_ranks: Any) -> None:

@@ -81,7 +81,7 @@ class Dropout(nn.Module):
         key: int | MaskKey = drawn
         if self.generator is not None and self.generator.table is not None:
             assert self.generator.latest is not None, "next_mask has set it"
-            key, parts = self.generator.table.placed(drawn, self.generator.latest, parts, shape)
+            key, parts = self.generator.table.key_and_parts(drawn, self.generator.latest, parts, shape)
         return partial(keep_mask_of_ranges, key, shape, self.p, parts, ranges, device)
 
     def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPart]]:

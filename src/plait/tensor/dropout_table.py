@@ -36,10 +36,10 @@ class MaskNotes:
         self.elements: dict[MaskCall, int] = {}
         """Per call, the elements of its whole tensor for each row of the micro-batch."""
 
-    def placed(
+    def key_and_parts(
         self, key: int, call: MaskCall, parts: dict[int, DimPart], shape: Sequence[int]
     ) -> tuple[int | MaskKey, dict[int, DimPart]]:
-        """Return the key and the parts of a mask as they were given, and note its call."""
+        """Return the key and the parts of a mask as they were given; note its call."""
         self.elements[call] = call.per_row * _elements_of_index(parts, shape)
         return key, parts
 
@@ -71,7 +71,7 @@ class MaskTable:
         """The calls, in the order of the table's rows."""
         return list(self._rows)
 
-    def placed(
+    def key_and_parts(
         self, key: int, call: MaskCall, parts: dict[int, DimPart], shape: Sequence[int]
     ) -> tuple[int | MaskKey, dict[int, DimPart]]:
         """Return the key of a mask in the table, and its parts without what the key has: the first row."""

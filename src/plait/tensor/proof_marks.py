@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -65,12 +65,26 @@ def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
     return _marked(function, PositionMark())
 
 
-def keeps_positions(argument: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: the function computes each row of its result from that row of `argument` only.
+def keeps_positions_later(
+    argument: str,
+) -> Callable[[Callable[P, Callable[[], R]]], Callable[P, Callable[[], R]]]:
+    """Return a decorator: the function starts what the function that it returns finishes.
 
-    Though its operations look as if they mixed rows: they sort them, say, and undo that.
+    Together they compute each row of the result from that row of `argument` only, though their operations
+    look as if they mixed rows: they sort them, say, and undo that. What runs in between is looked at.
     """
-    return lambda function: _marked(function, PositionMark(like=argument))
+
+    def decorator(function: Callable[P, Callable[[], R]]) -> Callable[P, Callable[[], R]]:
+        start = _marked(function, PositionMark())
+
+        @wraps(function)
+        def started(*args: P.args, **kwargs: P.kwargs) -> Callable[[], R]:
+            finish = start(*args, **kwargs)
+            return partial(_called, MarkedCall(PositionMark(like=argument), function, args, kwargs), finish)
+
+        return started
+
+    return decorator
 
 
 def call_begins(call: MarkedCall) -> None:
@@ -88,17 +102,21 @@ def call_ends(call: MarkedCall) -> None:
 def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
     @wraps(function)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not has_torch_function(_ASK_MODES):
-            return function(*args, **kwargs)
-        call = MarkedCall(mark, function, args, kwargs)
-        call_begins(call)
-        try:
-            call.result = function(*args, **kwargs)
-            return call.result
-        finally:
-            call_ends(call)
+        return _called(MarkedCall(mark, function, args, kwargs), partial(function, *args, **kwargs))
 
     return marked
+
+
+def _called(call: MarkedCall, compute: Callable[[], R]) -> R:
+    """Return `compute()`, between the calls that torch's function modes see."""
+    if not has_torch_function(_ASK_MODES):
+        return compute()
+    call_begins(call)
+    try:
+        result = call.result = compute()
+        return result
+    finally:
+        call_ends(call)
 
 
 def tag(result: Tensor, key: str, value: object) -> Tensor:

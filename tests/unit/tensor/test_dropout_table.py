@@ -28,12 +28,12 @@ def test_a_mask_with_its_key_in_the_table_is_that_of_the_key(
     monkeypatch.setitem(dropout_mask.BLOCK, "cpu", 4096)
     notes = MaskNotes()
     given = {**parts, 0: DimPart(0, 0)}
-    assert notes.placed(1, CALL, given, shape) == (1, given)
+    assert notes.key_and_parts(1, CALL, given, shape) == (1, given)
     table = MaskTable(notes.elements, CPU)
     for step in range(2):
         key, rows = key_of(7, step, CALL.path, 0), {**parts, 0: DimPart(first_row, 0)}
         table.fill([key], first_row)
-        placed, where = table.placed(key, CALL, rows, shape)
+        placed, where = table.key_and_parts(key, CALL, rows, shape)
         assert isinstance(placed, MaskKey)
         assert where[0].start == 0
         expected = keep_mask(key, shape, 0.3, rows, CPU)
@@ -51,4 +51,4 @@ def test_a_table_says_whether_it_has_the_keys_of_a_step() -> None:
 def test_a_call_that_was_not_noted_has_no_row() -> None:
     table = MaskTable({CALL: 6}, CPU)
     with pytest.raises(KeyError):
-        table.placed(1, MaskCall("layer.drop", 1, 1), {0: DimPart(0, 0)}, (2, 6))
+        table.key_and_parts(1, MaskCall("layer.drop", 1, 1), {0: DimPart(0, 0)}, (2, 6))

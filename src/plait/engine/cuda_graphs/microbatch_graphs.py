@@ -1,7 +1,7 @@
 """The graphs of one micro-batch at one stage, from its first forward to its last weight gradient.
 
-    input ──copy──→ value_in ─F─ value_out ──copy──→ to the next stage
-    gradients_out ←─copy── gradients_out ─I─ gradients_in ←──copy── from the next stage
+    stage before ──copy──→ value_in      ── F ──→ value_out    ──copy──→ next stage
+    stage before ←──copy── gradients_out ←── I ── gradients_in ←──copy── next stage
 
 A graph reads and writes the memory with which it was recorded. So what enters a stage is copied to where the
 first graph reads it, and what leaves is copied out, since the next micro-batch in the same slot computes into
@@ -97,7 +97,7 @@ class MicrobatchGraphs:
         if loss is not None and not known:
             made.total = loss.summed.get(number)
         self.segments.append(made)
-        _hand_on(made, place, stage, loss)
+        _store_results(made, place, stage, loss)
 
     def replay(self, place: SegmentPlace, stage: StageState, loss: LossState | None) -> None:
         """Compute the segment at `place`, for its micro-batch, by its recording."""
@@ -113,7 +113,7 @@ class MicrobatchGraphs:
             if gradients is not segment.gradients_in:
                 _copy_to(segment.gradients_in, gradients, place, "gradients")
         segment.recording.replay()
-        _hand_on(segment, place, stage, loss)
+        _store_results(segment, place, stage, loss)
 
     def _entering(self, value: Value) -> Value:
         """Return `value` where the next graph is to read it: a copy, unless the graph before has made it."""
@@ -127,11 +127,11 @@ class MicrobatchGraphs:
         return [None if one is None else _copied_tensor(one) for one in gradients]
 
 
-def _hand_on(
+def _store_results(
     segment: _RecordedSegment, place: SegmentPlace, stage: StageState, loss: LossState | None
 ) -> None:
     """Give a segment's results to the next instructions; copies of those that leave the stage."""
-    number, leaves = place.microbatch, place.hands_on
+    number, leaves = place.microbatch, place.leaves_stage
     if segment.value_out is not None:
         stage.values[number] = _copied(segment.value_out) if leaves else segment.value_out
     if (gradients := segment.gradients_out) is not None:

@@ -53,8 +53,8 @@ class GraphCounts:
 
 
 @dataclass
-class _Way:
-    """A micro-batch's way through a stage: the graphs in which it runs, or why it runs eagerly."""
+class _MicrobatchRun:
+    """How a micro-batch runs at a stage: its graphs, or why it runs eagerly."""
 
     shape: Shape
     graphs: MicrobatchGraphs | None = None
@@ -93,7 +93,7 @@ class SegmentGraphs:
         """By stage and slot."""
         self._taken: dict[int, set[int]] = defaultdict(set)
         """By stage, the slots of micro-batches in flight."""
-        self._ways: dict[tuple[int, int], _Way] = {}
+        self._microbatches: dict[tuple[int, int], _MicrobatchRun] = {}
         """By stage and micro-batch in flight."""
         self._steps: Counter[Shape] = Counter()
         """The eager steps of each shape that have ended."""
@@ -128,10 +128,10 @@ class SegmentGraphs:
 
     def clear(self) -> None:
         """After an exception in a step, discard micro-batches in flight, and graphs that are not complete."""
-        for way in self._ways.values():
-            if way.records:
-                self._graphs.pop((way.shape, way.slot), None)
-        self._ways.clear()
+        for run in self._microbatches.values():
+            if run.records:
+                self._graphs.pop((run.shape, run.slot), None)
+        self._microbatches.clear()
         self._taken.clear()
         self._seen.clear()
         self._dropout.table = None
@@ -143,55 +143,62 @@ class SegmentGraphs:
             for place, run in zip(places_of(segments), runs, strict=True)
         ]
 
-    def _run(self, place: SegmentPlace, run: RunCalls, calls: Calls) -> None:
-        """Run a segment in the way of its micro-batch: by its graph, eagerly, or recording it."""
-        key = place.stage, place.microbatch
+    def _run(self, place: SegmentPlace, run_calls: RunCalls, calls: Calls) -> None:
+        """Run a segment as its micro-batch runs: by its graph, eagerly, or recording it."""
+        key, compute = (place.stage, place.microbatch), partial(run_calls, calls)
         if place.number == 0:
-            self._ways[key] = self._begin(place)
-        way = self._ways[key]
-        stage, loss = self._pipeline.stages[place.stage], self._loss_of(place.stage)
-        if way.graphs is None:
-            self._run_eagerly(place, way, partial(run, calls))
-        elif way.records:
-            self._dropout.table = way.graphs.masks
-            try:
-                way.graphs.record(place, stage, loss, partial(run, calls), self._recorder)
-            finally:
-                self._dropout.table = None
-            self.counts.recorded += 1
+            self._microbatches[key] = self._begin(place)
+        run = self._microbatches[key]
+        if run.graphs is None:
+            self._run_eagerly(place, run, compute)
+        elif run.records:
+            self._record(place, run.graphs, compute)
         else:
-            if self.check is None:
-                way.graphs.replay(place, stage, loss)
-            else:
-                self.check.compare(place, way.graphs, stage, loss, partial(run, calls))
-            self.counts.replayed += 1
+            self._replay(place, run.graphs, compute)
         if place.is_last:
-            del self._ways[key]
-            self._taken[place.stage].discard(way.slot)
+            del self._microbatches[key]
+            self._taken[place.stage].discard(run.slot)
 
-    def _begin(self, place: SegmentPlace) -> _Way:
+    def _record(self, place: SegmentPlace, graphs: MicrobatchGraphs, compute: Callable[[], None]) -> None:
+        stage, loss = self._pipeline.stages[place.stage], self._loss_of(place.stage)
+        self._dropout.table = graphs.masks
+        try:
+            graphs.record(place, stage, loss, compute, self._recorder)
+        finally:
+            self._dropout.table = None
+        self.counts.recorded += 1
+
+    def _replay(self, place: SegmentPlace, graphs: MicrobatchGraphs, compute: Callable[[], None]) -> None:
+        stage, loss = self._pipeline.stages[place.stage], self._loss_of(place.stage)
+        if self.check is None:
+            graphs.replay(place, stage, loss)
+        else:
+            self.check.compare(place, graphs, stage, loss, compute)
+        self.counts.replayed += 1
+
+    def _begin(self, place: SegmentPlace) -> _MicrobatchRun:
         """Decide how a micro-batch runs at a stage, and take a slot if it runs in graphs."""
         shape = self._shape_of(place)
         reason = self._reason(place, shape)
         if reason:
-            return _Way(shape, slot=-1, reason=reason)
+            return _MicrobatchRun(shape, slot=-1, reason=reason)
         if self._steps[shape] < self._eager_steps:
             self._seen.add(shape)
             # Not in the first step, in which layers may be compiled.
             is_watched = self._steps[shape] + 1 == self._eager_steps
             notes = self._masks.setdefault(shape, MaskNotes()) if is_watched else None
-            return _Way(shape, slot=-1, notes=notes, reason="the first steps of a shape")
+            return _MicrobatchRun(shape, slot=-1, notes=notes, reason="the first steps of a shape")
         taken = self._taken[place.stage]
         slot = next(number for number in range(len(taken) + 1) if number not in taken)
         graphs = self._graphs.get((shape, slot))
         records = graphs is None
         if graphs is None:
             if self.counts.recorded + len(place.parts) > self._most:
-                return _Way(shape, slot=-1, reason=f"more than {self._most} graphs")
+                return _MicrobatchRun(shape, slot=-1, reason=f"more than {self._most} graphs")
             graphs = self._new_graphs(place.stage, shape, slot)
         taken.add(slot)
         self._dropout.fill(graphs.masks, place.microbatch)
-        return _Way(shape, graphs, slot, records)
+        return _MicrobatchRun(shape, graphs, slot, records)
 
     def _new_graphs(self, stage: int, shape: Shape, slot: int) -> MicrobatchGraphs:
         self._addresses.note()
@@ -202,12 +209,12 @@ class SegmentGraphs:
         self._graphs[shape, slot] = made
         return made
 
-    def _run_eagerly(self, place: SegmentPlace, way: _Way, compute: Callable[[], None]) -> None:
-        self.counts.eager[way.reason] += 1
-        if way.notes is None:
+    def _run_eagerly(self, place: SegmentPlace, run: _MicrobatchRun, compute: Callable[[], None]) -> None:
+        self.counts.eager[run.reason] += 1
+        if run.notes is None:
             compute()
             return
-        self._dropout.table, reads = way.notes, HostReads()
+        self._dropout.table, reads = run.notes, HostReads()
         try:
             with reads:
                 compute()
@@ -215,9 +222,9 @@ class SegmentGraphs:
             self._dropout.table = None
         layers = self._layers_of(place.stage)
         if reads.reads:
-            self._reasons[way.shape] = f"{layers}: the host reads the result of {reads.reads[0]}"
+            self._reasons[run.shape] = f"{layers}: the host reads the result of {reads.reads[0]}"
         elif reads.draws and any(mode != "none" for mode in self._pipeline.stages[place.stage].recompute):
-            self._reasons[way.shape] = f"{layers}: {reads.draws[0]} would draw anew when it is recomputed"
+            self._reasons[run.shape] = f"{layers}: {reads.draws[0]} would draw anew when it is recomputed"
 
     def _reason(self, place: SegmentPlace, shape: Shape) -> str:
         """Return why a micro-batch cannot run in graphs; empty if it can."""

@@ -1,4 +1,4 @@
-"""Which segments of a program can be recorded, and what each is in its micro-batch's way through a stage."""
+"""Which segments of a program can be recorded, and which of its micro-batch's at a stage each is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SegmentPlace:
     number: int
     kind: Kind
     """`F`, `I` (the loss's gradient too), `W` or `B`."""
-    hands_on: bool
+    leaves_stage: bool
     """Whether what it computes leaves the stage: it is the micro-batch's last forward, or last backward."""
     parts: tuple[StagePart, ...]
     """Of all segments of the micro-batch at the stage; equal for micro-batches that run alike."""
@@ -39,12 +39,14 @@ def places_of(segments: Sequence[Segment]) -> list[SegmentPlace | None]:
 
     All are None in a program without a backward.
     """
-    ways: dict[tuple[int, int], list[int]] = {}
+    by_microbatch: dict[tuple[int, int], list[int]] = {}
     for position, segment in enumerate(segments):
         if segment.computes is not None:
-            ways.setdefault((segment.computes.stage, segment.computes.microbatch), []).append(position)
+            by_microbatch.setdefault((segment.computes.stage, segment.computes.microbatch), []).append(
+                position
+            )
     places: list[SegmentPlace | None] = [None] * len(segments)
-    for (stage, microbatch), positions in ways.items():
+    for (stage, microbatch), positions in by_microbatch.items():
         kinds = [_kind(segments[position]) for position in positions]
         if kinds[-1] is Kind.F:
             continue
@@ -52,9 +54,11 @@ def places_of(segments: Sequence[Segment]) -> list[SegmentPlace | None]:
         last_forward = max(number for number, kind in enumerate(kinds) if kind is Kind.F)
         last_backward = max(number for number, kind in enumerate(kinds) if kind in (Kind.I, Kind.B))
         for number, position in enumerate(positions):
-            hands_on = number in (last_forward, last_backward)
+            leaves_stage = number in (last_forward, last_backward)
             name = segments[position].name
-            places[position] = SegmentPlace(name, stage, microbatch, number, kinds[number], hands_on, parts)
+            places[position] = SegmentPlace(
+                name, stage, microbatch, number, kinds[number], leaves_stage, parts
+            )
     return places
 
 

@@ -16,7 +16,7 @@ from plait.errors import ModelError
 from plait.models.huggingface.common import ENTRANCE, Branch, add_branch, residual
 from plait.models.model_helpers import InitializedLayer
 from plait.tensor.call_hooks import is_altered
-from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.experts import Experts, start_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing, Scores
@@ -97,16 +97,19 @@ class Mixture(nn.Module):
         self.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, and of the shared one."""
+        """Return the weighted sum of the outputs of each token's experts, and of the shared one.
+
+        The shared one runs while tokens travel.
+        """
         tokens = x.flatten(0, 1)
         _, weights, indices = self.get_submodule(self.router_name)(tokens)
-        routed: Tensor = self.experts(tokens, indices, weights).view_as(x)
+        routed = start_experts(self.experts, tokens, indices, weights)
         if self.shared_name is None:
-            return routed
+            return routed().view_as(x)
         shared: Tensor = self.get_submodule(self.shared_name)(self.get_submodule(ENTRANCE)(x))
-        if self.shared_expert_gate is None:
-            return routed + shared
-        return routed + torch.sigmoid(self.shared_expert_gate(x)) * shared
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        return routed().view_as(x) + shared
 
 
 def _router(router: Any, scores: Scores) -> Router:

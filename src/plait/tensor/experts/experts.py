@@ -20,11 +20,12 @@ from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, ke
 from plait.tensor.autograd.paired_collectives import gather, split
 from plait.tensor.autograd.regather import own_range
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.assignments import Assignments, assign
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
-from plait.tensor.proof_marks import keeps_positions
+from plait.tensor.proof_marks import keeps_positions_later
 
 SILU = GatedActivation()
 
@@ -110,7 +111,6 @@ class Experts(nn.Module):
         # Weights that an adapter computes are no parameters.
         queue.products |= {id(weight) for weight in (self.gate_up_proj, self.down_proj) if weight.is_leaf}
 
-    @keeps_positions("hidden")
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`.
 
@@ -120,6 +120,7 @@ class Experts(nn.Module):
         """
         return self.start(hidden, indices, weights)()
 
+    @keeps_positions_later("hidden")
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
         hidden, ranks = hidden.to(_autocast_dtype(hidden) or hidden.dtype), self.ranks
@@ -183,6 +184,13 @@ class Experts(nn.Module):
             queue,
             exchange,
         )
+
+
+def start_experts(experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+    """Start `experts`; return a function for the output. Those with hooks are called there, at once."""
+    if is_altered(experts):
+        return partial(experts, hidden, indices, weights)
+    return experts.start(hidden, indices, weights)
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:

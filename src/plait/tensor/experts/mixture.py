@@ -2,7 +2,7 @@
 
              ┌─ router ─→ weights, indices
 tokens ──────┼─ experts of each token ─────────→ weighted sum ─┐
-             └─ shared experts, for every token ───────────────┴─→ sum
+             └─ shared experts, while tokens travel ───────────┴─→ sum
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.plan.arguments import require_flag, require_whole
-from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.experts import Experts, start_experts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
 
@@ -68,13 +68,20 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the outputs of each token's experts and of the shared experts."""
+        """Return the sum of the outputs of each token's experts and of the shared experts.
+
+        The shared experts run while tokens travel.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         _, weights, indices = self.router(tokens)
-        output: Tensor = self.experts(tokens, indices, weights).view(x.shape)
-        return output if self.shared is None else output + self._shared_output(self.shared, x)
+        routed = start_experts(self.experts, tokens, indices, weights)
+        if self.shared is None:
+            return routed().view(x.shape)
+        shared = self._shared_output(self.shared, x)
+        return routed().view(x.shape) + shared
 
     def _shared_output(self, shared: SharedExperts, x: Tensor) -> Tensor:
+        """Return the output of the shared experts, like `x`."""
         output: Tensor = shared(x)
         return output if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * output
 

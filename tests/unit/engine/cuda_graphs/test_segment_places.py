@@ -16,13 +16,13 @@ def placed(rank: int, policy: str, spec: LoweringSpec, **options: Any) -> list[t
     """The name of each computing segment of a rank's program, its number, and whether its result leaves."""
     program = lower(schedule(policy, **options), spec)[rank]
     return [
-        (one.name, one.number, one.hands_on, one.is_last)
+        (one.name, one.number, one.leaves_stage, one.is_last)
         for one in places_of(segments_of(program))
         if one is not None
     ]
 
 
-def test_segments_are_numbered_on_their_micro_batchs_way_through_a_stage() -> None:
+def test_segments_are_numbered_from_their_micro_batchs_first_to_its_last_at_a_stage() -> None:
     spec = LoweringSpec((2, 2), {})
     first = placed(0, "1f1b", spec, ranks=2, microbatches=2)
     assert first == [
@@ -45,7 +45,7 @@ def test_gathers_cut_segments_of_which_the_last_of_a_kind_hands_on() -> None:
     timing = UnitTiming(gathers="each use", scatters="last", allocates=True)
     spec = LoweringSpec((2,), units, timings=dict.fromkeys(units, timing))
     rows = placed(0, "1f1b", spec, ranks=1, microbatches=1)
-    assert [(name, hands_on) for name, _, hands_on, _ in rows] == [
+    assert [(name, leaves_stage) for name, _, leaves_stage, _ in rows] == [
         ("0F0", False),
         ("0F0", True),
         ("seed 0I0", False),

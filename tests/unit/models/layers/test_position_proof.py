@@ -15,7 +15,7 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.proof.position_proof import prove_positions_apart
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
-from plait.tensor.proof_marks import gives_positions, positions_may_mix
+from plait.tensor.proof_marks import gives_positions, keeps_positions_later, positions_may_mix
 
 LENGTH, HIDDEN = 16, 12
 PART = torch.tensor([2, 5, 6, 11])
@@ -417,6 +417,23 @@ def test_functions_marked_as_mixing_positions_are_accepted() -> None:
         ModelError, match=r"gives causal as key a tensor of shape \[5, 13, 3, 4\] whose dim 2 is"
     ):
         proved(Call(lambda x: attention(heads(x), heads(x).transpose(1, 2), heads(x))))
+
+
+def test_what_runs_between_the_two_calls_of_a_marked_pair_is_looked_at() -> None:
+    @keeps_positions_later("x")
+    def sorted_back(x: Tensor) -> Callable[[], Tensor]:
+        ordered, order = x.sort(1)
+        return lambda: torch.empty_like(x).scatter(1, order, ordered)
+
+    def layer(x: Tensor, between: Callable[[Tensor], Tensor]) -> Tensor:
+        finish = sorted_back(x=x)
+        return between(x) + finish()
+
+    assert proved(Call(lambda x: layer(x, torch.exp))).shape == (5, 13, HIDDEN)
+    with pytest.raises(ModelError, match=r"at aten\.cumsum"):
+        proved(Call(lambda x: layer(x, lambda y: y.cumsum(1))))
+    with pytest.raises(ModelError, match=r"at aten\.cumsum"):
+        proved(Call(lambda x: layer(x, torch.exp).cumsum(1)))
 
 
 def test_dropout_keeps_positions_apart() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from divided_cases import Division, Trial, check, divided
 from expert_cases import CASES, Answer, Case, answer
-from torch import Tensor
+from torch import Tensor, nn
 
 from parity.live_bytes import LiveBytes
 from plait.estimate.memory.operation_recorder import group_on_meta
 from plait.estimate.memory.storage_tracker import StorageTracker
+from plait.models.huggingface.mixture import Mixture
 from plait.plan.layout import divide
+from plait.plan.layout.shards import shard
 from plait.plan.plan import Recompute
-from plait.ranks.group import Count
+from plait.ranks.group import Count, alone
+from plait.ranks.mesh import GridMesh
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import (
     INPUT_ONLY,
@@ -24,6 +29,9 @@ from plait.tensor.autograd.weight_gradient_queue import (
     BackwardMode,
     WeightGradientQueue,
 )
+from plait.tensor.experts.expert_layouts import expert_layouts
+from plait.tensor.experts.experts import ExpertRanks, Experts
+from plait.tensor.experts.mixture import MixtureOfExperts
 from plait.tensor.experts.token_exchange import exchange_of
 
 DIVISIONS = [
@@ -126,6 +134,49 @@ def run_beside(trial: Trial) -> bool:
 
 def test_other_layers_may_run_while_tokens_travel(thread_ranks: Any) -> None:
     assert all(thread_ranks.run(run_beside, Trial(Case(), Division(ep=2)), ranks=2))
+
+
+def order_of_a_rank(make: Callable[[], nn.Module], hooked: bool) -> list[str]:
+    """When a mixture with a shared expert computes its parts: after how many all-to-alls were started."""
+    mesh, layer = GridMesh(ep=2), make()
+    (experts,) = (one for one in layer.modules() if isinstance(one, Experts))
+    for name, layout in expert_layouts(experts, {"ep": 2, "etp": 1}, "").items():
+        parameter = getattr(experts, name)
+        parameter.data = shard(parameter.detach(), layout, (mesh.rank, 0))
+    experts.ranks = ExpertRanks(mesh.group("ep"), 1, alone("tp"))
+    order: list[str] = []
+
+    def note(name: str, *_: object) -> None:
+        sent = mesh.traffic.snapshot().get("ep", {})
+        order.append(f"{name} after {sent['all_to_all'].calls if sent else 0}")
+
+    shared = next(one for name, one in layer.named_modules() if name in ("shared", "shared_expert"))
+    shared.register_forward_hook(partial(note, "shared"))
+    if hooked:
+        experts.register_forward_hook(partial(note, "experts"))
+    layer(torch.randn(2, 5, 12))
+    return order
+
+
+def of_plait() -> nn.Module:
+    return MixtureOfExperts(12, 10, experts=4, top_k=2, shared=6)
+
+
+def of_transformers() -> nn.Module:
+    models = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
+    sizes = {"hidden_size": 12, "moe_intermediate_size": 10, "shared_expert_intermediate_size": 6}
+    block = models.Qwen2MoeSparseMoeBlock(models.Qwen2MoeConfig(**sizes, num_experts=4))
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    return Mixture(block, "softmax")
+
+
+@pytest.mark.parametrize("make", [of_plait, of_transformers])
+def test_shared_experts_run_while_tokens_travel(thread_ranks: Any, make: Callable[[], nn.Module]) -> None:
+    """Tokens have been sent, and results have not. Hooks of the experts see one call, after that."""
+    assert thread_ranks.run(order_of_a_rank, make, False, ranks=2) == [["shared after 1"]] * 2
+    hooked = thread_ranks.run(order_of_a_rank, make, True, ranks=2)
+    assert hooked == [["shared after 0", "experts after 2"]] * 2
 
 
 def rounded_of_a_rank(trial: Trial) -> Answer:
