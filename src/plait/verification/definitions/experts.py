@@ -72,9 +72,14 @@ def _experts(book: Definitions, layer: Any, hidden: Tensor, indices: Tensor, wei
 
 
 def _multiplied(layer: Any, name: str, expert: int, given: Tensor) -> Tensor:
-    """Return the product of `[tokens, in]` with a matrix of one expert, plus its bias."""
+    """Return the product of `[tokens, in]` with a matrix of one expert and its adapter, plus its bias."""
     matrix, bias = getattr(layer, name)[expert], getattr(layer, f"{name}_bias")
-    product: Tensor = given @ (matrix if layer.transposed else matrix.t())
+    adapter = getattr(layer, f"{name}_adapter")
+    if layer.transposed:
+        matrix = matrix.t()
+    if adapter is not None:
+        matrix = matrix + adapter.alpha / adapter.rank * (adapter.up[expert] @ adapter.down[expert])
+    product: Tensor = given @ matrix.t()
     return product if bias is None else product + bias[expert]
 
 
