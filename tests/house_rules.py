@@ -184,6 +184,11 @@ PRIVATE_USES = {
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
     (
+        "engine/cuda_graphs/host_reads.py",
+        "",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "sees each operation: documented, private by its path",
+    (
         "verification/reference/start_values.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",

@@ -47,6 +47,11 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
             ["17,920 of 77,472 parameters", r"of (9\d|100)% of unseen pairs"],
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            "mixture_of_experts",
+            [r"(9\d|100)% of unseen tokens", r"holds 49,968 of 77,616 parameters"],
+            marks=pytest.mark.full,
+        ),
         ("own_loss", [r"(9\d|100)% of unseen objects", r"micro-batches of rank 0: 0, "]),
     ],
 )

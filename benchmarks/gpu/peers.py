@@ -21,14 +21,28 @@ def plain(work: Work, ranks: int, device: torch.device) -> Trainee:
     return _trainee(work, with_values(work, device, torch.bfloat16), device, lambda last: nullcontext())
 
 
-def compiled(work: Work, ranks: int, device: torch.device) -> Trainee:
-    """Return the step of one process with each block compiled, and the loss."""
+def compiled(work: Work, ranks: int, device: torch.device, *, mode: str | None = None) -> Trainee:
+    """Return the step of one process with each block compiled, and the loss; `mode`: that of `torch.compile`.
+
+    With "reduce-overhead" graphs overwrite their results, so gradients are added to memory of their own.
+    """
     assert ranks == 1
     model = with_values(work, device, torch.bfloat16)
     for block in model.get_submodule("blocks").children():
-        block.compile()
-    loss = torch.compile(_mean_loss)
-    return _trainee(work, model, device, lambda last: nullcontext(), loss)
+        block.compile(mode=mode)
+    loss = torch.compile(_mean_loss, mode=mode)
+    trainee = _trainee(work, model, device, _new_graph_step if mode else lambda last: nullcontext(), loss)
+    if mode:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        kept = partial(trainee.optimizer.zero_grad, set_to_none=False)
+        trainee.optimizer.zero_grad = kept  # type: ignore[method-assign]
+    return trainee
+
+
+def _new_graph_step(last: bool) -> AbstractContextManager[object]:
+    torch.compiler.cudagraph_mark_step_begin()
+    return nullcontext()
 
 
 def ddp(work: Work, ranks: int, device: torch.device) -> Trainee:

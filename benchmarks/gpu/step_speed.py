@@ -13,6 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from statistics import median
 from typing import Any
@@ -36,6 +37,8 @@ SIZES = {
 }
 TURNS, STEPS = 5, 2
 """How often each takes its turn, the first time not counted, and the steps of a turn."""
+READY = 4
+"""Steps before the first turn: kernels are compiled, graphs recorded, and the optimizer has its state."""
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -51,13 +54,19 @@ class Pair:
 
 PAIRS = (
     Pair("eager", {}, "plain PyTorch"),
+    Pair("graphs", {"cuda_graphs": True}, "plain PyTorch"),
     Pair("loss_rows 1024", {"loss_rows": 1024}, "plain PyTorch"),
     Pair("recompute full", {"recompute": "full"}, "plain PyTorch"),
     Pair("masters fp32", {"master_precision": "fp32"}, "FSDP2, masters fp32"),
+    Pair("graphs", {"cuda_graphs": True}, "plain PyTorch, reduce-overhead"),
     Pair("compiled", {"compile": True}, "plain PyTorch, compiled"),
     Pair("compiled, loss_rows 1024", {"compile": True, "loss_rows": 1024}, "plain PyTorch, compiled"),
 )
-MAKERS: dict[str, Callable[..., Trainee]] = {**PEERS, "plain PyTorch, compiled": compiled}
+MAKERS: dict[str, Callable[..., Trainee]] = {
+    **PEERS,
+    "plain PyTorch, compiled": compiled,
+    "plain PyTorch, reduce-overhead": partial(compiled, mode="reduce-overhead"),
+}
 
 
 @dataclass
@@ -181,9 +190,9 @@ def rows(
 
 
 def ready(trainee: Trainee, work: Work, device: torch.device) -> Runner:
-    """Return a contestant that has taken two steps: kernels are compiled, and the optimizer has its state."""
+    """Return a contestant that has taken `READY` steps."""
     runner = Runner(trainee, shares(work, 1, 0, 1), device)
-    for batch in islice(runner.batches, 2):
+    for batch in islice(runner.batches, READY):
         trainee.step(*batch)
     synchronize(device)
     return runner

@@ -5,6 +5,7 @@ transformers is imported when a model is built: that takes seconds, for which no
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -42,7 +43,7 @@ def _model(model: str, config: str, sizes: Sizes) -> nn.Module:
     """The class `model` of transformers, built from its class `config` with `sizes`."""
     import transformers
 
-    made = getattr(transformers, config)(**sizes)
+    made = getattr(transformers, config)(**copy.deepcopy(sizes))  # it writes to dictionaries that it is given
     built: nn.Module = getattr(transformers, model)(_CONFIGURATIONS.setdefault(f"{config} {sizes}", made))
     return built
 

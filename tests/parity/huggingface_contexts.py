@@ -44,6 +44,7 @@ MORE: dict[str, Callable[..., nn.Module]] = {
     "smollm3": partial(cases.smollm3, **SHARED),
     "gpt-oss": partial(cases.gpt_oss, **SHARED),
     "deepseek-v3": partial(cases.deepseek_v3, heads=HEADS),
+    "deepseek-dense": partial(cases.deepseek_v3, heads=HEADS, first_k_dense_replace=2),
     "mixtral": partial(cases.mixtral, **SHARED),
     "qwen2-moe": partial(cases.qwen2_moe, **SHARED),
     "qwen3-moe": partial(cases.qwen3_moe, **SHARED),

@@ -153,9 +153,9 @@ def test_biases_and_counts_of_the_step_before_are_in_checkpoints(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def accumulated(balance: Balance, calls: int) -> tuple[list[Tensor], Tensor]:
+def accumulated(balance: Balance, calls: int, scale: float | None) -> tuple[list[Tensor], Tensor]:
     """Gradients and biases of the same batch in one call of `forward_backward`, or as halves in two."""
-    plan = Plan(microbatches=2, precision="fp64", loss_scale=1024.0)
+    plan = Plan(microbatches=2, precision="fp64", loss_scale=scale)
     engine = plait.parallelize(build(balance), plan, plait.Mesh(plan), loss=plait.cross_entropy)
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.0)
     tokens, targets = batch(0, None)
@@ -171,8 +171,8 @@ def accumulated(balance: Balance, calls: int) -> tuple[list[Tensor], Tensor]:
 
 def test_gradients_and_corrections_of_two_calls_add_up_under_a_loss_scale(thread_ranks: Any) -> None:
     balance = Balance(0.5, 0.1, bias_rate=0.05)
-    (once,) = thread_ranks.run(accumulated, balance, 1, ranks=1)
-    (twice,) = thread_ranks.run(accumulated, balance, 2, ranks=1)
+    (once,) = thread_ranks.run(accumulated, balance, 1, None, ranks=1)
+    (twice,) = thread_ranks.run(accumulated, balance, 2, 1024.0, ranks=1)
     assert torch.equal(once[1], twice[1])
     for one, other in zip(once[0], twice[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

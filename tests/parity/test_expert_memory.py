@@ -14,8 +14,9 @@ import plait
 from parity.case import Case
 from parity.pairs import in_quick
 from parity.test_memory import SIZES, count_in_a_rank, draw, foretold
+from parity.test_memory import TOLERANCE as OF_MOST
 from plait.plan.plan import Plan
-from plait.tensor.experts.router import Router
+from plait.tensor.experts.router import Choose, Router
 
 EXPERTS, TOP_K = 4, 2
 TOLERANCE = 0.01
@@ -53,26 +54,32 @@ def every_choice(scores: Tensor) -> Tensor:
     return torch.tensor(chosen, device=scores.device)
 
 
-def balanced(build: Any) -> nn.Module:
-    model: nn.Module = build()
+def the_first(scores: Tensor) -> Tensor:
+    """All tokens to the same experts."""
+    return torch.arange(TOP_K, device=scores.device).expand(len(scores), TOP_K).contiguous()
+
+
+def routed(choose: Choose) -> nn.Module:
+    model: nn.Module = plait.models.llama(
+        **{**SIZES, "layers": 2}, experts=EXPERTS, top_k=TOP_K, inner=96, shared=32
+    )
     for module in model.modules():
         if isinstance(module, Router):
-            module.given = every_choice
+            module.given = choose
     return model
 
 
-def sparse(**sizes: Any) -> Case:
-    given = {**SIZES, "layers": 2, "experts": EXPERTS, "top_k": TOP_K, "inner": 96, **sizes}
-    return Case("sparse", partial(balanced, partial(plait.models.llama, **given)), draw)
+def sparse(choose: Choose) -> Case:
+    return Case("sparse", partial(routed, choose), draw)
 
 
 @pytest.mark.parametrize("name", in_quick(PLANS, "dp 2 ep 2", "keep", "recompute"))
 def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
-    check(rank_pool, sparse(), name)
+    check(rank_pool, sparse(every_choice), name)
 
 
 def adapted() -> nn.Module:
-    return plait.lora(sparse().build(), rank=8, targets=("experts.*", "query"))
+    return plait.lora(sparse(every_choice).build(), rank=8, targets=("experts.*", "query"))
 
 
 @pytest.mark.parametrize("name", in_quick(("dp 2 ep 2", "full, each", "recompute", "bf16"), "dp 2 ep 2"))
@@ -88,7 +95,28 @@ def check(rank_pool: Any, case: Case, name: str) -> None:
     for rank, foreseen in enumerate(ranks):
         found = counted[rank * plan.world // plan.pp]
         assert foreseen.peak == pytest.approx(found.peak, rel=TOLERANCE)
+        assert foreseen.most == pytest.approx(found.most, rel=OF_MOST)
         assert foreseen.at_rest == pytest.approx(found.at_rest, rel=TOLERANCE)
         assert [name for name, _ in moments[rank]] == [name for name, _ in found.after]
         for (moment, held), (_, alive) in zip(moments[rank], found.after, strict=True):
             assert held == pytest.approx(alive, abs=CLOSE * found.peak), f"rank {rank} after {moment}"
+
+
+@pytest.mark.parametrize("name", in_quick(("dp 2 ep 2", "keep", "ep 2 etp 2", "pp 2 ep 2"), "dp 2 ep 2"))
+def test_the_worst_case_is_what_a_rank_with_all_tokens_allocates(rank_pool: Any, name: str) -> None:
+    plan = Plan(**{"microbatches": 2, "precision": "fp32", **PLANS[name]})
+    case, rows = sparse(the_first), 12
+    counted = rank_pool.run(count_in_a_rank, case, plan, False, rows, ranks=plan.world)
+    ((inputs, targets),) = case.batches(rows, 1, torch.float32)
+    foreseen = plait.memory(case.build(), plan, inputs, targets, loss=case.loss, device="cpu")
+    assert foreseen.worst == pytest.approx(max(one.most for one in counted), rel=OF_MOST)
+    assert foreseen.worst is not None
+    assert foreseen.worst > 1.02 * foreseen.most
+    assert "went would allocate up to" in str(foreseen).splitlines()[-1]
+
+
+def test_there_is_no_worst_case_where_each_rank_has_all_experts() -> None:
+    for plan in (Plan(dp=2), Plan(dp=2, etp=2)):
+        found = plait.memory(sparse(every_choice).build(), plan, rows=2, device="cpu")
+        assert found.worst is None
+        assert "balanced" in str(found).splitlines()[-1]

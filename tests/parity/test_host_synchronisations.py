@@ -155,7 +155,15 @@ def test_float_and_bool_of_a_tensor_are_counted_as_host_reads() -> None:
 
 ROOMS = (
     "engine/runner.py",
-    *("engine/pipeline", "engine/sharding", "tensor", "models/layers", "proof", "ranks"),
+    *(
+        "engine/pipeline",
+        "engine/sharding",
+        "engine/cuda_graphs",
+        "tensor",
+        "models/layers",
+        "proof",
+        "ranks",
+    ),
     *("app/loop", "app/train"),
 )
 READING = ("tolist", "numpy", "cpu", "item")

@@ -67,6 +67,7 @@ def by_plait(name: str, plan: Plan) -> tuple[float, dict[str, Tensor]]:
 QUICK = (*(("mixtral", "gpipe"), ("qwen2-moe-partly-dense", "tp in parts")), ("olmoe", "experts"))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("name", "plan"), in_quick(product(NAMES, PLANS), *QUICK))
 def test_gradients_with_the_balance_loss_are_those_of_transformers(
     thread_ranks: RankPool, name: str, plan: str

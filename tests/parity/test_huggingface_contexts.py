@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -101,6 +102,13 @@ MORE_PLANS = {
 def test_declared_families_on_packed_documents(thread_ranks: Any, name: str, plan: str) -> None:
     with cases.norms_in_float64():
         check_parity(thread_ranks, case(name, 8, in_documents=True), MORE_PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", MORE_PLANS)
+def test_latent_attention_in_graphs(thread_ranks: Any, plan: str) -> None:
+    """Of a DeepSeek-V3 without experts, whose layers cannot be compiled."""
+    with cases.norms_in_float64():
+        check_parity(thread_ranks, case("deepseek-dense", 8), replace(MORE_PLANS[plan], compile="graphs"))
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -24,6 +24,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp": {"cp": 2, "tp": 2},
     "selective": {"recompute": "selective", "pp": 2, "schedule": "zb-h1", "microbatches": 2},
     "recomputed": {"recompute": "full", "dp": 2, "strategy": "full", "microbatches": 2},
+    "cp, ep": {"cp": 2, "ep": 2, "dp": 2, "strategy": "optimizer"},
     "ep": {"dp": 2, "ep": 2, "strategy": "full"},
     "tp, ep": {"tp": 2, "dp": 2, "ep": 4, "pp": 2, "schedule": "zb-h1", "microbatches": 2},
 }

@@ -48,6 +48,18 @@ def write_metrics(folder: Path, steps: int, seed: int = 0) -> list[dict[str, Any
     return rows
 
 
+def write_experts(folder: Path, steps: int, routers: int = 2, experts: int = 4) -> None:
+    """The tokens of each expert in each step; the last expert of each router has none."""
+    draw = random.Random(2)
+    with (folder / "experts.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            tokens = {
+                f"blocks.{number}.router": [draw.randint(50, 150) for _ in range(experts - 1)] + [0]
+                for number in range(routers)
+            }
+            file.write(json.dumps({"step": step, "tokens": tokens}) + "\n")
+
+
 def write_ranks(folder: Path, rows: list[dict[str, Any]], world: int, slow: int | None = None) -> None:
     """The series of each rank; `slow` is blocked for less time than the others, which wait for it."""
     draw = random.Random(1)

@@ -74,12 +74,12 @@ def last_microbatch_not_scaled() -> Iterator[None]:
     original = LossStage.seed
 
     def seed(self: LossStage, microbatch: int) -> Any:
-        scale = self._scale
-        self._scale = scale / 1024 if microbatch == 1 else scale
+        scale = self.scale
+        self.scale = scale / 1024 if microbatch == 1 else scale
         try:
             return original(self, microbatch)
         finally:
-            self._scale = scale
+            self.scale = scale
 
     with patch.object(LossStage, "seed", seed):
         yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parity import data, huggingface_cases
 from parity.case import Case
-from parity.cases import case
+from parity.cases import case, sparse_llama
 from parity.contexts import mixing, packed
 from parity.layers import CLASSES, HIDDEN
 from plait.plan.plan import Plan
@@ -19,6 +19,7 @@ from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, NORMS
+from zoo.routing import CORRECTED, TIED
 
 RESUMED = VerifyOptions(perturbations=2, resumes=True)
 NATIVE = replace(RESUMED, mode="native")
@@ -224,6 +225,8 @@ TRANSFORMERS = (
     Right("llama fp16", _of("llama"), replace(FULL, **FP16), NATIVE),
     Right("gemma3 fp32", _of("gemma3"), replace(CP, precision="fp32"), NATIVE),
     Right("yarn bf16", _of("llama-scaled"), replace(TP, **BF16), NATIVE),
+    Right("gpt-oss bf16", _of("gpt-oss"), replace(TP, pp=2, **BF16), NATIVE),
+    Right("deepseek-v3 bf16", _of("deepseek-v3"), replace(CP, **BF16), NATIVE),
     Right("smollm3 packed bf16", packed(_of("smollm3"), 8), replace(PP, **BF16), NATIVE),
 )
 OTHERS = (
@@ -259,3 +262,22 @@ OTHERS = (
     Right("packed exact", PACKED, CP, EXACT),
     Right("window exact", mixing(8, window=3), TWO, EXACT),
 )
+MIXTURES = (
+    Right("one expert", sparse_llama(layers=1, experts=1, top_k=1), FULL),
+    Right("one expert a token", sparse_llama(top_k=1, shared=0), replace(PP, schedule="zb-h1")),
+    Right("all experts a token", sparse_llama(layers=1, experts=3, top_k=3), replace(KEEP, dp=2, ep=2)),
+    Right("equal scores", TIED, replace(DP, ep=2)),
+    Right("equal scores cp", TIED, replace(CP, tp=2)),
+    Right("groups and corrections", CORRECTED, replace(FULL, ep=2)),
+    Right("groups and corrections keep", CORRECTED, replace(KEEP, recompute="full")),
+    Right("experts without tokens", sparse_llama(layers=1, experts=64), replace(FULL, ep=2)),
+    Right("ranks without experts", sparse_llama(layers=1, experts=3), replace(FULL, dp=4, ep=4)),
+    Right("experts cut", sparse_llama(layers=1), replace(TP, etp=2, recompute="selective")),
+    Right("experts over tp and dp", sparse_llama(layers=1), replace(TP, dp=2, ep=4)),
+    Right("experts cp", sparse_llama(layers=1), replace(CP, ep=2, strategy="optimizer", dp=2)),
+    Right("experts fp32", sparse_llama(layers=1), replace(TP, precision="fp32"), NATIVE),
+    Right("experts bf16", sparse_llama(layers=1), replace(FULL, **BF16), NATIVE),
+    Right("divided experts bf16", sparse_llama(layers=1), replace(FULL, ep=2, **BF16), NATIVE),
+    Right("divided experts fp16", sparse_llama(layers=1), replace(DP, ep=2, **FP16), NATIVE),
+)
+"""Mixtures of experts."""

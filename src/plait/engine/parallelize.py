@@ -85,6 +85,31 @@ def parallelize(
     `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
     """
     _require_arguments(plan, mesh, loss, rules, seed, values, broadcast)
+    refuse_untried(plan)
+    return build_engine(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
+
+
+def refuse_untried(plan: Plan) -> None:
+    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run."""
+    if plan.cuda_graphs:
+        raise PlanError(
+            "plan.cuda_graphs is True, but plait's CUDA graphs were never tried on a GPU: leave "
+            "plan.cuda_graphs out."
+        )
+
+
+def build_engine(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    loss: GivenLoss,
+    *,
+    rules: Rules | None = None,
+    seed: int = 0,
+    values: Mapping[str, Tensor] | None = None,
+    broadcast: bool = False,
+) -> Engine:
+    """Return the engine of `parallelize`, also for a plan that it refuses because it was never tried."""
     loss = as_loss(loss)
     refuse_lost_settings(model, loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
@@ -154,7 +179,7 @@ def warn_of_another_device(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     chosen_by_default = mesh.has_default_device and mesh.world == 1
     change = device_change((one.device for one in tensors), mesh.device, by_default=chosen_by_default)
     if change and mesh.rank == 0:
-        warnings.warn(change, stacklevel=4)
+        warnings.warn(change, stacklevel=5)
 
 
 def require_alike(

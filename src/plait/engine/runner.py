@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint
+from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
+from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
+from plait.engine.cuda_graphs.segment_graphs import SegmentGraphs
 from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import (
     LocalInputs,
@@ -142,7 +145,10 @@ class Runner:
         self.plan, self.mesh, self.pipeline = blueprint.plan, runtime.mesh, runtime.pipeline
         self.steps = blueprint.programs.posting_late() if self.mesh.uses_nccl else blueprint.programs
         """The programs; those of another order of the same actions may take their place."""
-        self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units, runtime.queue)
+        self.gatherer = Gatherer(runtime.units)
+        # A graph does the same in each micro-batch: it adds, also to the first gradient of a step.
+        first = not self.plan.cuda_graphs
+        self.reducer = Reducer(runtime.units, runtime.queue, writes_first=first)
         self.scale = loss_scale(self.plan.loss_scale, in_fp16=blueprint.trains_in_fp16)
         self.recorders: list[Recorder] = []
         """Records the training steps, if set."""
@@ -159,16 +165,33 @@ class Runner:
         """How many batches with targets there were."""
         self._agreed: dict[tuple[str, str], None] = {}
         """On GPUs the calls that the ranks along an axis have agreed on, oldest first."""
+        self.graphs: SegmentGraphs | None = None
+        """The recorded graphs of training steps; None: nothing is recorded."""
+        self.observe(None)
+
+    def record_segments(self, recorder: GraphRecorder, **options: Any) -> None:
+        """Record the segments of later training steps; `options`: those of `SegmentGraphs`."""
+        runtime = self.runtime
+        never = "" if self.plan.tp == self.plan.cp == 1 else "layers communicate over tp or cp"
+        addresses = FixedAddresses(runtime.units, self.pipeline.stages)
+        self.graphs = SegmentGraphs(
+            recorder, self.pipeline, runtime.dropout, addresses, self.mesh.device, never=never, **options
+        )
         self.observe(None)
 
     def observe(self, observer: InstructionObserver | None) -> None:
-        """Call `observer` after each instruction of later steps; None removes it."""
+        """Call `observer` after each instruction of later steps, without graphs; None removes it."""
         handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
         if observer is not None:
             handlers.append(dict.fromkeys(INSTRUCTION_TYPES, lambda one: observer(one, self.runtime)))
         # Under tp and cp weight gradients wait for what a layer's backward sends, to overlap with it.
         may_join = self.pipeline.may_join if self.plan.tp == self.plan.cp == 1 else None
-        self._executor = Executor(*handlers, bind_layers=self.pipeline.bind_layers, may_join=may_join)
+        self._executor = Executor(
+            *handlers,
+            bind_layers=self.pipeline.bind_layers,
+            may_join=may_join,
+            bind_segments=self.graphs.bind if self.graphs is not None and observer is None else None,
+        )
 
     @property
     def is_last(self) -> bool:
@@ -399,6 +422,8 @@ class Runner:
         try:
             if trains:
                 self.reducer.begin(self.scale.value)
+                if self.graphs is not None:
+                    self.graphs.begin()
             if parameters_changed:
                 self.gatherer.begin()
             # A backward runs in this thread: on a GPU autograd would hand each layer's to another one.
@@ -416,6 +441,8 @@ class Runner:
             if self.runtime.balance is not None:
                 self.runtime.balance.clear()
             self.pipeline.clear()
+            if self.graphs is not None:
+                self.graphs.clear()
             self.gatherer.clear()
             if trains:
                 self.reducer.clear()

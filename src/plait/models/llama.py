@@ -29,9 +29,12 @@ from plait.plan.decoder import ROPE_BASE, TOP_K, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, heads_of, share_keys
 from plait.tensor.experts.mixture import MixtureOfExperts
+from plait.tensor.experts.routing import Routing
 
 EPSILON = 1e-5
 """Epsilon of the norms, as in Llama 2."""
+CORRECTED = Routing(corrected=True)
+"""Softmax, then the `top_k` largest, whose weights add up to 1; with a correction of the choice."""
 RULES: Rules = {
     "embedding.token": vocabulary,
     "blocks.*.attention": sequence,
@@ -201,7 +204,8 @@ class SparseMLP(InitializedLayer):
     def __init__(self, hidden: int, inner: int, experts: int, top_k: int, shared: int, std: float) -> None:
         super().__init__(INITIAL_STD, {"down": std, "down_proj": std})
         self.norm = nn.RMSNorm(hidden, eps=EPSILON)
-        self.mixture = MixtureOfExperts(hidden, inner, experts, top_k, shared)
+        # Corrections are zeros, unless `balance_experts` is told to change them.
+        self.mixture = MixtureOfExperts(hidden, inner, experts, top_k, shared, routing=CORRECTED)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the mixture's output."""

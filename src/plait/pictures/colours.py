@@ -22,6 +22,7 @@ AXES = {
     "axis-pp": "#4477aa",
     "axis-tp": "#aa3377",
     "axis-cp": "#ccbb44",
+    "axis-ep": "#66ccee",
     "axis-dp": "#228833",
     "axis-tie": "#ee6677",
     "axis-all": "#8a94a0",

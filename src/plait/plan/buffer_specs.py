@@ -120,9 +120,16 @@ class FlatSpec:
     elements: int
     dtype: Dtype
     kept: bool = True
-    """Whether it stays allocated between uses."""
+    """Whether it holds its values between uses."""
     offloaded: bool = False
     """Whether it is on the CPU, wherever layers run."""
+    static: bool = False
+    """Whether its memory stays allocated where it is, also if it is not kept."""
+
+    @property
+    def freed(self) -> bool:
+        """Whether its memory is freed between uses."""
+        return not (self.kept or self.static)
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +153,7 @@ class BufferSpec:
     def whole(self) -> FlatSpec:
         """Spec of the flat tensor of the whole (gathered) parameters, which layers use."""
         kept = not self.kind.sharded or self.kind.keeps_parameters
-        return FlatSpec(self.offsets.size, self.kind.compute, kept)
+        return FlatSpec(self.offsets.size, self.kind.compute, kept, static=self.kind.static)
 
     @cached_property
     def has_own_parameters(self) -> bool:
@@ -176,7 +183,7 @@ class BufferSpec:
         if not self.kind.trains:
             return None
         kept = not self.kind.sharded or self.kind.keeps_gradients
-        return FlatSpec(self.offsets.size, self.kind.gradient, kept)
+        return FlatSpec(self.offsets.size, self.kind.gradient, kept, static=self.kind.static)
 
     @cached_property
     def shard_gradient(self) -> FlatSpec | None:

@@ -81,9 +81,11 @@ class BufferKind:
     summands: int = 1
     """How many neighbours along `tp` hold a summand of the gradient each."""
     keeps_parameters: bool = True
-    """Whether whole parameters stay allocated between the layers that use them."""
+    """Whether whole parameters keep their values between the layers that use them."""
     keeps_gradients: bool = True
-    """Whether whole gradients stay allocated between the layers that add to them."""
+    """Whether whole gradients keep their values between the layers that add to them."""
+    static: bool = False
+    """Whether whole parameters and gradients stay allocated where they are: recorded graphs use them."""
     offloads_parameters: bool = False
     """Whether shards are on the CPU during a step. Between steps they are where their gradients are."""
     offloads_gradients: bool = False
@@ -184,6 +186,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
         summands=given.summands,
         keeps_parameters=keeps_parameters,
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",
+        static=plan.cuda_graphs,
         offloads_parameters=plan.offload != "none",
         offloads_gradients=plan.offload == "full",
     )

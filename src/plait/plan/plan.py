@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from plait.errors import PlanError
-from plait.plan.arguments import require_choice, whole
+from plait.plan.arguments import require_choice, require_flag, whole
 
 Strategy = Literal["none", "optimizer", "gradients", "full"]
 Reduce = Literal["last", "each"]
@@ -75,6 +75,10 @@ class Plan:
     are matrix products stay apart, for the schedule's `W` actions. A layer's forward must not depend on
     anything that changes between steps but its tensors, positions and documents.
 
+    `cuda_graphs`: whether the work between two messages, gathers or reductions is recorded as CUDA graphs,
+    which later steps replay; `parallelize` refuses it, since no GPU has run it yet. Whole parameters and
+    gradients then stay allocated, whatever the `strategy`.
+
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
     run on the whole sequence on every rank of `tp` (`none`), or on a part of the sequence on each, so that
     all activations are partitioned (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The gathered
@@ -113,6 +117,7 @@ class Plan:
     reduce: Reduce = "last"
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool | Compile = False
+    cuda_graphs: bool = False
     sequence_parallel: SequenceParallel = "none"
     context_parallel: ContextParallel = "auto"
     context_layout: ContextLayout = "zigzag"
@@ -137,6 +142,7 @@ class Plan:
             require_choice(f"plan.{name}", getattr(self, name), get_args(kind), PlanError)
         self._require_recompute()
         self._require_compile()
+        require_flag("plan.cuda_graphs", self.cuda_graphs, PlanError)
         for name in _PRECISIONS:
             if getattr(self, name) is not None:
                 require_choice(f"plan.{name}", getattr(self, name), get_args(Precision), PlanError)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.errors import ModelError, listed
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
@@ -23,6 +23,7 @@ from plait.proof.position_proof import prove_positions_apart
 from plait.tensor.chunked_cross_entropy import require_features, return_features
 from plait.tensor.dropout import names_of
 from plait.tensor.experts.expert_layouts import experts_in
+from plait.tensor.experts.experts import ExpertRanks
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
@@ -216,13 +217,20 @@ class MetaLayers:
                 tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
-                rules.experts and (rules.experts.group.size, rules.experts.group.index, rules.experts.etp),
+                _expert_degrees(layer.module, rules.experts),
                 (self._sharded[number], self._summed[number], self._frozen[number]),
                 self._output_inside and number == last,
                 self._output_linear if number == last else None,
             )
             for number, layer in enumerate(self._sequence.layers)
         ]
+
+
+def _expert_degrees(layer: nn.Module, ranks: ExpertRanks | None) -> tuple[int, int, int, bool] | None:
+    """Return how the experts of `layer` are divided, or None where it has none, or each rank has all."""
+    if ranks is None or not any(experts_in(layer)):
+        return None
+    return ranks.group.size, ranks.group.index, ranks.etp, ranks.takes_all
 
 
 def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:

@@ -11,8 +11,9 @@ import ctypes
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -359,8 +360,13 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 def random_state() -> RandomState:
-    """Return the states of torch's default random number generators: the CPU's and the current GPU's."""
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    """Return the states of torch's default random number generators: the CPU's and the current GPU's.
+
+    None for a GPU whose stream records a graph: its generator's state is then in the graph.
+    """
+    on_gpu = None
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        on_gpu = torch.cuda.get_rng_state()
     return torch.default_generator.get_state(), on_gpu
 
 
@@ -369,3 +375,30 @@ def set_random_state(state: RandomState) -> None:
     torch.default_generator.set_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
+
+
+def graph_pool() -> Any:
+    """Return a new pool of GPU memory for `DeviceGraph`s."""
+    return torch.cuda.graph_pool_handle()
+
+
+class DeviceGraph:
+    """A CUDA graph: the work of a function on a GPU, recorded once, and replayed on the same memory."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        """`pool`: from `graph_pool`. Graphs that share one must be replayed in the order of recording."""
+        self._device, self._pool = device, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what this thread gives to the GPU within the context; it is not computed."""
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            yield
+
+    def replay(self) -> None:
+        """Give the recorded work to the current stream."""
+        self._graph.replay()

@@ -26,7 +26,8 @@ from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import parts_of
 from plait.plan.rules import join
 from plait.tensor.autograd.eager_operations import TRACE
-from plait.tensor.dropout_mask import DimPart, DimRanges, keep_mask_of_ranges
+from plait.tensor.dropout_mask import DimPart, DimRanges, MaskKey, keep_mask_of_ranges
+from plait.tensor.dropout_table import MaskCall, MaskNotes, MaskTable
 from plait.tensor.proof_marks import tag, tag_of
 from plait.tensor.running_sequence import running_sequence
 
@@ -75,8 +76,12 @@ class Dropout(nn.Module):
 
     def next_mask_maker(self, shape: Sequence[int], device: torch.device) -> Callable[[], Tensor]:
         """Return a function that computes the mask of this call, bool of `shape`."""
-        key, parts = self.next_mask(shape, device)
+        drawn, parts = self.next_mask(shape, device)
         ranges = self._position_ranges(shape, parts)
+        key: int | MaskKey = drawn
+        if self.generator is not None and self.generator.table is not None:
+            assert self.generator.latest is not None, "next_mask has set it"
+            key, parts = self.generator.table.key_and_parts(drawn, self.generator.latest, parts, shape)
         return partial(keep_mask_of_ranges, key, shape, self.p, parts, ranges, device)
 
     def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPart]]:
@@ -169,6 +174,10 @@ class DropoutGenerator:
     step: int = 0
     rows: Sequence[range] = ()
     """Each micro-batch's rows in the global batch."""
+    table: MaskNotes | MaskTable | None = None
+    """Where the keys of masks are for the graphs of the running micro-batch, or noted for them."""
+    latest: MaskCall | None = None
+    """The call of a dropout for which a key was drawn last, where there is a table."""
     _layer: _RunningLayer | None = field(default=None, repr=False)
 
     def attach_to(self, layers: Iterable[nn.Module]) -> None:
@@ -204,7 +213,22 @@ class DropoutGenerator:
             )
         call = calls.get(id(module), 0)
         calls[id(module)] = call + 1
-        return key_of(self.seed, self.step, path, call), DimPart(shape[0] // len(rows) * rows.start, 0)
+        per_row = shape[0] // len(rows)
+        if self.table is not None:
+            self.latest = MaskCall(path, call, per_row)
+        return key_of(self.seed, self.step, path, call), DimPart(per_row * rows.start, 0)
+
+    def fill(self, table: MaskTable, microbatch: int) -> None:
+        """Write the keys of this step's masks of a micro-batch to the table that its graphs read."""
+        if table.calls:
+            table.fill(self._keys_of(table), self.rows[microbatch].start)
+
+    def has_filled(self, table: MaskTable, microbatch: int) -> bool:
+        """Return whether a table has the keys of this step's masks of a micro-batch; the host waits."""
+        return not table.calls or table.holds(self._keys_of(table), self.rows[microbatch].start)
+
+    def _keys_of(self, table: MaskTable) -> list[int]:
+        return [key_of(self.seed, self.step, call.path, call.number) for call in table.calls]
 
     def path_and_rows(self, module: Dropout) -> tuple[str, int]:
         """Return the path of a dropout in the model, and the number of rows of the micro-batch."""

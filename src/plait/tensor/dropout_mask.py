@@ -29,6 +29,15 @@ BLOCK_ON_ACCELERATORS = 2**21
 """Elements per block on a GPU: 48 MiB of temporaries, and kernels that take longer than their launch."""
 
 
+class MaskKey(NamedTuple):
+    """A mask's key in device memory, for graphs that are replayed with other keys and rows."""
+
+    key: Tensor
+    """0-d int64."""
+    first: Tensor
+    """0-d int64: `first_bits` of the key and the mask's first row, which its parts then leave out."""
+
+
 class DimPart(NamedTuple):
     """A range of a tensor's dim that a rank holds: its first index, and the size of the whole dim."""
 
@@ -54,13 +63,14 @@ class _Dim(NamedTuple):
 
 @gives_positions
 def keep_mask(
-    key: int, shape: Sequence[int], p: float, parts: Mapping[int, DimPart], device: torch.device
+    key: int | MaskKey, shape: Sequence[int], p: float, parts: Mapping[int, DimPart], device: torch.device
 ) -> Tensor:
     """Return the dropout mask of a part of a tensor: bool `shape`, each element False with probability `p`.
 
-    `key` is a signed 64-bit integer. `parts` locates the part in the whole tensor, by dim; other dims are
-    whole. The mask is equal on every device; on meta nothing is computed. ModelError where `parts` names a
-    dim that the tensor does not have, or one dim twice, or where a part ends behind the whole.
+    `key` is a signed 64-bit integer, or where it is in memory. `parts` locates the part in the whole tensor,
+    by dim; other dims are whole. The mask is equal on every device; on meta nothing is computed. ModelError
+    where `parts` names a dim that the tensor does not have, or one dim twice, or where a part ends behind the
+    whole.
     """
     dims = _joined(_dims(shape, parts))
     keep = torch.empty(prod(shape), dtype=torch.bool, device=device)
@@ -73,8 +83,13 @@ def keep_mask(
     done = 0
     for count, first in blocks.each():
         steps, bits = work if count == len(tile) else (one[:count] for one in work)
-        torch.add(steps, _signed(first * _GOLDEN + key), out=bits)
-        _mix(bits, key)
+        if isinstance(key, MaskKey):
+            torch.add(steps, key.first, out=bits)
+            bits += _signed(first * _GOLDEN)
+            _mix(bits, key.key)
+        else:
+            torch.add(steps, _signed(first * _GOLDEN + key), out=bits)
+            _mix(bits, key)
         block_mask = keep if count == len(keep) else keep[done : done + count]
         torch.ge(bits, int(p * 2**64) - 2**63, out=block_mask)
         done += count
@@ -83,8 +98,13 @@ def keep_mask(
     return keep.view(tuple(shape))
 
 
+def first_bits(key: int, index: int) -> int:
+    """Return what is mixed for the element at `index` of the whole tensor: a signed 64-bit integer."""
+    return _signed(index * _GOLDEN + key)
+
+
 def keep_mask_of_ranges(
-    key: int,
+    key: int | MaskKey,
     shape: Sequence[int],
     p: float,
     parts: Mapping[int, DimPart],
@@ -196,7 +216,7 @@ def _steps(size: int, stride: int, device: torch.device) -> Tensor:
     return torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(stride * _GOLDEN))
 
 
-def _mix(bits: Tensor, key: int) -> None:
+def _mix(bits: Tensor, key: int | Tensor) -> None:
     """Replace `bits`, the indexes times `_GOLDEN` plus `key`, by 64 random bits for each."""
     _fold(bits, 30)
     bits *= _FIRST

@@ -213,6 +213,21 @@ def test_experts_are_exported_as_transformers_saves_them(name: str, joined: bool
     assert any("experts.0." in key for key in after) != (joined or name == "gpt-oss")
 
 
+def test_the_correction_of_a_router_keeps_its_dtype_in_an_export(tmp_path: Path) -> None:
+    """As in transformers, which keeps it in float32 whatever the dtype of the model is."""
+    lively(cases.MODELS["deepseek-v3"](), torch.float32).save_pretrained(tmp_path / "theirs")
+    adapted = model_in(tmp_path / "theirs")
+    values = weights_in(tmp_path / "theirs", adapted)
+    path = saved(adapted, tmp_path / "ours", values=values)
+    narrow = {"dtype": torch.bfloat16}
+    export_adapted(FullTensors(path), tmp_path / "again", adapted, tmp_path / "theirs", **narrow)
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("theirs", "again"))
+    corrections = {key for key in after if key.endswith("e_score_correction_bias")}
+    assert corrections == {key for key, one in after.items() if one.dtype == torch.float32}
+    assert all(torch.equal(after[key], before[key]) and before[key].any() for key in corrections)
+    assert corrections
+
+
 def test_experts_trained_from_random_values_are_exported_as_transformers_saves_a_new_model(
     tmp_path: Path,
 ) -> None:

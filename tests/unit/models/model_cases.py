@@ -21,11 +21,14 @@ def filled(model: nn.Sequential) -> nn.Sequential:
         for name, users in sequence.users.items()
         for layer in [sequence.layers[users[0]]]
     }
+    for layer in sequence.layers:
+        for name, _ in layer.module.named_buffers():
+            values[f"{layer.path}.{name}"] = initial_value(layer.module, layer.path, name, 0)
     model.to_empty(device="cpu")
     if tied:
         model.head.output.weight = model.embedding.token.weight
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(values[name])
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data.copy_(values[name])
     return model
 
 

@@ -166,6 +166,9 @@ def test_the_random_state_of_a_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) 
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "of the GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert device.random_state()[1] is None  # it is the graph's
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
     device.set_random_state(device.random_state())
     assert given == ["of the GPU"]

@@ -83,6 +83,42 @@ def test_a_difference_computed_after_the_last_module_is_located() -> None:
     assert told == "inside, what norm, up and down give is equal, so it is what the layer computes with that"
 
 
+class Routed(nn.Module):
+    """A module that gives several tensors, and one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.after = Route(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, numbers = self.route(x)
+        result: Tensor = self.after(x * scores) * numbers
+        return result
+
+
+class Route(nn.Module):
+    """Scores, and whole numbers."""
+
+    shift = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sigmoid(), (x > 0).long().cumsum(-1) + self.shift
+
+
+def test_each_tensor_that_a_module_gives_is_compared_whole_numbers_too() -> None:
+    torch.manual_seed(0)
+    made = Routed().double()
+    expected = sketches_of(made)
+    assert [name for name in expected if name.startswith("route|gives")] == [
+        "route|gives|0|15",
+        "route|gives|0.1|15",
+    ]
+    made.route.shift = 1
+    told = first(sketches_of(made), expected)
+    assert told is not None
+    assert told.sentence == "inside, what route gives is the first to differ, and what it is given is equal"
+
+
 def test_rounding_is_no_difference_between_sketches() -> None:
     expected = sketches_of(layer())
     assert first({name: one * (1 + 1e-15) for name, one in expected.items()}, expected) == first(

@@ -8,7 +8,6 @@ from html import escape
 
 from plait.app.cli.plan_output import (
     GIB,
-    PLAN_COLUMNS,
     behind,
     bound_text,
     change_cells,
@@ -16,7 +15,7 @@ from plait.app.cli.plan_output import (
     goodput_lines,
     groups,
     notes,
-    plan_cells,
+    plan_rows,
 )
 from plait.app.config.config import Config
 from plait.estimate.prediction.prediction import Prediction
@@ -99,6 +98,8 @@ def _figures(found: Prediction) -> Iterator[Figure]:
     yield Figure("memory", memory if found.fits else f"{memory}: does not fit", "of the rank with most")
     plan = found.plan
     yield Figure("pp × tp × cp × dp", f"{plan.pp} × {plan.tp} × {plan.cp} × {plan.dp}")
+    if found.model.experts:
+        yield Figure("edp × ep × etp", f"{plan.edp} × {plan.ep} × {plan.etp}")
 
 
 def _bound(found: Prediction) -> str:
@@ -106,8 +107,9 @@ def _bound(found: Prediction) -> str:
 
 
 def _plans(found: Sequence[Sequence[Prediction]]) -> str:
-    rows = [[escape(cell) for cell in plan_cells(*group)] for group in found]
-    return f"<div class=scroll>{table(PLAN_COLUMNS, rows, marked=(0,) if len(rows) > 1 else ())}</div>"
+    columns, *cells = plan_rows(found)
+    rows = [[*map(escape, row)] for row in cells]
+    return f"<div class=scroll>{table(columns, rows, marked=(0,) if len(rows) > 1 else ())}</div>"
 
 
 def _list(lines: Sequence[str]) -> str:
@@ -136,8 +138,7 @@ def _picture(
 
 
 def _point(found: Prediction, label: str) -> ScatterPoint:
-    cells = zip(PLAN_COLUMNS, plan_cells(found), strict=True)
-    title = "\n".join(f"{name}: {cell}" for name, cell in cells)
+    title = "\n".join(f"{name}: {cell}" for name, cell in zip(*plan_rows([[found]]), strict=True))
     return ScatterPoint(
         found.peak_memory / GIB, found.step_seconds, _COLOURS[found.plan.strategy], title, label
     )

@@ -19,7 +19,7 @@ from plait.pictures.quantities import memory_text, seconds_text, signed
 from plait.plan.plan import Plan
 
 SEARCHED = (
-    *("pp", "tp", "cp", "dp", "replicate"),
+    *("pp", "tp", "cp", "dp", "replicate", "ep", "etp"),
     *("strategy", "reduce", "schedule", "chunks", "recompute", "sequence_parallel"),
 )
 """Fields of `parallel` that a search of plans decides, besides `train.microbatches`."""
@@ -28,7 +28,7 @@ _DIGITS = 4
 """Of times: plans that agree in them are of the same time."""
 PLAN_COLUMNS = (
     *("step", "tokens/s", "MFU", "memory"),
-    *("pp", "tp", "cp", "dp", "copies", "micro", "options", "bound by", "alike"),
+    *("pp", "tp", "cp", "dp", "ep", "etp", "copies", "micro", "options", "bound by", "alike"),
 )
 _PREDICTED = (
     *("layers_per_stage", "step_seconds", "tokens_per_second", "mfu", "hfu"),
@@ -48,11 +48,23 @@ def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
 
 def plan_table(found: Sequence[Sequence[Prediction]]) -> str:
     """Return groups of equally fast plans as a text table: column names, then one line per group."""
-    rows = [PLAN_COLUMNS, *(plan_cells(*group) for group in found)]
-    return "\n".join(aligned(rows, left=range(PLAN_COLUMNS.index("options"), len(PLAN_COLUMNS))))
+    columns, *rows = plan_rows(found)
+    return "\n".join(aligned([columns, *rows], left=range(columns.index("options"), len(columns))))
 
 
-def plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
+def plan_rows(found: Sequence[Sequence[Prediction]]) -> list[tuple[str, ...]]:
+    """Return the names of a table's columns, then the cells of each group of equally fast plans.
+
+    `ep` and `etp` have columns only where the model has experts.
+    """
+    rows = [PLAN_COLUMNS, *(_plan_cells(*group) for group in found)]
+    if found[0][0].model.experts:
+        return rows
+    dense = [place for place, name in enumerate(PLAN_COLUMNS) if name not in ("ep", "etp")]
+    return [tuple(row[place] for place in dense) for row in rows]
+
+
+def _plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
     """Return a plan's cells in the columns `PLAN_COLUMNS`; `alike`: other plans of the same step time."""
     plan = found.plan
     words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
@@ -65,7 +77,7 @@ def plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
         f"{found.tokens_per_second:,.0f}",
         f"{found.mfu:.1%}",
         memory_text(found.peak_memory),
-        *(str(degree) for degree in (plan.pp, plan.tp, plan.cp, plan.dp)),
+        *(str(degree) for degree in (plan.pp, plan.tp, plan.cp, plan.dp, plan.ep, plan.etp)),
         str(plan.replicate),
         str(plan.microbatches),
         ", ".join(words),

@@ -225,17 +225,12 @@ def _check_validation(config: Config) -> None:
 
 
 def _check_balance(model: ModelConfig, train: TrainConfig) -> None:
-    """Raise ConfigError for a balance of experts in a model that has none, or no biases to correct."""
-    given = [name for name in BALANCE_FIELDS if name in train.model_fields_set]
+    """Raise ConfigError for a balance of experts in a model that has none."""
+    given = [name for name in BALANCE_FIELDS if getattr(train, name) is not None]
     if given and model.experts is None:
         raise ConfigError(
             f"train.{given[0]} = {getattr(train, given[0])} balances experts, and the model has none: set "
             "model.experts, or leave it out."
-        )
-    if train.bias_rate:
-        raise ConfigError(
-            f"train.bias_rate = {train.bias_rate:g} corrects biases of routers, which plait's llama has none "
-            "of: set train.balance_weight, or model.name to the folder of a model that has them."
         )
 
 

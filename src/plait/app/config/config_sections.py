@@ -149,6 +149,9 @@ class ParallelConfig(Section):
     compile: bool | Compile = False
     """whether each distinct layer is compiled when it first trains: true with generated code, where possible
     likewise, others eagerly, or graphs, without generated code"""
+    cuda_graphs: bool = False
+    """whether the work between two messages is recorded as CUDA graphs and replayed; refused: no GPU has run
+    it yet"""
     sequence_parallel: SequenceParallel = "none"
     """whether tp ranks split what is outside of their matrices (norms, residual stream) by sequence; inputs
     of matrices are then kept for weight gradients, or gathered again"""

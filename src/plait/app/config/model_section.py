@@ -29,7 +29,7 @@ class LoraConfig(Section):
     dropout: Decay = 0.0
     """dropout before the adapters"""
     targets: tuple[str, ...] | None = None
-    """patterns of the paths, or their ends, of linears and experts' matrices to adapt; none: all linears but the head"""
+    """paths, or their ends, of linears and experts' matrices to adapt; none: all linears but the head"""
     adapter: str | None = Field(default=None, min_length=1)
     """a folder of peft whose adapter is trained on, with its own rank, alpha, dropout and targets"""
 
@@ -126,13 +126,19 @@ def _with_folder_sizes(given: Any) -> dict[str, Any]:
                 f"model.context = {value} does not fit the model in {name}, which takes 1 to "
                 f"{sizes['context']} tokens: give a number in between, or leave it out."
             )
-        elif field not in ("name", "lora") and value is not None and value != sizes.get(field):
+        elif field not in ("name", "lora") and value not in (None, sizes.get(field, _default_of(field))):
             actual = f", where it is {sizes[field]}" if field in sizes else ""
             raise ConfigError(
                 f"model.{field} = {value} is given with the folder {name}, whose config.json has all "
                 f"sizes{actual}: leave it out."
             )
     return {**given, **sizes}
+
+
+def _default_of(field: str) -> object:
+    """Return the default of a field, which saved configurations have where the folder says nothing."""
+    known = ModelConfig.model_fields.get(field)
+    return None if known is None else known.default
 
 
 def invalid_path(text: str) -> str | None:

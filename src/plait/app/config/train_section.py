@@ -193,9 +193,10 @@ class TrainConfig(Section):
     """patterns of the names of parameters that do not train: whole parts of a name, with *"""
     clip: float = Field(default=1.0, ge=0)
     """largest gradient norm over the whole mesh; 0: no clipping"""
-    balance: BalanceName = "document"
+    balance: BalanceName | None = None
     """tokens whose choices of experts are balanced: those of each document; of the whole step, which the
-    schedule gpipe or one micro-batch allows; or of the previous step; coupled: of all layers together"""
+    schedule gpipe or one micro-batch allows; or of the previous step; coupled: of all layers together; none:
+    as the model in a folder says, else document"""
     balance_weight: Annotated[float, Field(ge=0)] | None = None
     """factor of the balance loss of each layer, which is model.top_k where all experts have the same load;
     none: that of the model in a folder, else 0"""
@@ -276,7 +277,7 @@ class TrainConfig(Section):
         """Return the arguments of `balance_experts` that are set; empty for none."""
         given = {"weight": self.balance_weight, "z_weight": self.z_weight, "bias_rate": self.bias_rate}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if "balance" in self.model_fields_set:
+        if self.balance is not None:
             words = self.balance.split()
             options |= {"counts": words[-1], "coupled": len(words) > 1}
         return options

@@ -103,7 +103,7 @@ def export_adapted(
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Write the parameters of `model`, made by `from_huggingface`, to the new folder `target`.
+    """Write the tensors of `model`, made by `from_huggingface`, to the new folder `target`.
 
     `folder`: of the original model. Its tokenizer files are copied, and its `config.json` with the new dtype.
     Experts have a tensor each if they have in `folder`; without weights there, if transformers saves such a
@@ -116,7 +116,7 @@ def export_adapted(
         pair
         for name, one in saved_tensors(model).items()
         if name in names
-        for pair in _pairs(name, names[name], tuple(one.shape), experts)
+        for pair in _pairs(name, names[name], one, experts)
     ]
     config.pop("torch_dtype", None)  # the former name of dtype
     config.pop("transformers_weights", None)  # the name of a file that is not written here
@@ -134,16 +134,16 @@ def _expert_names(folder: Path, config: Mapping[str, Any]) -> ExpertNames | None
 
 
 def _pairs(
-    ours: str, theirs: str, shape: tuple[int, ...], experts: ExpertNames | None
+    ours: str, theirs: str, tensor: Tensor, experts: ExpertNames | None
 ) -> Iterator[TensorPair | ExpertMatrix]:
     """Yield the tensors of files that hold the values of plait's tensor `ours`, `theirs` in transformers."""
-    if experts is None:
-        yield TensorPair(theirs, (ours,), shape)
-    elif not is_of_experts(theirs):
-        yield TensorPair(experts.in_files(theirs), (ours,), shape)
+    shape = tuple(tensor.shape)
+    if experts is None or not is_of_experts(theirs):
+        key = theirs if experts is None else experts.in_files(theirs)
+        yield TensorPair(key, (ours,), shape, is_buffer=not isinstance(tensor, nn.Parameter))
     else:
-        path, _, tensor = theirs.rpartition(".")
-        matrices = experts.joined()[tensor]
+        path, _, attribute = theirs.rpartition(".")
+        matrices = experts.joined()[attribute]
         count, rows, columns = shape[0], shape[1] // len(matrices), shape[2]
         for number, (place, matrix) in product(range(count), enumerate(matrices)):
             box = Box((number, place * rows, 0), (1, rows, columns))
@@ -183,7 +183,8 @@ def _export(
 
 
 def _item(tensors: Tensors, pair: TensorPair | ExpertMatrix, dtype: torch.dtype | None) -> BoxToWrite:
-    to = dtype or tensors.dtype(parameter_key(pair.ours[0]))
+    saved = tensors.dtype(parameter_key(pair.ours[0]))
+    to = saved if dtype is None or (isinstance(pair, TensorPair) and pair.is_buffer) else dtype
     if isinstance(pair, ExpertMatrix):
         read_one = partial(_of_one_expert, tensors, pair, to)
         return BoxToWrite(pair.theirs, full_box(pair.box.sizes[1:]), to, read_one, name=pair.theirs)

@@ -34,6 +34,8 @@ class TensorPair:
     shape: tuple[int, ...]
     """Shape of each tensor of plait."""
     transposed: bool = False
+    is_buffer: bool = False
+    """Whether it is no parameter, so that it is written in the dtype in which it is saved."""
 
     @property
     def their_shape(self) -> tuple[int, ...]:

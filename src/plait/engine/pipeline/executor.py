@@ -37,8 +37,12 @@ BindLayers = Callable[[Sequence[RunLayer]], Callable[[], None]]
 AroundSegment = Callable[[Segment], AbstractContextManager[object]]
 """Returns the context in which a segment of a program runs."""
 
-_Calls: TypeAlias = Sequence[tuple[Callable[[], None], Instruction]]
+Calls: TypeAlias = Sequence[tuple[Callable[[], None], Instruction]]
 """Each with the instruction that it carries out."""
+RunCalls: TypeAlias = Callable[[Calls], None]
+"""Runs the calls of a segment."""
+BindSegments = Callable[[Sequence[Segment], Sequence[RunCalls]], Sequence[RunCalls]]
+"""Returns what runs the calls of each segment of a program, given what runs them one by one."""
 
 REMEMBERED_PROGRAMS = 8
 """Programs whose calls are remembered."""
@@ -48,8 +52,8 @@ class _BoundSegment(NamedTuple):
     """A segment of a program (consecutive instructions), with the function that runs each instruction."""
 
     segment: Segment
-    run: Callable[[_Calls], None]
-    calls: _Calls
+    run: RunCalls
+    calls: Calls
 
 
 class Executor:
@@ -60,12 +64,14 @@ class Executor:
         *handlers: Handlers,
         bind_layers: BindLayers | None = None,
         may_join: Callable[[RunLayer], bool] | None = None,
+        bind_segments: BindSegments | None = None,
     ) -> None:
         """`handlers`: functions by instruction type; if several handle a type, all are called, in order.
 
         `bind_layers` returns the call that runs layers, once per program; `RunLayer` handlers run after it.
         `may_join`: whether a layer may run together with its neighbours, where nothing is between them and
-        `RunLayer` has no handler. None: each layer runs alone.
+        `RunLayer` has no handler. None: each layer runs alone. `bind_segments` returns what runs a program's
+        segments, once per program; None: each call runs.
         """
         merged: dict[type, list[Callable[[Any], None]]] = {}
         for supplier in handlers:
@@ -74,6 +80,7 @@ class Executor:
         self._handlers = merged
         self._bind_layers = bind_layers
         self._may_join = None if RunLayer in merged else may_join
+        self._bind_segments = bind_segments
         self._known: list[tuple[Program, list[_BoundSegment]]] = []
 
     def run(self, program: Program, around: AroundSegment | None = None) -> None:
@@ -96,18 +103,22 @@ class Executor:
             if known is program:
                 return bound
         joined = joined_layers(program, self._may_join) if self._may_join else frozenset()
+        segments = segments_of(program)
+        runs: Sequence[RunCalls] = [_named(segment.name) for segment in segments]
+        if self._bind_segments is not None:
+            runs = self._bind_segments(segments, runs)
         bound = [
             _BoundSegment(
                 segment,
-                _named(segment.name),
+                run,
                 [call for group in in_groups(segment.instructions, joined) for call in self._calls(group)],
             )
-            for segment in segments_of(program)
+            for segment, run in zip(segments, runs, strict=True)
         ]
         self._known = [*self._known[1 - REMEMBERED_PROGRAMS :], (program, bound)]
         return bound
 
-    def _calls(self, group: Program) -> _Calls:
+    def _calls(self, group: Program) -> Calls:
         """Return the calls that carry out an instruction, or several that run layers together."""
         first = group[0]
         calls: list[Callable[[], None]] = []
@@ -132,7 +143,7 @@ def _range(name: str, *, shown: bool) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name) if shown else nullcontext()
 
 
-def _run(calls: _Calls) -> None:
+def _run(calls: Calls) -> None:
     for call, instruction in calls:
         try:
             call()
@@ -150,7 +161,7 @@ def _explain(error: Exception, instruction: Instruction) -> None:
     error.add_note(f"while running {instruction}")
 
 
-def _named(name: str) -> Callable[[_Calls], None]:
+def _named(name: str) -> RunCalls:
     """Return `_run` under another function name, for stack traces."""
     code = _run.__code__.replace(co_name=name, co_qualname=name)
-    return cast(Callable[[_Calls], None], FunctionType(code, globals(), name))
+    return cast(RunCalls, FunctionType(code, globals(), name))

@@ -38,24 +38,36 @@ class LossStage:
         self.writes_output = writes_output
         self._runs = 0
         """In training, up to two. The second may write to no buffer; the first may fill what is kept."""
-        self._totals: dict[int, Tensor] = {}
+        self.summed: dict[int, Tensor] = {}
+        """The summed loss of each micro-batch of the latest step, by its number."""
+        self.targets: list[Value] = []
+        """The targets of each micro-batch."""
+        self.scale: Tensor | None = None
+        """The factor of the loss's gradient, 0-d."""
         self._outputs: dict[int, Value] = {}
-        self._targets: Sequence[Value] = ()
-        self._scale: Tensor | None = None
+        self._scale_in_place: Tensor | None = None
+        """The factor of each step, where `keep_scale_in_place` puts it."""
         self._open: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
         """Begin a step, with the targets of each micro-batch and the factor of the loss's gradient, 0-d."""
-        self._totals, self._outputs = {}, {}
-        self._targets, self._scale = targets, scale
+        self.summed, self._outputs = {}, {}
+        self.targets, self.scale = list(targets), scale
+
+    def keep_scale_in_place(self) -> None:
+        """Copy this step's factor to the memory where recorded graphs read it."""
+        if self.scale is not None:
+            if self._scale_in_place is None:
+                self._scale_in_place = torch.empty_like(self.scale)
+            self.scale = self._scale_in_place.copy_(self.scale)
 
     def compute(self, microbatch: int, output: Value) -> None:
         """Compute the summed loss of one micro-batch."""
-        total = self._total_of(output, self._targets[microbatch])
+        total = self._total_of(output, self.targets[microbatch])
         if not isinstance(total, Tensor) or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
             raise ModelError(f"loss.total gave {shape}: give the summed loss as a 0-d tensor.")
-        self._totals[microbatch] = total.detach()
+        self.summed[microbatch] = total.detach()
         if torch.is_grad_enabled():
             leaves = list(tensors_of(output))
             _refuse_other_leaves(total, leaves)
@@ -70,12 +82,12 @@ class LossStage:
 
     def total(self, microbatch: int) -> Tensor:
         """Return the summed loss of a micro-batch of the latest step."""
-        return self._totals[microbatch]
+        return self.summed[microbatch]
 
     @property
     def totals(self) -> list[Tensor]:
         """The summed loss of each micro-batch, in the order of the batch."""
-        return [self._totals[microbatch] for microbatch in sorted(self._totals)]
+        return [self.summed[microbatch] for microbatch in sorted(self.summed)]
 
     def keep(self, microbatch: int, output: Value) -> None:
         """Keep the output of one micro-batch, in a step without targets."""
@@ -90,8 +102,8 @@ class LossStage:
         """Return the gradient of the global mean loss by the last layer's output for a micro-batch."""
         total, leaves = self._open.pop(microbatch)
         if total.requires_grad:
-            assert self._scale is not None, "a training step has a scale"
-            run_backward([total], [self._scale.to(total.dtype)])
+            assert self.scale is not None, "a training step has a scale"
+            run_backward([total], [self.scale.to(total.dtype)])
         return [leaf.grad for leaf in leaves]
 
     def clear(self) -> None:
@@ -138,9 +150,9 @@ class ChunkedLossStage(LossStage):
 
     def seed(self, microbatch: int) -> Gradients:
         """Compute the loss and its gradients, by chunks of rows; return the gradient of the features."""
-        features, targets = self._features.pop(microbatch), self._targets[microbatch]
-        assert self._scale is not None, "a training step has a scale"
-        self._totals[microbatch], gradient = self._chunks.gradient(features, targets, self._scale)
+        features, targets = self._features.pop(microbatch), self.targets[microbatch]
+        assert self.scale is not None, "a training step has a scale"
+        self.summed[microbatch], gradient = self._chunks.gradient(features, targets, self.scale)
         return [gradient]
 
     def clear(self) -> None:

@@ -90,6 +90,11 @@ class PipelineRank:
         others = [max(layers)] if kind is Kind.F and len(layers) > 1 else []
         return partial(run[kind], microbatch, first, *others)
 
+    @property
+    def last_stage(self) -> int:
+        """The number of the model's last stage, whether or not it is on this rank."""
+        return len(self._ends) - 1
+
     def begin(
         self,
         batch: Sequence[Value],

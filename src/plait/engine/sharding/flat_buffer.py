@@ -134,12 +134,12 @@ class FlatBuffer:
 
     def release_parameters(self) -> None:
         """Free the whole parameters, unless they stay allocated under the plan."""
-        if not self.spec.whole.kept:
+        if self.spec.whole.freed:
             free_storage(self.whole)
 
     def release_gradients(self) -> None:
         """Free the whole gradients, unless there are none or they stay allocated under the plan."""
-        if self.spec.gradient is not None and not self.spec.gradient.kept:
+        if self.spec.gradient is not None and self.spec.gradient.freed:
             for gradient in self.whole_gradients:
                 free_storage(gradient)
 

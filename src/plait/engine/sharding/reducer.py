@@ -33,9 +33,16 @@ class Reducer:
     finish, clear     the step has ended, or failed
     """
 
-    def __init__(self, units: Mapping[str, Unit], queue: WeightGradientQueue | None = None) -> None:
-        """`queue`: writes a step's first gradient of the weights that are its `products`."""
+    def __init__(
+        self,
+        units: Mapping[str, Unit],
+        queue: WeightGradientQueue | None = None,
+        *,
+        writes_first: bool = True,
+    ) -> None:
+        """`writes_first`: `queue` writes a step's first gradient of its `products`; else it adds to zero."""
         self.units, self._queue = units, queue or WeightGradientQueue()
+        self._products: Collection[int] = self._queue.products if writes_first else ()
         self.scale = 1.0
         """The factor of this step's loss, by which the reduced gradients are divided."""
         self._parts: dict[str, tuple[dict[int, Tensor], list[Tensor]]] = {}
@@ -110,7 +117,7 @@ class Reducer:
     def _started(self, name: str) -> list[Tensor]:
         """Note that a step's gradients of a unit begin; return the parts of them that must be set to zero."""
         if name not in self._parts:  # now, since there are no views of storage that is not allocated
-            self._parts[name] = _parts_of(self.units[name], self._queue.products)
+            self._parts[name] = _parts_of(self.units[name], self._products)
         first, rest = self._parts[name]
         self._queue.unwritten.update(first)
         return rest

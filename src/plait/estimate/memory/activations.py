@@ -187,10 +187,12 @@ class ActivationAccount:
             self._runs[run] = {}
             self._share(action.microbatch, self._shared[action.stage][layer])
             self._phase(run, action, trace.forward, trace.inputs)
+        at_once = trace.whole_backward_peak if action.kind is Kind.B else None
         if action.kind in (Kind.I, Kind.B):
-            self._phase(run, action, trace.backward, trace.output_gradients)
+            self._phase(run, action, trace.backward, trace.output_gradients, at_once)
         if action.kind in (Kind.W, Kind.B):
-            self._ledger.record_temporary(trace.weight_peak)
+            if at_once is None:
+                self._ledger.record_temporary(trace.weight_peak)
             self._ledger.drop(("run", run))
             self._ledger.drop(("loss", run))
             del self._runs[run]
@@ -204,10 +206,18 @@ class ActivationAccount:
             self._ledger.hold(("sequences", microbatch), results.values())
 
     def _phase(
-        self, run: tuple[int, int, int], action: Action, phase: PhaseTrace, given: Iterable[int | None]
+        self,
+        run: tuple[int, int, int],
+        action: Action,
+        phase: PhaseTrace,
+        given: Iterable[int | None],
+        peak: int | None = None,
     ) -> None:
-        """Simulate a layer's forward or backward: take input, allocate and save tensors, store results."""
-        self._ledger.record_temporary(phase.peak)
+        """Simulate a layer's forward or backward: take input, allocate and save tensors, store results.
+
+        `peak`: in place of the phase's.
+        """
+        self._ledger.record_temporary(phase.peak if peak is None else peak)
         known = self._runs[run]
         known |= _named(given, self._take(action)) | _made(phase)
         self._ledger.hold(("run", run), _blocks(phase.saved, known))

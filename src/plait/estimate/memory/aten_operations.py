@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from plait.tensor.layer_values import tensors_of
 
 FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 """The operations that are a matrix product, and which argument is its first factor."""
+BATCHES = frozenset({"bmm", "baddbmm_"})
+"""Batches of products: where they write to given memory, those of experts (`grouped_products`)."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """The fused attention of the meta device: see `fused_kernels`."""
 ACTIVATIONS = frozenset({"elu", "gelu", "mish", "sigmoid", "silu", "softplus", "tanh"})
@@ -80,7 +83,8 @@ def operations_of(
 ) -> tuple[DeviceOperation, ...]:
     """Return what an ATen operation costs: a matrix product, fused attention, or bytes moved."""
     if name in FIRST_FACTOR:
-        return (_product(FIRST_FACTOR[name], args, kwargs, result),)
+        found = _product(FIRST_FACTOR[name], args, kwargs, result)
+        return (replace(found, grouped=name in BATCHES and (name.endswith("_") or "out" in kwargs)),)
     if name == ATTENTION:
         return (_attention(args[0], args[1], causal=len(args) > 4 and args[4]),)
     if name == f"{ATTENTION}_backward":

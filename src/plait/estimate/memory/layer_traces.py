@@ -47,6 +47,9 @@ class Trace:
     backward: PhaseTrace
     weight_peak: int = 0
     """Peak bytes within the backward of the weights, minus the bytes at its start."""
+    whole_backward_peak: int | None = None
+    """Peak bytes within a backward of inputs and weights, minus the bytes at its start, if weight gradients
+    run during its collectives; None: not known, assumed to be that of one after the other."""
     output_is_read: bool = False
     """Whether the backward reads the output."""
 
@@ -90,7 +93,33 @@ def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None =
     resident = tracker.live()
     first = forward.phase(resident)
     second = _unknown_backward(first, given) if backward is None else backward.phase(resident)
-    return Trace(inputs, numbers, first, second, weights.phase(resident).peak, output_is_read), following
+    peak = weights.phase(resident).peak
+    return Trace(inputs, numbers, first, second, peak, output_is_read=output_is_read), following
+
+
+def whole_backward_peak(stage: Stage, given: Value) -> int | None:
+    """Return the peak bytes of a one-layer stage's backward `B`, minus the bytes at its start.
+
+    Weight gradients run during collectives. None where the backward does not run on the meta device.
+    """
+    tracker = StorageTracker()
+    with tracker.tracking():
+        stage.values[0] = map_tensors(meta_leaf, given)
+        stage.forward(0, 0)
+        outputs = tensors_of(stage.values.pop(0))
+        seeds = [torch.empty_like(one, device="meta") if one.requires_grad else None for one in outputs]
+        backward = _PhaseRecorder(tracker)
+        stage.gradients[0] = seeds
+        del outputs, seeds
+        try:
+            stage.backward(0, 0)
+        except Exception:
+            return None
+        finally:
+            stage.gradients.clear()
+            backward.end(())
+            stage.clear()
+    return backward.phase(tracker.live()).peak
 
 
 def trace_loss(

@@ -23,7 +23,7 @@ class Category(StrEnum):
     STATE = "optimizer"
     """Optimizer state."""
     ACTIVATIONS = "activations"
-    """Tensors saved for the backward, inputs and outputs of layers, and the loss."""
+    """Tensors saved for the backward, inputs and outputs of layers, the loss; the pools of CUDA graphs."""
     MESSAGES = "messages"
     """Buffers for sends and receives between stages."""
     BATCH = "batch"
@@ -160,6 +160,9 @@ class Memory:
     """How attention layers read the other ranks' positions under context parallelism."""
     assumptions: tuple[str, ...] = ()
     """Sentences on what is taken for granted of a step, such as how tokens are routed."""
+    worst: int | None = None
+    """The largest `most`, in bytes, of a rank whose experts all tokens of the ranks of `ep` have; None where
+    whole experts are on every rank."""
 
     @property
     def peak(self) -> int:
@@ -206,6 +209,9 @@ class Memory:
             lines.append(f"Offloaded to the CPU: {self._megabytes(host)} MB.")
         lines += (f"{choice}." for choice in self.attention)
         lines += self.assumptions
+        if self.worst is not None:
+            ranks, worst = self.plan.ep * self.plan.etp, self._megabytes(self.worst)
+            lines.append(f"A rank to which all tokens of {ranks} ranks went would allocate up to {worst} MB.")
         if not self.has_activations:
             lines.append("Activations are not counted, because the shape of a batch is unknown: give inputs.")
         return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -22,7 +22,14 @@ from plait.estimate.memory.context_inputs import (
     method_choices,
     result_bytes,
 )
-from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
+from plait.estimate.memory.layer_traces import (
+    Trace,
+    meta_leaf,
+    trace_chunked_loss,
+    trace_layer,
+    trace_loss,
+    whole_backward_peak,
+)
 from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta, with_loss
 from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
@@ -32,6 +39,7 @@ from plait.plan.axes import AXES, EXPERTS_ONLY
 from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
@@ -73,24 +81,29 @@ def trace_model(
     targets: Value | None,
     loss: Loss,
     recorder: OperationRecorder | None = None,
+    known: dict[Hashable, TracedLayer] | None = None,
+    *,
+    takes_all: bool = False,
 ) -> ModelTraces:
     """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
     Layers of equal structure that read equal inputs are traced once. The rank has the largest shards; which
     rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
+    `known`: traces of plans that differ in `ep`, `etp`, `recompute` and rows only; those of layers that run
+    alike are taken from it, and others added. `takes_all`: whether all tokens have the experts of this rank;
+    else as many as under uniform routing.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
-    plan = blueprint.plan
-    experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
-    tensor_parallel = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
+    tensor_parallel = _tensor_parallel(blueprint, recorder, takes_all=takes_all)
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
     share = context_share(
         blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets, recorder
     )
-    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder)
+    known = {} if known is None else known
+    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder, known)
     value = traced[-1].output
     traces = [one.trace for one in traced]
     copies = end.writes_output and traces[-1].output_is_read
@@ -122,7 +135,7 @@ def trace_model(
 
 
 @dataclass(frozen=True)
-class _LayerTrace:
+class TracedLayer:
     """What a run of a layer on the meta device showed; layers of equal structure and inputs share it."""
 
     run: InferredLayer
@@ -143,16 +156,17 @@ def _trace_layers(
     queue: WeightGradientQueue,
     share: ContextShare,
     recorder: OperationRecorder | None,
-) -> list[_LayerTrace]:
+    known: dict[Hashable, TracedLayer],
+) -> list[TracedLayer]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
     structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
-    known: dict[Hashable, _LayerTrace] = {}
-    traced: list[_LayerTrace] = []
+    held = _held(share.sequence)
+    traced: list[TracedLayer] = []
     for number, layer in enumerate(layers):
         recompute = blueprint.recompute[number]
-        key = structures[number], recompute, given.length, given.repeats, _described(value)
+        key = structures[number], recompute, given.length, given.repeats, _described(value), held
         if key not in known:
             with running(share.sequence):
                 run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
@@ -162,16 +176,23 @@ def _trace_layers(
             if recompute == "selective" and not by_graphs:
                 trace_layer(stage, value)  # what to keep is known from the first backward
             trace, output = trace_layer(stage, value, recorder)
+            if any(experts_in(layer.module)):  # whose operands and gradients are large
+                trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
             work = None if recorder is None else recorder.take(recompute)
             # Graphs compute what eager layers cache.
             cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]
-            known[key] = _LayerTrace(run, trace, output, cached, sequence, work)
+            known[key] = TracedLayer(run, trace, output, cached, sequence, work)
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output
     return traced
 
 
-def _cache_bytes(layer: NamedLayer, traced: _LayerTrace) -> dict[Hashable, int]:
+def _held(sequence: LocalSequence | None) -> Hashable:
+    """Return a key of which positions, of which documents, a rank holds."""
+    return None if sequence is None else (sequence.layout, sequence.documents, sequence.group.index)
+
+
+def _cache_bytes(layer: NamedLayer, traced: TracedLayer) -> dict[Hashable, int]:
     """Return the bytes that a layer's `ResultCache`s hold, by a number of the cache."""
     caches = result_caches(layer.module) if traced.cached else ()
     return {id(cache): nbytes for cache, nbytes in zip(caches, traced.cached, strict=True)}
@@ -218,6 +239,18 @@ def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
         stage.run_compiled([])
     stage.clear()
     return bool(stage.compiled)
+
+
+def _tensor_parallel(
+    blueprint: Blueprint, recorder: OperationRecorder | None, *, takes_all: bool
+) -> TensorParallelism:
+    """Return how layers are divided over groups of ranks that do not exist."""
+    plan = blueprint.plan
+    experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
+    made = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
+    if not takes_all or made.experts is None:
+        return made
+    return replace(made, experts=replace(made.experts, takes_all=True))
 
 
 def _layers_on_meta(

@@ -43,8 +43,6 @@ class OperationRecorder(TorchDispatchMode):
         self._operations: dict[Phase, list[RecordedOperation]] = {phase: [] for phase in get_args(Phase)}
         self._transfers: dict[Phase, list[AxisTransfer]] = {phase: [] for phase in get_args(Phase)}
         self._assumes_backward = False
-        self._product_end: tuple[int, int] | None = None
-        """Where in memory the result ends of the product that was recorded last: a storage and an offset."""
         self._gathered: set[int] = set()
         """The storages of which the backward has gathered the other ranks' parts."""
 
@@ -136,15 +134,7 @@ class OperationRecorder(TorchDispatchMode):
             reads = self._ranges(accesses.reads)
             writes = {self._number(tensor): nbytes for tensor, nbytes in accesses.writes}
             operations = operations_of(name, args, kwargs, result, accesses)
-            found = [RecordedOperation(one, reads, writes) for one in operations]
-            is_product = isinstance(operations[0], Product) and isinstance(result, Tensor)
-            begin = (self._number(result), result.storage_offset()) if is_product else None
-            joined = _grouped(recorded[-1], found[0]) if begin and begin == self._product_end else None
-            self._product_end = (begin[0], begin[1] + result.numel()) if begin else None
-            if joined is not None:
-                recorded[-1] = joined
-            else:
-                recorded.extend(found)
+            recorded.extend(RecordedOperation(one, reads, writes) for one in operations)
 
     def _ranges(self, accesses: Iterable[Access]) -> dict[Range, int]:
         """Return accesses by where in memory they are."""
@@ -214,25 +204,6 @@ def assumed_backward(forward: Iterable[DeviceOperation]) -> dict[Phase, tuple[De
         else:
             backward.append(operation)
     return {"backward": tuple(backward), "weights": tuple(weights)}
-
-
-def _grouped(last: RecordedOperation, one: RecordedOperation) -> RecordedOperation | None:
-    """Return both as one grouped product, where the result of `one` continues that of `last`, or None.
-
-    Products of experts run one after the other on meta: the sizes are the means of all.
-    """
-    first, second = last.operation, one.operation
-    if not (isinstance(first, Product) and isinstance(second, Product)) or first.n != second.n:
-        return None
-    if first.k != second.k and first.m != second.m:
-        return None
-    count = first.batch
-    m, k = ((count * a + b) / (count + 1) for a, b in ((first.m, second.m), (first.k, second.k)))
-    product = replace(first, m=m, k=k, batch=count + 1, grouped=True)
-    writes = {**last.writes}
-    for storage, nbytes in one.writes.items():
-        writes[storage] = writes.get(storage, 0) + nbytes
-    return RecordedOperation(product, {**last.reads, **one.reads}, writes)
 
 
 def _is_result(product: Product, total: Tensor, added: Any) -> bool:

@@ -90,7 +90,7 @@ class RankBuffer:
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
         """Return a block for `count` tensors of `flat`: 0 bytes unless kept; on the host if offloaded."""
-        if flat is None or not flat.kept:
+        if flat is None or flat.freed:
             return MemoryBlock(0, category)
         return MemoryBlock(count * flat.nbytes, category, flat.offloaded and self.device.type != "cpu")
 
@@ -139,12 +139,12 @@ class ParameterAccount:
             self._ledger.drop(("device copies", name))
 
     def _gather(self, name: str) -> None:
-        freed = [one.spec.whole.nbytes for one in self._units[name] if not one.spec.whole.kept]
+        freed = [one.spec.whole.nbytes for one in self._units[name] if one.spec.whole.freed]
         self._hold("gathered", name, freed, Category.GATHERED)
 
     def _open(self, name: str) -> None:
         pairs = [(one.stages, one.spec.gradient) for one in self._units[name]]
-        sizes = (count * flat.nbytes for count, flat in pairs if flat is not None and not flat.kept)
+        sizes = (count * flat.nbytes for count, flat in pairs if flat is not None and flat.freed)
         self._hold("opened", name, sizes)
 
     def _scatter(self, name: str) -> None:

@@ -5,7 +5,7 @@ The program of a rank runs on a ledger that records each allocation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.engine.pipeline.exchange import Crossing
 from plait.engine.pipeline.executor import Executor
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
 from plait.estimate.memory.context_inputs import as_input_batch
+from plait.estimate.memory.graph_pools import PartLedger, pool_bytes, slots_of
 from plait.estimate.memory.memory_report import (
     Category,
     Memory,
@@ -26,7 +28,7 @@ from plait.estimate.memory.memory_report import (
     MemorySnapshot,
     RankMemory,
 )
-from plait.estimate.memory.model_traces import ModelTraces, trace_model
+from plait.estimate.memory.model_traces import ModelTraces, TracedLayer, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.arguments import require_instance, require_whole
@@ -76,9 +78,11 @@ def memory(
     optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are
     gone, as after `zero_grad()`. A loss that does not run on meta is assumed to copy its input; attention
     inside `nn.MultiheadAttention` counts with its matrix of weights, and recurrent layers as PyTorch composes
-    them. Experts are assumed to get equally many tokens. Compiled layers count as their graphs do without
+    them. Experts are assumed to get equally many tokens; where `plan.ep` is above 1,
+    `Memory.worst` is for one rank that gets all. Compiled layers count as their graphs do without
     generated code, which allocates less within a graph; one whose graphs do not run on meta counts as an
-    eager layer. Raises PlanError, ModelError, DataError or ScheduleError, as `parallelize` and the first step
+    eager layer. CUDA graphs count with a pool for each slot, which holds what a micro-batch takes at a stage
+    at most. Raises PlanError, ModelError, DataError or ScheduleError, as `parallelize` and the first step
     would.
     """
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
@@ -101,6 +105,7 @@ class MemoryEstimator:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
+    layer_traces: dict[Any, dict[Hashable, TracedLayer]] = field(default_factory=dict)
     records: bool = False
     """Whether traces have the operations of layers, too."""
     order_of: Callable[..., tuple[Schedule, StageCut]] = field(
@@ -120,13 +125,21 @@ class MemoryEstimator:
         unsharded = max(rank.peak for rank in self.ranks(whole))
         traces = self.known_traces(build_blueprint(self.model, plan, self.rules, self.order_of))
         attention = () if traces is None else tuple(sorted(traces.attention, key=str))
+        worst = None
+        if plan.ep > 1 and traces is not None:
+            worst = max(rank.most for rank in self.ranks(plan, takes_all=True))
         assumptions = routing_assumption(self.model)
-        return Memory(plan, self.ranks(plan), unsharded, traces is not None, attention, assumptions)
+        return Memory(plan, self.ranks(plan), unsharded, traces is not None, attention, assumptions, worst)
 
-    def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
-        """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction."""
+    def ranks(
+        self, plan: Plan, observer: MemoryObserver | None = None, *, takes_all: bool = False
+    ) -> tuple[RankMemory, ...]:
+        """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction.
+
+        `takes_all`: of ranks whose experts all tokens of the ranks of `ep` have.
+        """
         blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
-        traces = self.known_traces(blueprint)
+        traces = self.known_traces(blueprint, takes_all=takes_all)
         return tuple(
             simulate_step(blueprint, rank, program, traces, self.where, self.moments, observer)
             for rank, program in enumerate(lower(blueprint.schedule, blueprint.lowering_spec))
@@ -157,7 +170,7 @@ class MemoryEstimator:
         rows = plan.microbatches if self.rows is None else self.rows
         return torch.empty(rows, context, dtype=torch.int64, device="meta")
 
-    def known_traces(self, blueprint: Blueprint) -> ModelTraces | None:
+    def known_traces(self, blueprint: Blueprint, *, takes_all: bool = False) -> ModelTraces | None:
         """Return what each layer computes and allocates, or None where the shape of a batch is unknown."""
         plan, batch = blueprint.plan, self._batch(blueprint.plan)
         if batch is None:
@@ -167,24 +180,17 @@ class MemoryEstimator:
         gradients = tuple(kind.gradient for kind in blueprint.kinds.values())
         late = blueprint.lowering_spec.adds_late
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
-        key = (
-            degrees,
-            (plan.ep, plan.etp),
-            signature(microbatch),
-            plan.precision,
-            gradients,
-            late,
-            blueprint.recompute,
-            plan.loss_rows,
-            bool(plan.compile),
-            fuses,
-        )
+        alike = degrees, plan.precision, gradients, late, plan.loss_rows, bool(plan.compile), fuses
+        key = alike, (plan.ep, plan.etp, takes_all), signature(microbatch), blueprint.recompute
         if key not in self.traces:
             targets = None
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
             recorder = None if fuses is None else OperationRecorder(fuses=fuses)
-            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss, recorder)
+            known = self.layer_traces.setdefault(alike, {})
+            self.traces[key] = trace_model(
+                blueprint, microbatch, targets, self.loss, recorder, known, takes_all=takes_all
+            )
         return self.traces[key]
 
 
@@ -217,7 +223,14 @@ def simulate_step(
         cached = sum(_total(traces.caches[layer] for layer in stage) for stage in spans.values())
         cached += _total(traces.lasting[layer] for stage in spans.values() for layer in stage)
         ledger.hold("caches", [MemoryBlock(cached, Category.PARAMETERS)])
-        activations = _activations(ledger, blueprint, spans, traces, device)
+        if blueprint.plan.cuda_graphs and blueprint.plan.tp == blueprint.plan.cp == 1:
+            pools = _graph_pools(blueprint, spans, program, traces, device)
+            ledger.hold("graphs", [MemoryBlock(pools, Category.ACTIVATIONS)])
+            activations = _activations(
+                PartLedger(ledger, activations=False), blueprint, spans, traces, device
+            )
+        else:
+            activations = _activations(ledger, blueprint, spans, traces, device)
         handlers.append(activations.handlers())
     Executor(*handlers).run(program)
     ledger.reset_peaks()
@@ -242,6 +255,23 @@ def simulate_step(
         at_rest=ledger.snapshot(program[-1]).total,
         host=ledger.host_peak,
     )
+
+
+def _graph_pools(
+    blueprint: Blueprint,
+    spans: Mapping[int, range],
+    program: Program,
+    traces: ModelTraces,
+    device: torch.device,
+) -> int:
+    """Return the bytes of the pools of a rank's CUDA graphs."""
+
+    def account(ledger: MemoryLedger) -> dict[type, Callable[[Any], None]]:
+        return dict(_activations(ledger, blueprint, spans, traces, device).handlers())
+
+    crossing = _crossing(blueprint, traces)
+    slots = slots_of(program)
+    return sum(slots[stage] * pool_bytes(program, stage, account, crossing) for stage in spans)
 
 
 def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
@@ -284,8 +314,13 @@ def _activations(
     cuts = blueprint.plan.cp > 1
     ledger.hold("shards", here if cuts else [])
     ledger.hold("batch", uncut if cuts else here + uncut)
-    crossing = [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
-    return ActivationAccount(ledger, ReceiveBufferAccount(ledger, crossing), spans, traces, inputs)
+    messages = ReceiveBufferAccount(ledger, _crossing(blueprint, traces))
+    return ActivationAccount(ledger, messages, spans, traces, inputs)
+
+
+def _crossing(blueprint: Blueprint, traces: ModelTraces) -> Crossing:
+    """Return what stages exchange, with the same shapes for all micro-batches."""
+    return [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
 
 
 def _described(instruction: Instruction, blueprint: Blueprint) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from math import ceil, gcd
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
-from plait.estimate.memory.model_traces import FIRST, ModelTraces
+from plait.estimate.memory.model_traces import FIRST, ModelTraces, TracedLayer
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
 from plait.plan.decoder import LayerKind
@@ -46,6 +46,7 @@ class TracedLayers:
     moments: int
     """How many tensors of a parameter's size the optimizer keeps for it."""
     _traces: dict[Any, ModelTraces] = field(default_factory=dict)
+    _layer_traces: dict[Any, dict[Hashable, TracedLayer]] = field(default_factory=dict)
     _blueprints: dict[Plan, Blueprint] = field(default_factory=dict)
     _counts: dict[tuple[object, ...], int] = field(default_factory=dict)
 
@@ -106,6 +107,7 @@ class TracedLayers:
             self.moments,
             torch.device("cpu" if on_cpu else "cuda"),
             self._traces,
+            self._layer_traces,
             records=True,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
@@ -69,12 +69,16 @@ def _candidates(found: Prediction) -> Iterator[tuple[str, Plan]]:
     """Yield plans that differ from the predicted one in a field, with the field's name."""
     plan, choices = found.plan, PlanChoices()
     strategies = ("none", "optimizer", "gradients", "full")[plan.offload != "none" :]  # of sharded state
-    values: dict[str, tuple[object, ...]] = {
+    parts, ranks = plan.ep * plan.etp, plan.shard * plan.cp * plan.tp
+    copies = [one for one in divisors_of(plan.dp) if plan.dp // one * plan.cp * plan.tp % parts == 0]
+    values: dict[str, Sequence[object]] = {
         "recompute": choices.recompute,
         "sequence_parallel": choices.sequence_parallel if plan.tp > 1 else (),
         "strategy": strategies if plan.dp * plan.cp > 1 else (),
         "reduce": ("last", "each") if plan.strategy in ("gradients", "full") else (),
-        "replicate": divisors_of(plan.dp) if plan.strategy != "none" else (),
+        "replicate": copies if plan.strategy != "none" else (),
+        "ep": [ep for ep in divisors_of(ranks // plan.etp) if ep <= found.model.experts],
+        "etp": divisors_of(ranks // plan.ep) if found.model.experts else (),
         "microbatches": divisors_of(found.rows),
         "loss_rows": (None, LOSS_ROWS) if plan.loss_rows in (None, LOSS_ROWS) else (None,),
     }

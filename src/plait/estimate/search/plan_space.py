@@ -134,13 +134,15 @@ def divisions(
                     reason = _reason(model, division, batch, base)
                     if reason is not None:
                         impossible[reason] += 1
+                        if (ep, etp) == (1, 1):  # the same for others
+                            break
                         continue
                     possible += [replace(division, microbatches=count) for count in divisors_of(batch // dp)]
     return possible, impossible
 
 
 def _expert_degrees(experts: int, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield `ep` and `etp` that divide the `ranks` of a stage; only 1 and 1 without experts."""
+    """Yield `ep` and `etp` that divide the `ranks` of a stage, 1 and 1 first; without experts only those."""
     if not experts:
         yield 1, 1
         return

@@ -315,7 +315,13 @@ class LayerTimer:
         return copied + self.network.seconds(AxisTransfer("all-gather", part.axis, nbytes))
 
     def _with_host(self, parts: Parts, started: float) -> Parts:
-        """Return `parts` with the time that the device waits for the host to start the operations."""
+        """Return `parts` with the time that the device waits for the host to start the operations.
+
+        None where CUDA graphs are replayed: the host starts them by one call.
+        """
+        plan = self.shape.plan
+        if plan.cuda_graphs and plan.tp == plan.cp == 1:
+            return parts
         needed = started * self.hardware.efficiency.host
         return parts + Parts(host=max(needed - parts.total, 0.0))
 

@@ -25,8 +25,7 @@ class Product:
     result_bytes: float = 2
     """Bytes read and written for an element of the result: more where it is added to a gradient."""
     grouped: bool = False
-    """Whether it is one product for each expert, of groups of rows; `m`, or `k` in a weight gradient, is then
-    their mean."""
+    """Whether each is with another expert's weight, or its gradient."""
 
     @property
     def is_linear(self) -> bool:

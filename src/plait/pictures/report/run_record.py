@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from plait.errors import ConfigError
 from plait.files import adapter_of, open_to_write, validated
+from plait.pictures.report.expert_loads import ExpertLoads, read_expert_loads
 from plait.pictures.report.metrics import Metrics, RankSeries, lines_of, read_metrics, read_rank_series
 from plait.pictures.report.run_file import RunDescription, read_description, read_file
 from plait.pictures.report.step_file import RecordedStep, read_step
@@ -67,6 +68,7 @@ class RunRecord:
     events: tuple[RunEvent, ...]
     step: RecordedStep | None
     ranks: RankSeries | None
+    experts: ExpertLoads | None
     age: float
     """Seconds since the metrics were written."""
 
@@ -135,6 +137,7 @@ def read_run(path: Path) -> RunRecord:
         events=read_events(folder),
         step=read_step(folder),
         ranks=read_rank_series(folder),
+        experts=read_expert_loads(folder),
         age=time.time() - metrics.stat().st_mtime,
     )
 

@@ -9,6 +9,7 @@ from html import escape
 from plait.pictures.colours import USES
 from plait.pictures.markup import bar, legend, section, table, wrappable
 from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
+from plait.pictures.report.expert_loads import ExpertLoads
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
 from plait.pictures.report.run_file import PredictedRank, RunDescription
 from plait.pictures.report.run_record import RunRecord
@@ -38,6 +39,8 @@ def sections_of(runs: Sequence[RunRecord]) -> Iterator[str]:
             yield section(
                 f"Ranks{of}", f'<div class="rank-map" id="ranks-{number}"></div>', name=f"ranks-of-{number}"
             )
+        if run.experts is not None:
+            yield _experts(run.experts, of, number)
         if any(event.kind == "sample" for event in run.events):
             yield samples_section(run, of, number)
         if run.step is not None:
@@ -61,6 +64,19 @@ def notes_section(runs: Sequence[RunRecord]) -> str:
         for name, text in noted
     )
     return section("Notes", texts) if noted else ""
+
+
+def _experts(loads: ExpertLoads, of: str, number: int) -> str:
+    """Return maps of the load of each expert over the steps."""
+    shown, routers = len(loads.shown), len(loads.loads)
+    part = f" {shown} of {routers} routers are shown." if shown < routers else ""
+    about = (
+        f"Tokens of each expert in steps {loads.steps[0]:,} to {loads.steps[-1]:,}, a row each: dark none, "
+        f"grey the mean of its layer, light twice the mean or more.{part}"
+    )
+    return section(
+        f"Experts{of}", f"<div class=scroll>{loads.draw()}</div>", about=about, name=f"experts-of-{number}"
+    )
 
 
 def samples_section(run: RunRecord, of: str, number: int) -> str:
@@ -192,7 +208,7 @@ def _traffic(step: RecordedStep, of: str, number: int) -> str:
     largest = max(total for *_, total in found)
     rows = [
         [
-            escape(axis),
+            escape(axis.replace("_", " × ")),
             escape(kind.replace("_", "-")),
             bar([(f"{bytes_text(total)}", total, "bar")], largest),
             bytes_text(total),

@@ -28,12 +28,12 @@ MOST_ROWS = 64
 """Ranks whose timeline is shown: of more, those of the first pipelines."""
 _MILLISECOND = Fraction(1, 1_000_000)
 """Of a nanosecond."""
-_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "tie": "tied parameters"} | dict.fromkeys(
-    ("dp", "replicate", "shard", "dp_cp", "shard_cp"), "dp"
+_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "ep_etp": "ep", "tie": "tied parameters"} | dict.fromkeys(
+    ("dp", "replicate", "shard", "dp_cp", "shard_cp", "edp", "replicate_edp"), "dp"
 )
 """Names under which waits along an axis are shown; along any other, such as the world, it is `_OTHER`."""
 _OTHER = "other ranks"
-_COLOURS = {axis: f"axis-{axis}" for axis in ("pp", "tp", "cp", "dp")} | {
+_COLOURS = {axis: f"axis-{axis}" for axis in ("pp", "tp", "cp", "ep", "dp")} | {
     "tied parameters": "axis-tie",
     _OTHER: "axis-all",
 }

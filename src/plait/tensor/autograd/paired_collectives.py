@@ -138,6 +138,8 @@ def collective_of(node: Node) -> PairedCollective | None:
 def _sum(group: Group, overlap: Overlap | None, gradient: Tensor) -> Tensor:
     if gradient.is_meta:
         group.skip("all_reduce", gradient)
+        if overlap is not None:
+            overlap()
         return gradient
     # Not in place: other nodes may share the gradient's memory.
     pending = all_reduce(gradient, group, out=torch.empty_like(gradient), checked=False)
@@ -167,7 +169,7 @@ def _part(group: Group, dim: int, whole: Tensor) -> Tensor:
 
 def _reduce_scattered(group: Group, dim: int, overlap: Overlap | None, summand: Tensor) -> Tensor:
     pending = start_reduce_scatter(summand, group, dim)
-    if overlap is not None and not summand.is_meta:
+    if overlap is not None:
         overlap()
     return pending()
 

@@ -42,6 +42,8 @@ class ExpertRanks:
     tokens: Group
     """Ranks that give the same tokens to the layer, of which each sends a slice to the experts; the ranks of
     `tp`, or a group of one rank where each has tokens of its own."""
+    takes_all: bool = False
+    """Whether on meta all tokens are assumed to have the experts of this rank; else routing is uniform."""
 
 
 class ExpertAdapter(nn.Module):
@@ -169,7 +171,7 @@ class Experts(nn.Module):
     ) -> Callable[[], Tensor]:
         """Start sending tokens with their experts' numbers and weights; return a function for the output."""
         group, etp, count = ranks.group, ranks.etp, self.num_experts
-        exchange = computed_once(lambda: exchange_of(indices, count, group, etp))
+        exchange = computed_once(lambda: exchange_of(indices, count, group, etp, ranks.takes_all))
         weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))
         numbers = indices.to(torch.int64 if hidden.itemsize == 8 else torch.int32)
         sent, run = (hidden.detach(), weights.detach(), numbers), RECOMPUTED_RUN.get()

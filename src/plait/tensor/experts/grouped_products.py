@@ -3,12 +3,16 @@
 By `torch.nn.functional.grouped_mm` where it applies, else in a loop over the groups, whose sizes the host
 knows. On a CPU `grouped_mm` is such a loop itself, without Python: as fast for large matrices, and 2.5 times
 for many small ones. It makes new tensors, however, so large weight gradients are added to their buffers in a
-loop, in one pass over memory. On meta a loop shows which products there are, and allocates what a CPU would.
+loop, in one pass over memory. On meta groups of equal size are one batch of products, which shows what is
+computed, and allocated on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +47,10 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     if _is_grouped(rows, matrices) and not rows.is_meta:
         return functional.grouped_mm(rows, matrices, offs=groups.ends)
     result = rows.new_empty(rows.shape[0], matrices.shape[2])
+    if rows.is_meta:
+        for which, given, out in _batches(groups, rows, result):
+            torch.bmm(given, matrices[which], out=out)
+        return result
     for part, matrix, out in zip(_parts(rows, groups), matrices, _parts(result, groups), strict=True):
         torch.mm(part, matrix, out=out)
     return result
@@ -60,6 +68,10 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, groups: Grou
         product = _products_over_rows(left, right, groups)
         total.copy_(product) if first else total.add_(product)
         return
+    if left.is_meta and total.dtype == left.dtype:
+        for which, a, b in _batches(groups, left, right):
+            total[which].baddbmm_(a.mT, b, beta=0 if first else 1)
+        return
     for a, b, one in zip(_parts(left, groups), _parts(right, groups), total, strict=True):
         if total.dtype == left.dtype:
             one.addmm_(a.t(), b, beta=0 if first else 1)
@@ -74,8 +86,8 @@ def _products_over_rows(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     if not left.is_meta:
         return functional.grouped_mm(left.t(), right, offs=groups.ends)
     result = left.new_empty(len(groups.sizes), left.shape[1], right.shape[1])
-    for a, b, out in zip(_parts(left, groups), _parts(right, groups), result, strict=True):
-        torch.mm(a.t(), b, out=out)
+    for which, a, b in _batches(groups, left, right):
+        torch.bmm(a.mT, b, out=result[which])
     return result
 
 
@@ -90,6 +102,20 @@ def for_each_row(values: Tensor, groups: Groups) -> Tensor:
     rows = sum(groups.sizes)
     every = torch.arange(rows, dtype=torch.int32, device=values.device)
     return values.index_select(0, torch.searchsorted(groups.ends, every, right=True, out_int32=True))
+
+
+def _batches(groups: Groups, *operands: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield which groups of equal size follow each other, and their rows of each operand: `[n, size, width]`.
+
+    On meta these are two batches at most: see `assign`.
+    """
+    group = row = 0
+    for size, alike in groupby(groups.sizes):
+        count = len([*alike])
+        rows = slice(row, row + count * size)
+        views = (one[rows].view(count, size, one.shape[1]) for one in operands)
+        yield slice(group, group + count), *views
+        group, row = group + count, rows.stop
 
 
 def _parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:

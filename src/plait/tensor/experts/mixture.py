@@ -2,7 +2,7 @@
 
              ┌─ router ─→ weights, indices
 tokens ──────┼─ experts of each token ─────────→ weighted sum ─┐
-             └─ shared experts, for every token ───────────────┴─→ sum
+             └─ shared experts, while tokens travel ───────────┴─→ sum
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class MixtureOfExperts(nn.Module):
         return routed().view(x.shape) + shared
 
     def _shared_output(self, shared: SharedExperts, x: Tensor) -> Tensor:
+        """Return the output of the shared experts, like `x`."""
         output: Tensor = shared(x)
         return output if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * output
 

@@ -88,18 +88,21 @@ def _skipped(result: Tensor, rows: Tensor) -> PendingTensor:
     return wait
 
 
-def exchange_of(indices: Tensor, experts: int, group: Group, etp: int) -> TokenExchange:
+def exchange_of(
+    indices: Tensor, experts: int, group: Group, etp: int, takes_all: bool = False
+) -> TokenExchange:
     """Return the exchange of tokens with the experts' numbers `indices [T, k]`, of -1 for none to `experts`.
 
     Each `etp` neighbours of `group` hold parts of the same experts; the first hold the first experts, as
     `divide` cuts them. Communication: one all-gather of an int64 for each of `ep` parts and each expert, for
-    which the host waits.
+    which the host waits. On meta routing is assumed to be uniform, or, where this rank `takes_all`, to choose
+    its experts for all tokens.
     """
     ep = group.size // etp
     visits = _visits(indices, experts, ep)
     if indices.is_meta:
         group.skip("all_gather", indices.new_empty(ep + experts))
-        counts = _assumed_counts(indices, experts, group, etp)
+        counts = (_counts_of_one if takes_all else _uniform_counts)(indices, experts, group, etp)
     else:
         counts = _gathered_counts(visits, indices, experts, group, etp)
     places = _places(visits.t().repeat_interleave(etp, 0).flatten(), sum(counts.sent))
@@ -135,21 +138,45 @@ def _gathered_counts(visits: Tensor, indices: Tensor, experts: int, group: Group
     return RowCounts(tuple(sent), tuple(received), most_sent, most_received, tuple(of_mine))
 
 
-def _assumed_counts(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
+def _uniform_counts(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
     """Return the counts of uniform routing, with as many tokens on every rank."""
     (tokens, top_k), ep = indices.shape, group.size // etp
     parts = divide(experts, ep)
     to_parts = [
         round(tokens * (1 - comb(experts - len(part), top_k) / comb(experts, top_k))) for part in parts
     ]
-    loads = divide(group.size * tokens * top_k, experts)
     mine = group.index // etp
+    own, rows = len(parts[mine]), to_parts[mine] * group.size
+    pairs = min(round(group.size * tokens * top_k * own / experts), rows * top_k)
     return RowCounts(
         tuple(count for count in to_parts for _ in range(etp)),
         (to_parts[mine],) * group.size,
         sum(to_parts) * etp,
         max(to_parts) * group.size,
-        tuple(len(loads[expert]) for expert in parts[mine]),
+        tuple(map(len, divide(pairs, own))) if own else (),
+    )
+
+
+def _counts_of_one(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
+    """Return the counts of routing that chooses this rank's experts for all tokens, as many of each rank.
+
+    Where these are fewer than k, a token has others of the parts that follow, of the first ones at last.
+    """
+    (tokens, top_k), ep = indices.shape, group.size // etp
+    parts, mine = divide(experts, ep), group.index // etp
+    left, to_parts = top_k, [0] * ep
+    for part in (*range(mine, ep), *range(mine)):
+        to_parts[part] = tokens if left > 0 and len(parts[part]) else 0
+        left -= len(parts[part])
+    each = min(top_k, len(parts[mine]))
+    received = group.size * to_parts[mine]
+    loads = divide(received * each, len(parts[mine])) if each else ()
+    return RowCounts(
+        tuple(count for count in to_parts for _ in range(etp)),
+        (to_parts[mine],) * group.size,
+        sum(to_parts) * etp,
+        received,
+        tuple(map(len, loads)),
     )
 
 

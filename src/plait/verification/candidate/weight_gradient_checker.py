@@ -203,9 +203,12 @@ class WeightGradientChecker:
             names = {id(p): name for unit in units for name, p in unit.parameters_of(stage.number).items()}
             gradients |= {key: one for unit in units for key, one in unit.gradients_of(stage.number).items()}
             for number, layer in enumerate(stage.layers):
-                used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
+                used = [names[id(p)] for p in layer.module.parameters() if id(p) in names]
+                in_model = self.blueprint.stage_layers[stage.number][number]
                 if any(is_sharded(self.blueprint.whole_layouts[name]) for name in used):
-                    comparison.findings.partitioned.add(self.blueprint.stage_layers[stage.number][number])
+                    comparison.findings.partitioned.add(in_model)
+                if any(map(self._is_divided, used)):
+                    comparison.findings.with_experts.add(in_model)
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 complete = [keys[name] for name in trained if self._is_complete(name)]
                 self.gradients_of[stage.number, number] = complete
@@ -268,7 +271,8 @@ class WeightGradientChecker:
             parameter, formats = self.comparison.sequence.parameters[name], self.comparison.formats
             dtype = formats.gradient_of(parameter)
             expected, rounding = expected.to(dtype), epsilon_of(dtype)
-            if self._adding(name).size > 1:  # a sum of a few products, each rounded as it was computed
+            # A sum of a few products, each rounded as it was computed, or one where the reference has a few.
+            if self._adding(name).size > 1 or self._is_divided(name):
                 rounding = max(rounding, epsilon_of(formats.compute_of(parameter)))
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name),
@@ -340,6 +344,8 @@ class WeightGradientChecker:
             if whole is None:
                 return None
             value, tolerance = self.box(name).of(whole), self.recording.tolerances[scope][key]
+            if len(together) > 1:  # in 16 bits their sum would be rounded
+                value = value.to(torch.promote_types(value.dtype, torch.float32))
             total = value if total is None else total + value
             size, allowed = max(size, tolerance.size), allowed + tolerance.allowed
         return None if total is None else (total, Tolerance(size, allowed))

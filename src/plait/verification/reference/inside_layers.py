@@ -47,8 +47,9 @@ Found = tuple[str, Tensor, Tensor]
 class ModuleSketches:
     """Records a sketch (weighted sum) of the first input and the output of each module within a layer.
 
-    `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Tensors that are
-    not floating-point, have fewer than two dims or are nested in other values have none.
+    `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Of a tuple, such
+    as a router's logits, weights and indices, each tensor has one. Other tensors that are not floating-point,
+    have fewer than two dims or are nested in other values have none.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -78,9 +79,18 @@ class ModuleSketches:
         value = next(iter(gives or given), None)
         call = self._calls[path, side]
         self._calls[path, side] += 1
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.numel():
-            rows = value.numel() // value.shape[-1]
-            self.found[f"{path}|{side}|{call}|{rows}"] = sketch_of(value)
+        several = isinstance(value, tuple)
+        for number, tensor in enumerate(value if isinstance(value, tuple) else (value,)):
+            if _is_sketched(tensor, among_several=several):
+                rows, which = tensor.numel() // tensor.shape[-1], f".{number}" if number else ""
+                self.found[f"{path}|{side}|{call}{which}|{rows}"] = sketch_of(tensor)
+
+
+def _is_sketched(value: object, *, among_several: bool) -> bool:
+    """Return whether a value has a sketch; whole numbers have one beside other tensors only."""
+    if not isinstance(value, Tensor) or value.dim() < 2 or not value.numel():
+        return False
+    return value.is_floating_point() or (among_several and value.dtype == torch.int64)
 
 
 def sketch_of(tensor: Tensor) -> Tensor:
@@ -126,7 +136,8 @@ def _sentence(name: str, equal: list[str], *, all_compared: bool) -> str:
     path, side, *call = name.split("|")
     first = "is the first to differ" if all_compared else "is the first to differ of what could be compared"
     if side == "gives":
-        known = ", and what it is given is equal" if "|".join([path, "given", *call]) in equal else ""
+        given = "|".join([path, "given", call[0].split(".")[0], *call[1:]])
+        known = ", and what it is given is equal" if given in equal else ""
         return f"inside, what {path} gives {first}{known}"
     known = f": what {_listed(equal)} is equal, so it is what is computed between" if _given(equal) else ""
     return f"inside, what {path} is given {first}{known}"

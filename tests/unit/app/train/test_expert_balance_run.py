@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from train_runs import make, rows, run
 
 from plait.app.train.trainer import trained_part
+from plait.checkpoint.box_reader import FullTensors
 from plait.errors import ConfigError
 from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor.experts.balance import Balance
@@ -33,6 +35,20 @@ def test_a_run_with_experts_writes_their_losses_and_load_and_equals_one_rank(
         most = max(4 * max(one) / sum(one) for one in load["tokens"].values())
         assert row["largest_expert_load"] == pytest.approx(most)
     assert "balance_loss" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_corrects_the_choice_of_experts_and_equals_one_rank(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
+    config = make(tmp_path, dp=2, model=SPARSE, bias_rate=0.01, steps=3, compare=2)
+    assert all(result.matches for result in run(thread_ranks, config))
+    saved = FullTensors(tmp_path / "checkpoints")
+    names = [name for name in saved.manifest.tensors if name.endswith("router.e_score_correction_bias")]
+    assert len(names) == 2
+    for name in names:
+        steps = saved.read(name) / 0.01
+        assert 0.99 < steps.abs().max() < 3.01, "the rate, up or down, in each of three steps"
+        torch.testing.assert_close(steps, steps.round())
 
 
 def test_a_dense_model_has_no_numbers_of_experts(thread_ranks: RankPool, tmp_path: Path) -> None:
@@ -67,7 +83,6 @@ def test_routers_have_the_settings_of_the_configuration(
     [
         ({}, {"balance_weight": 0.1}, "train.balance_weight = 0.1 balances experts, and the model has none"),
         ({}, {"balance": "step"}, "train.balance = step balances experts"),
-        (SPARSE, {"bias_rate": 0.001}, "train.bias_rate = 0.001 corrects biases"),
     ],
     ids=str,
 )

@@ -18,12 +18,14 @@ from plait.app.config.config_parser import config_from_arguments
 from plait.app.data.chat_encoder import ChatEncoder
 from plait.app.train.run_data import load_data
 from plait.app.train.train_run import banner, train
-from plait.app.train.trainer import build_model
+from plait.app.train.trainer import build_model, trained_part
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface import from_huggingface
-from plait.models.huggingface.pretrained import weights_in
+from plait.models.huggingface.pretrained import logits_of, original_in, weights_in
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
+from plait.tensor.experts.balance import Balance
+from plait.tensor.experts.router import Router
 
 pytestmark = pytest.mark.transformers
 
@@ -105,6 +107,24 @@ def test_a_mixture_of_experts_whose_router_is_not_known_is_named_as_one(tmp_path
         ModelError, match=r"PhimoeForCausalLM is a mixture of experts .num_local_experts = 16 in .* give a "
     ):
         build_model(config_of(tmp_path).model, 300)
+
+
+def test_a_sparse_folder_says_how_its_experts_are_balanced_unless_the_run_does(tmp_path: Path) -> None:
+    cases.olmoe(vocab_size=300, output_router_logits=True).save_pretrained(tmp_path)
+    for options, expected in (
+        ((), Balance(0.01, counts="step", coupled=True)),
+        (("--train.balance_weight", "0.3"), Balance(0.3, counts="step", coupled=True)),
+        (("--train.balance", "document"), Balance(0.01, counts="document")),
+    ):
+        again = Config.model_validate_json(config_of(tmp_path, *options).model_dump_json())
+        model = trained_part(again, 300)
+        assert {one.balance for one in model.modules() if isinstance(one, Router)} == {expected}
+
+
+def test_the_reference_of_a_sparse_folder_runs_in_float64(tmp_path: Path) -> None:
+    cases.olmoe().save_pretrained(tmp_path)
+    logits = logits_of(original_in(tmp_path).double(), torch.zeros(1, 3, dtype=torch.int64))
+    assert logits.dtype == torch.float64
 
 
 def test_a_tied_head_with_values_of_its_own_is_named(tmp_path: Path) -> None:

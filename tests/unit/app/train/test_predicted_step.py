@@ -39,7 +39,7 @@ def test_a_run_compares_its_steps_with_the_prediction(
 
 
 def test_lines_have_the_median_step_and_the_means_of_all_ranks(tmp_path: Path) -> None:
-    axes = [f"{axis} communication" for axis in ("tp", "cp", "pp", "dp")]
+    axes = [f"{axis} communication" for axis in ("tp", "cp", "ep", "pp", "dp")]
     names = ["matrix products", "attention", "element-wise", "recomputation", *axes, "bubble", "optimizer"]
     predicted = SimpleNamespace(
         step_seconds=0.25,
@@ -63,7 +63,7 @@ def test_lines_have_the_median_step_and_the_means_of_all_ranks(tmp_path: Path) -
     write_step(RecordedStep(1, "1f1b", 1, (0, 1), ranks), tmp_path)
     recorded = (
         "The recorded step, means of all ranks, in brackets as predicted: computing 14 ms (15 ms), blocked "
-        "in communication or the bubble 4 ms (496 ms), otherwise 2 ms."
+        "in communication or the bubble 4 ms (1.01 s), otherwise 2 ms."
     )
     assert [*step_lines(tmp_path, predicted)] == [step, recorded]
 

@@ -102,6 +102,23 @@ def test_shards_are_views_of_the_buffer_that_a_strategy_keeps(
     assert spec.has_own_parameters == (strategy != "none")
 
 
+@pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients", "full"])
+def test_cuda_graphs_free_no_whole_buffer_and_change_nothing_else(strategy: Any) -> None:
+    eager, graphs = (
+        case_of(
+            nn.Sequential(nn.Linear(64, 64)), Plan(dp=2, strategy=strategy, cuda_graphs=one)
+        ).buffer_specs["0"][0]
+        for one in (False, True)
+    )
+    assert graphs.gradient is not None
+    assert eager.gradient is not None
+    assert not graphs.whole.freed
+    assert not graphs.gradient.freed
+    assert (eager.whole.freed, eager.gradient.freed) == (not eager.whole.kept, not eager.gradient.kept)
+    assert (graphs.whole.kept, graphs.gradient.kept) == (eager.whole.kept, eager.gradient.kept)
+    assert (graphs.shard, graphs.shard_gradient) == (eager.shard, eager.shard_gradient)
+
+
 def test_buffers_of_units_are_separate_and_in_order() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1, bias=False))
     specs = case_of(model, Plan(dp=2, strategy="full")).buffer_specs

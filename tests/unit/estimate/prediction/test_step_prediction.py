@@ -164,6 +164,17 @@ def test_small_layers_are_limited_by_the_host() -> None:
     assert predict(tiny, Plan(precision="bf16"), "h100-sxm").bound == "host overhead"
 
 
+def test_the_host_does_not_count_where_cuda_graphs_are_replayed() -> None:
+    tiny, plan = replace(SMALL, hidden=64, heads=4, context=32, vocab=100), Plan(precision="bf16")
+    eager, graphs = (predict(tiny, replace(plan, cuda_graphs=one), "h100-sxm") for one in (False, True))
+    assert eager.breakdown["host overhead"] > 0
+    assert graphs.breakdown.get("host overhead", 0) == 0
+    shorter = eager.step_seconds - graphs.step_seconds
+    assert shorter == pytest.approx(eager.breakdown["host overhead"])
+    tensor = predict(tiny, replace(plan, tp=2, cuda_graphs=True), "h100-sxm")
+    assert tensor.bound == "host overhead"
+
+
 def test_figures_of_a_step_follow_from_its_time_and_memory() -> None:
     plan = Plan(pp=2, dp=2, cp=2, microbatches=4, recompute="full", loss_rows=64, precision="bf16")
     model = replace(SMALL, layers=2)

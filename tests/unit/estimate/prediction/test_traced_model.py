@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import nn
 import plait
 from plait.errors import ModelError
 from plait.estimate.prediction.prediction import Prediction, predict
-from plait.estimate.prediction.traced_model import traced_model
+from plait.estimate.prediction.traced_model import TracedModel, traced_model
 from plait.estimate.search.plan_search import plan_rank, search
-from plait.estimate.search.plan_space import PlanChoices, divisions
+from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
 from plait.estimate.time.hardware import load_hardware
 from plait.models.lora import lora
 from plait.plan.decoder import Decoder
@@ -141,27 +142,101 @@ def test_times_are_those_from_sizes(sizes: Decoder, plan: Plan) -> None:
     assert traced.layers_per_stage == sized.layers_per_stage
 
 
-def test_a_search_returns_what_predicting_every_plan_does() -> None:
-    model = traced_model(perceptron(), torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss())
+FEW = PlanChoices(
+    schedules=(("1f1b", 1), ("zb-h1", 1)),
+    states=(("none", "last"), ("full", "last")),
+    recompute=("none",),
+    sequence_parallel=("none", "keep"),
+)
+
+
+def search_and_predict_all(
+    model: TracedModel, ranks: int, batch: int, choices: PlanChoices = FEW
+) -> list[Prediction]:
+    """The predictions of every plan, of which a search returns the best for any memory."""
     h100 = load_hardware("h100-sxm")
-    choices = PlanChoices(
-        schedules=(("1f1b", 1), ("zb-h1", 1)),
-        states=(("none", "last"), ("full", "last")),
-        recompute=("none",),
-    )
     every = [
-        predict(model, replace(plan, schedule=policy, chunks=chunks), h100, rows=4 // plan.dp)
-        for division in divisions(model, 2, 4, Plan())[0]
+        predict(model, replace(plan, schedule=policy, chunks=chunks), h100, rows=batch // plan.dp)
+        for division in divisions(model, ranks, batch, Plan())[0]
         for plan in division.options(Plan(), choices)
-        for policy, chunks in division.schedules(5, choices)
+        for policy, chunks in division.schedules(len(model.kinds), choices)
     ]
     peaks = sorted(one.peak_memory for one in every)
-    for room in (peaks[-1], peaks[len(peaks) // 2]):
+    for room in (peaks[-1], peaks[len(peaks) // 2], peaks[len(peaks) // 8]):
         machine = replace(h100, memory=room + h100.reserved)
         fitting = [one for one in every if one.peak_memory <= room]
-        found = search(model, machine, 2, 4, choices=choices, most=3)
+        found = search(model, machine, ranks, batch, choices=choices, most=3)
         assert [*map(_rank, found.best)] == sorted(map(_rank, fitting))[:3]
         assert found.plans == len(every)
+    return every
+
+
+def test_a_search_returns_what_predicting_every_plan_does() -> None:
+    model = traced_model(perceptron(), torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss())
+    search_and_predict_all(model, 2, 4)
+
+
+SPARSE = {"layers": 1, "experts": 3, "top_k": 2, "inner": 24, "shared": 8}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tried"),
+    [
+        (2, {(1, 1), (2, 1), (1, 2)}),
+        pytest.param(4, {(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)}, marks=pytest.mark.full),
+    ],
+)
+def test_a_search_of_a_sparse_model_divides_experts_in_every_way(
+    ranks: int, tried: set[tuple[int, int]]
+) -> None:
+    every = search_and_predict_all(traced_model(llama(**SPARSE)), ranks, 2)
+    assert {(one.plan.ep, one.plan.etp) for one in every} == tried
+    assert all((one.breakdown["ep communication"] > 0) == one.plan.divides_experts for one in every)
+
+
+def test_only_models_with_experts_are_searched_for_their_division() -> None:
+    base = Plan()
+    dense, sparse = traced_model(llama()), traced_model(llama(**SPARSE))
+    assert {(one.ep, one.etp) for one in divisions(dense, 8, 8, base)[0]} == {(1, 1)}
+    found, impossible = divisions(sparse, 8, 8, base)
+    assert {one.ep for one in found} == {1, 2}  # of the three experts
+    assert {one.etp for one in found} == {1, 2, 4}
+    assert impossible == {"the model allows no tp = 8 with cp = 1": 1, "pp is more than the layers": 1}
+
+
+def test_copies_of_state_are_those_in_which_experts_can_be_divided() -> None:
+    copies = {one[2] for one in RankDivision(1, 4, 1, 1, 1, ep=2).states(FEW)}
+    assert copies == {1, 2}
+    assert {one[2] for one in RankDivision(1, 4, 1, 1, 1, ep=4).states(FEW)} == {1}
+
+
+def test_a_sparse_model_does_the_operations_of_its_active_parameters() -> None:
+    """Router, top_k of the experts and the shared one, for each token: six operations for each element."""
+    one, two, dense = (
+        traced_model(llama(**{**SPARSE, **more})).operations_per_token
+        for more in ({"top_k": 1}, {"top_k": 2}, {"experts": None, "shared": 0})
+    )
+    expert = 6 * 3 * 32 * 24
+    assert two - one == pytest.approx(expert)
+    assert two - dense == pytest.approx(expert + 6 * 32 * (3 + 3 * 8))
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "recompute": "full"}], ids=str)
+def test_tokens_travel_once_to_each_rank_that_has_experts_of_them(plan: dict[str, Any]) -> None:
+    """Under uniform routing; the results come back likewise, and gradients, and nothing travels again."""
+    experts, top_k = 4, 2
+    model = traced_model(llama(layers=1, experts=experts, top_k=top_k, inner=24))
+    tokens = 2 * 16
+    rows = 2 * tokens * (1 - comb(experts // 2, top_k) / comb(experts, top_k))
+    work = model.sizes(Plan(**plan), 2, on_cpu=True).work(model.kinds[2])
+    counts, there, back = (one.nbytes for one in work.forward_dispatches)
+    gradients, returned = (one.nbytes for one in work.backward_dispatches)
+    of_indices_and_weights = 2 * top_k * 4
+    assert counts == 2 * 8 * (2 + experts)
+    assert there == pytest.approx(2 * rows * (32 * 4 + of_indices_and_weights), rel=0.02)
+    assert back == gradients == pytest.approx(2 * rows * 32 * 4, rel=0.02)
+    assert returned == pytest.approx(2 * rows * (32 + top_k) * 4, rel=0.02)
+    assert [one.nbytes for one in work.full.dispatches] == ([there] if "recompute" in plan else [])
 
 
 def _rank(one: Prediction) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
+from synthetic_runs import write_experts, write_metrics, write_plan, write_ranks, write_recorded_step
 
 from mutated_files import ALL, QUICK, Kind, outcome, outcomes
 from plait.errors import PlaitError
@@ -21,6 +21,7 @@ FILES: dict[str, Kind] = {
     "config.json": "json",
     "metrics.jsonl": "json",
     "ranks.jsonl": "json",
+    "experts.jsonl": "json",
     "events.jsonl": "json",
 }
 
@@ -29,6 +30,7 @@ FILES: dict[str, Kind] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     write_ranks(folder, write_metrics(folder, 20), 4)
+    write_experts(folder, 20)
     config = write_plan(folder, dp=2, pp=2)
     (folder / "config.json").write_text(config.model_dump_json())
     write_recorded_step(folder, 2, 2)

@@ -64,6 +64,20 @@ def test_traffic_is_summed_over_ranks_with_the_most_of_one() -> None:
     ]
 
 
+def test_waits_and_traffic_of_experts_have_their_own_names(tmp_path: Path) -> None:
+    """Exchanges of tokens are those of `ep`; sums of experts' gradients count with those of all others."""
+    write_metrics(tmp_path, 1)
+    blocked = ("ep_etp", 0, 2), ("replicate_edp", 2, 5), ("edp", 5, 6), ("dp", 6, 10)
+    traffic = {"ep_etp": {"all_to_all": (4, 100)}, "replicate_edp": {"all_reduce": (1, 20)}}
+    step = RecordedStep(1, "1f1b", 1, (0,), (RecordedRank(((0, "F", 0, 0, 20),), blocked, traffic),))
+    ((_, uses),) = step.uses()
+    assert (uses["ep"], uses["dp"]) == (2e-9, 8e-9)
+    write_step(step, tmp_path)
+    page = "".join(sections_of([read_run(tmp_path)]))
+    assert "<td>ep × etp</td>" in page
+    assert "<td>replicate × edp</td>" in page
+
+
 def test_overlapping_waits_of_a_rank_are_cut_to_follow_each_other() -> None:
     rank = RecordedRank((), (("tp", 5, 9), ("pp", 0, 6), ("dp", 1, 2)), {})
     assert in_order(rank) == [("pp", 0, 6), ("tp", 6, 9)]

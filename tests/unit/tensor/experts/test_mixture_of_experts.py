@@ -15,6 +15,7 @@ from parity.norm import assert_equal
 from parity.widened import Widened
 from plait.errors import ModelError
 from plait.models.initial_values import initial_value
+from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.mixture import MixtureOfExperts
 from plait.tensor.experts.routing import Routing
 
@@ -98,6 +99,23 @@ def test_a_mixture_is_the_sparse_block_of_transformers_in_float64(
             gradients = names_of_transformers(mixture, gradients)
         found[side] = {"output": output.detach(), "input": x.grad, **gradients}
     assert_equal(found["mixture"], found["block"], 1e-12, "a mixture")
+
+
+def test_shared_experts_run_after_tokens_are_sent_and_before_they_are_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mixture, log, start = MixtureOfExperts(8, 4, 3, 2, 5), list[str](), Experts.start
+
+    def logged(*given: Any) -> Callable[[], Tensor]:
+        log.append("sent")
+        finish = start(*given)
+        return lambda: (log.append("awaited"), finish())[1]
+
+    monkeypatch.setattr(Experts, "start", logged)
+    assert mixture.shared is not None
+    mixture.shared.register_forward_hook(lambda *_: log.append("shared"))
+    mixture(torch.randn(2, 7, 8))
+    assert log == ["sent", "shared", "awaited"]
 
 
 def test_a_mixture_that_was_made_has_values_like_those_of_linears() -> None:

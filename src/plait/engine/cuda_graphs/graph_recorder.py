@@ -1,0 +1,46 @@
+"""Recorders: what records the work that a function gives to the device, so that it can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from plait.ranks.device import DeviceGraph, graph_pool
+
+
+class RecordedWork(Protocol):
+    """Protocol of recorded work, which reads and writes the same memory each time it is replayed."""
+
+    def replay(self) -> None:
+        """Do the recorded work again, on what its memory holds now."""
+
+
+class GraphRecorder(Protocol):
+    """Protocol of what records work: `CudaGraphRecorder`, or in tests one that repeats torch's operations."""
+
+    def new_pool(self) -> Any:
+        """Return a new memory pool: recordings that share one must be replayed in the order of recording."""
+
+    def record(self, compute: Callable[[], None], pool: Any) -> RecordedWork:
+        """Return a recording of `compute`, whose work is done, once, when this returns."""
+
+
+class CudaGraphRecorder:
+    """Records CUDA graphs on one stream. No GPU has run it yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def new_pool(self) -> Any:
+        """Return a new pool of GPU memory, see `GraphRecorder`."""
+        return graph_pool()
+
+    def record(self, compute: Callable[[], None], pool: Any) -> DeviceGraph:
+        """Return a CUDA graph of `compute`: recorded, which computes nothing, and replayed once."""
+        graph = DeviceGraph(self.device, pool)
+        with graph.recording():
+            compute()
+        graph.replay()
+        return graph
