@@ -23,22 +23,20 @@ from zoo import cases
 from zoo.row import Named, Row
 
 GROUPED = Routing(scores="sigmoid", corrected=True, groups=3, chosen_groups=2, scale=2.5)
-EXPERTS = 6
+EXPERTS, TOP_K = 6, 2
 CORRECTIONS = (0.03, -0.05, 0.01, -0.02, 0.05, -0.03)
 
 
 @cache
-def routed(kind: Routing, *, top_k: int = 2, draws: bool = True) -> Case:
-    """A sparse Llama of one block; `draws`: whether its router starts at random values, else at zeros."""
-    sparse = sparse_llama(layers=1, experts=EXPERTS, top_k=top_k)
+def routed(kind: Routing) -> Case:
+    """A sparse Llama of one block, whose experts are chosen in this way."""
+    sparse = sparse_llama(layers=1, experts=EXPERTS, top_k=TOP_K)
 
     def build() -> nn.Module:
         model = sparse.build()
         for mixture in (one for one in model.modules() if isinstance(one, MixtureOfExperts)):
             width = mixture.router.weight.shape[1]
-            mixture.router = Router(width, EXPERTS, top_k, routing=kind, device="meta")
-            if not draws:
-                mixture.router.weight = nn.Parameter(torch.zeros(EXPERTS, width))
+            mixture.router = Router(width, EXPERTS, TOP_K, routing=kind, device="meta")
             if kind.corrected:
                 mixture.router.e_score_correction_bias = torch.tensor(CORRECTIONS)
         return model
@@ -60,16 +58,6 @@ def smallest_scores_chosen() -> Any:
     """Experts in the wrong order."""
     right = routing._largest
     return patch.object(routing, "_largest", lambda scores, count: right(-scores, count))
-
-
-def equal_scores_go_to_the_last() -> Any:
-    """Of equal scores the highest number is chosen."""
-
-    def largest(scores: Tensor, count: int) -> Tensor:
-        reversed_ = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count]
-        return scores.shape[-1] - 1 - reversed_
-
-    return patch.object(routing, "_largest", largest)
 
 
 def correction_left_out() -> Any:
@@ -161,7 +149,6 @@ def other_experts_in_the_second_run() -> Any:
 
 
 PLAIN, CORRECTED = routed(Routing()), routed(GROUPED)
-TIED = routed(Routing(), draws=False)
 RECOMPUTED = Plan(microbatches=2, recompute="full")
 
 
@@ -175,7 +162,6 @@ ROUTER = "what mixture.router gives is the first to differ, and what it is given
 ROUTING = (
     _row(weights_not_normalized, PLAIN, cases.TWO_PARTS, cause=ROUTER),
     _row(smallest_scores_chosen, PLAIN, cases.TWO_PARTS, cause=ROUTER),
-    _row(equal_scores_go_to_the_last, TIED, cases.TWO_PARTS, cause=ROUTER),
     _row(correction_left_out, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
     _row(correction_in_the_weights, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
     _row(experts_of_all_groups, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
