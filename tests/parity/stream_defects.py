@@ -21,6 +21,7 @@ from plait.ranks.transport.joined_world import current_ranks
 from plait.schedules.action import Kind
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd import regather as uneven_collectives
+from plait.tensor.experts import token_exchange
 
 Defect = Callable[[], AbstractContextManager[object]]
 
@@ -259,9 +260,33 @@ def offloaded_shard_updated_while_copied() -> Any:
     return patch.object(gatherer, "synchronize_stream", lambda device: None)
 
 
+def tokens_not_awaited() -> Any:
+    """Tokens are read while they still travel to the ranks of their experts."""
+    return _started_only(token_exchange, "all_to_all_uneven")
+
+
+def counts_of_tokens_not_awaited() -> Any:
+    return _started_only(token_exchange, "all_gather")
+
+
+@contextmanager
+def tokens_overwritten_while_sent() -> Iterator[None]:
+    """What travels is cleared as soon as it is sent."""
+    original = token_exchange.all_to_all_uneven
+
+    def start(flat: Tensor, *arguments: Any, **options: Any) -> Handle[Tensor]:
+        handle: Handle[Tensor] = original(flat, *arguments, **options)
+        flat.zero_()
+        return handle
+
+    with patch.object(token_exchange, "all_to_all_uneven", start):
+        yield
+
+
 UNWAITED = "ended and has not waited for "
 FULL, EACH = {"dp": 2, "strategy": "full"}, {"dp": 2, "strategy": "full", "reduce": "each"}
 PAIR, V = {"pp": 2}, {"pp": 2, "schedule": "zb-v"}
+EXPERTS = {"dp": 2, "ep": 2}
 STREAM_DEFECTS: dict[Defect, tuple[dict[str, Any], str]] = {
     parameters_not_awaited: (FULL, UNWAITED + "all_gather"),
     parameters_released_while_gathered: (FULL, "freed the (in|out)put of all_gather"),
@@ -285,6 +310,9 @@ STREAM_DEFECTS: dict[Defect, tuple[dict[str, Any], str]] = {
     ),
     norm_not_awaited: (FULL, UNWAITED + "all_reduce"),
     mean_loss_not_awaited: (PAIR, UNWAITED + "all_reduce .*world"),
+    tokens_not_awaited: (EXPERTS, UNWAITED + "all_to_all"),
+    counts_of_tokens_not_awaited: (EXPERTS, "negative dimension|" + UNWAITED + "all_gather"),
+    tokens_overwritten_while_sent: (EXPERTS, "wrote to the input of all_to_all"),
 }
 """By mistake: a plan that meets it, and what is told."""
 OFFLOAD = {"dp": 2, "strategy": "full", "offload": "full", "reduce": "each"}
@@ -303,6 +331,9 @@ RACES: dict[Defect, tuple[dict[str, Any], str]] = {
     parts_of_the_sequence_not_awaited: ({"tp": 2, "sequence_parallel": "keep"}, "after all_gather .*tp"),
     norm_not_awaited: (FULL, "after all_reduce"),
     mean_loss_not_awaited: (PAIR, "after all_reduce .*world"),
+    tokens_not_awaited: (EXPERTS, "after all_to_all"),
+    counts_of_tokens_not_awaited: (EXPERTS, "after all_gather"),
+    tokens_overwritten_while_sent: (EXPERTS, "zero_ .* after all_to_all"),
     staging_not_awaited: ({"dp": 2}, "the writer of a checkpoint .* after copy_"),
     staging_reused_while_written: ({"dp": 2}, "copy_ .* after the writer of a checkpoint"),
     offloaded_gradient_read_before_it_arrives: (OFFLOAD, "add_ in engine/sharding/reducer.py .* after copy_"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from parity import woven
 from parity.access_order import AccessOrder, ComputeAccesses, OrderedRules, stand_for_gpus
 from parity.case import Case
-from parity.cases import gpt2
+from parity.cases import gpt2, sparse_llama
 from parity.pairs import in_quick
 from parity.stream_defects import (
     RACES,
@@ -34,6 +34,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "ring": {"cp": 2, "tp": 2, "context_parallel": "ring", "strategy": "full", "schedule": "zb-h1"},
     "kept": {"cp": 2, "pp": 2, "context_parallel": "ring", "sequence_parallel": "keep"},
     "ulysses": {"cp": 2, "pp": 2, "context_parallel": "ulysses", "schedule": "zb-h1"},
+    "experts": {"pp": 2, "dp": 2, "ep": 2, "strategy": "full", "reduce": "each", "schedule": "zb-h1"},
+    "parts of experts": {"pp": 2, "tp": 2, "ep": 2, "recompute": "full"},
 }
 QUICK_RACES = (buffers_returned_too_early,)
 
@@ -62,13 +64,14 @@ def run(
 ) -> None:
     """Run the plan with `fields` on ranks that stand for GPUs."""
     plan = Plan(**fields, microbatches=4, precision="fp64")
+    case = sparse_llama(layers=2) if plan.divides_experts else gpt2(layers=4)
     with pytest.MonkeyPatch.context() as patches:
         stand_for_gpus(patches, order)
         # Most steps have no comparison of the ranks, whose waits would order what is not awaited by itself.
         patches.setattr(StepAgreement, "compare", lambda *_: None)
         ruled = thread_ranks.under_rules("early", lambda: OrderedRules(order))
         with defect():
-            ruled.run(train_and_save, gpt2(layers=4), plan, order, folder, ranks=plan.world)
+            ruled.run(train_and_save, case, plan, order, folder, ranks=plan.world)
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from torch import Tensor
 import plait
 from parity import woven
 from parity.case import Case, Recipe
-from parity.cases import gpt2
+from parity.cases import gpt2, sparse_llama
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
 from parity.rows import name_of
@@ -92,6 +92,24 @@ def test_a_mesh_that_uses_nccl_trains_as_one_rank(
     """Receives posted late, calls agreed on once, one communicator for axes of the same ranks, a watch."""
     monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
     check_parity(thread_ranks.under_rules("late"), gpt2(layers=4), NCCL[name], Recipe(steps=2))
+
+
+EXPERTS = {
+    "split": {"pp": 2, "dp": 2, "ep": 2, "strategy": "full", "reduce": "each", "schedule": "zb-h1"},
+    "slices": {"tp": 2, "dp": 2, "ep": 4, "strategy": "full"},
+    "parts": {"tp": 2, "ep": 2, "pp": 2, "recompute": "full"},
+    "etp": {"dp": 4, "ep": 2, "etp": 2, "schedule": "gpipe"},
+}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("completion", ["early", "late", 1])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_under_nccl_stream_rules_equal_one_rank(
+    thread_ranks: Any, name: str, completion: Any
+) -> None:
+    plan = Plan(**EXPERTS[name], microbatches=4, precision="fp64")
+    check_parity(thread_ranks.under_rules(completion), sparse_llama(), plan, Recipe(steps=2))
 
 
 def communicators(plan: Plan) -> tuple[list[str], int]:
@@ -200,5 +218,6 @@ def compare(thread_ranks: Any, layout: str, completions: Any) -> None:
 def test_each_missing_wait_or_stream_defect_is_found(thread_ranks: Any, defect: Any) -> None:
     fields, told = STREAM_DEFECTS[defect]
     plan = Plan(**fields, microbatches=4, precision="fp64")
+    case = sparse_llama() if plan.divides_experts else gpt2(layers=4)
     with pytest.raises((AssertionError, PlaitError), match=told), defect():  # once, for all threads
-        check_parity(thread_ranks.under_rules("late"), gpt2(layers=4), plan, Recipe(steps=1))
+        check_parity(thread_ranks.under_rules("late"), case, plan, Recipe(steps=1))

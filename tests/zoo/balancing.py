@@ -198,13 +198,13 @@ BALANCING = (
         model=CORRECTED,
         plan=Plan(dp=2),
         options=TWO_STEPS,
-        named=Named(phase=StepPhase.FORWARD, step=1),
+        named=Named(phase=StepPhase.EXPERT_LOAD, cause="sum over dp is missing"),
     ),
     Row(
         defect=biases_corrected_the_other_way,
         model=CORRECTED,
         plan=Plan(pp=2, microbatches=2),
         options=TWO_STEPS,
-        named=Named(phase=StepPhase.FORWARD, layer="1", microbatch=0, step=1),
+        named=Named(phase=StepPhase.OPTIMIZER, parameter=r"\d.mixture.router", cause="the other way"),
     ),
 )

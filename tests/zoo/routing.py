@@ -23,20 +23,22 @@ from zoo import cases
 from zoo.row import Named, Row
 
 GROUPED = Routing(scores="sigmoid", corrected=True, groups=3, chosen_groups=2, scale=2.5)
-EXPERTS, TOP_K = 6, 2
+EXPERTS = 6
 CORRECTIONS = (0.03, -0.05, 0.01, -0.02, 0.05, -0.03)
 
 
 @cache
-def routed(kind: Routing) -> Case:
-    """A sparse Llama of one block, whose experts are chosen in this way."""
-    sparse = sparse_llama(layers=1, experts=EXPERTS, top_k=TOP_K)
+def routed(kind: Routing, *, top_k: int = 2, draws: bool = True) -> Case:
+    """A sparse Llama of one block; `draws`: whether its router starts at random values, else at zeros."""
+    sparse = sparse_llama(layers=1, experts=EXPERTS, top_k=top_k)
 
     def build() -> nn.Module:
         model = sparse.build()
         for mixture in (one for one in model.modules() if isinstance(one, MixtureOfExperts)):
             width = mixture.router.weight.shape[1]
-            mixture.router = Router(width, EXPERTS, TOP_K, routing=kind, device="meta")
+            mixture.router = Router(width, EXPERTS, top_k, routing=kind, device="meta")
+            if not draws:
+                mixture.router.weight = nn.Parameter(torch.zeros(EXPERTS, width))
             if kind.corrected:
                 mixture.router.e_score_correction_bias = torch.tensor(CORRECTIONS)
         return model
@@ -149,6 +151,7 @@ def other_experts_in_the_second_run() -> Any:
 
 
 PLAIN, CORRECTED = routed(Routing()), routed(GROUPED)
+TIED = routed(Routing(), draws=False)
 RECOMPUTED = Plan(microbatches=2, recompute="full")
 
 
@@ -161,14 +164,22 @@ def _row(defect: Any, model: Case, plan: Plan, phase: StepPhase = StepPhase.FORW
 ROUTER = "what mixture.router gives is the first to differ, and what it is given is equal"
 ROUTING = (
     _row(weights_not_normalized, PLAIN, cases.TWO_PARTS, cause=ROUTER),
-    _row(smallest_scores_chosen, PLAIN, cases.TWO_PARTS, cause=ROUTER),
-    _row(correction_left_out, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
+    _row(smallest_scores_chosen, PLAIN, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
+    _row(correction_left_out, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
     _row(correction_in_the_weights, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
-    _row(experts_of_all_groups, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
-    _row(groups_by_their_largest_score, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
+    _row(experts_of_all_groups, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
+    _row(
+        groups_by_their_largest_score, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"
+    ),
     _row(scaled_twice, CORRECTED, cases.TWO_PARTS, cause=ROUTER),
     _row(logits_in_single_precision, PLAIN, cases.TWO_PARTS, cause=ROUTER),
     _row(weights_of_the_next_token, PLAIN, cases.TWO_PARTS, cause=ROUTER),
     _row(gradient_of_the_router_lost, PLAIN, cases.TWO_PARTS, StepPhase.INPUT_GRADIENT),
-    _row(other_experts_in_the_second_run, PLAIN, RECOMPUTED, StepPhase.INPUT_GRADIENT),
+    _row(
+        other_experts_in_the_second_run,
+        PLAIN,
+        RECOMPUTED,
+        StepPhase.RECOMPUTED_ROUTING,
+        cause="chosen otherwise",
+    ),
 )

@@ -4,16 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from parity.cases import gpt2, llama
+from parity.cases import gpt2, llama, sparse_llama
 from plait.plan.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.rank_verification import verify_rank
+from plait.verification.step_location import StepPhase
 from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
 from plait.verification.verify import build_report
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
-from zoo.row import case_of
+from zoo.row import case_of, report_of
+from zoo.sparse import EP, TIED
 from zoo.unusual import MIXTURES, OTHERS, TRANSFORMERS
+from zoo.unusual_mixtures import (
+    DIVIDED_MIXTURES,
+    scores_rounded_otherwise_and_not_replayed,
+    scores_rounded_otherwise_on_one_rank,
+)
 
 BLOCKS = {1: 1, 2: 1, 4: 3}
 """By ranks: enough for two stages on each."""
@@ -120,6 +127,22 @@ def test_plans_with_the_loss_in_chunks_are_equal(thread_ranks, name, ranks, turn
         assert report, report
 
 
+@pytest.mark.parametrize(
+    ("ranks", "turns"),
+    [(2, slice(2, None, 3)), *(pytest.param(ranks, slice(None), marks=pytest.mark.full) for ranks in (2, 4))],
+)
+def test_plans_that_divide_experts_are_equal(thread_ranks, ranks, turns):
+    model = sparse_llama(layers=BLOCKS[ranks])
+    plans = plans_on(ranks, PLAN, ROWS, in_parts=True, with_experts=True)
+    divided = [plan for plan in plans if plan.divides_experts]
+    assert len(plans) == len(divided) + len(plans_on(ranks, PLAN, ROWS, in_parts=True))
+    assert {(plan.ep, plan.etp) for plan in divided} == {
+        (ep, etp) for ep in (1, 2, 4) for etp in (1, 2, 4) if 1 < ep * etp <= ranks
+    }
+    for report in verified(thread_ranks, model, divided[turns], ranks):
+        assert report, report
+
+
 FINE_TUNED = {"adapters": ADAPTED_AND_DROPPING, "documents": PACKED, "norms": NORMS}
 """`norms` has three layers: on one rank of pp, since not every schedule has a stage for each."""
 
@@ -140,14 +163,14 @@ def test_plans_of_fine_tuning_are_equal(thread_ranks, name, turns):
         assert report, report
 
 
-QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied")
+QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied", "losses of documents cp")
 
 
 @pytest.mark.parametrize(
     "right",
     [
         pytest.param(one, id=one.name, marks=[] if one.name in QUICK else [pytest.mark.full])
-        for one in (*OTHERS, *MIXTURES, *TRANSFORMERS)
+        for one in (*OTHERS, *MIXTURES, *DIVIDED_MIXTURES, *TRANSFORMERS)
     ],
 )
 def test_unusual_models_and_plans_are_equal(thread_ranks, right):
@@ -156,6 +179,15 @@ def test_unusual_models_and_plans_are_equal(thread_ranks, right):
     report = build_report(outcomes, right.plan, case.options)
     assert report, report
     assert not report.left_out
+
+
+def test_tokens_whose_scores_are_as_near_as_rounding_take_the_experts_of_the_reference(rank_pool):
+    """Zero tokens have equal scores: on rank 1 a rounding error makes the last experts theirs."""
+    report = report_of(rank_pool, TIED, EP, scores_rounded_otherwise_on_one_rank)
+    assert report, report
+    unaided = report_of(rank_pool, TIED, EP, scores_rounded_otherwise_and_not_replayed)
+    assert (unaided.first.difference.location.phase, unaided.first.layer) == (StepPhase.ROUTING, "0")
+    assert "differ by 0.0e+00, within" in unaided.first.cause
 
 
 def test_the_chosen_plans_are_each_layout_and_schedule():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plait.engine.expert_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
+from plait.engine.given_routing import given_experts
 from plait.engine.inference import generated, model_output
 from plait.engine.recorder import Recording
 from plait.engine.runner import InstructionObserver, Runner, Runtime
@@ -63,7 +64,14 @@ class Engine:
         if self._runtime.balance is not None:
             self._runtime.balance.correct()
 
-    def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
+    def forward_backward(
+        self,
+        inputs: Value,
+        targets: Value,
+        *,
+        input_gradients: bool = False,
+        routing: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Run a step's forward and backward with all gradient reductions, and return the mean loss, 0-d.
 
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
@@ -71,7 +79,9 @@ class Engine:
         `plan.microbatches` micro-batches; or both as `Microbatches`, cut already and each of its own
         shapes. Returns the mean loss over the global batch, equal on every rank; NaN, as PyTorch has it,
         where no target of it counts (`fit` refuses such a batch). Gradients add to existing ones, and are
-        then equal on all ranks that hold them; an exception leaves them as they were.
+        then equal on all ranks that hold them; an exception leaves them as they were. `routing`: the experts
+        to which tokens go, int64 `[rows, length, k]` of whole sequences by path of the router, as in a replay
+        of what another engine has chosen; weights are computed from the scores as always.
         Communication: the batch's shapes and hash (256 bytes) over `pp`, `cp` and `tp`, boundary tensors
         over `pp`, attention over `cp`, what regions and the loss sum over `tp`, the loss's weight over
         `dp_cp`, with dropout the number of rows over `dp`, one reduction per unit, the loss over `world`; in
@@ -81,15 +91,16 @@ class Engine:
         self._runtime.late_hooks.warn()
         self._traffic_before = self.mesh.traffic.snapshot()
         self._agreement.note_gradients()
-        self._agreement.compare_at("forward_backward", input_gradients=input_gradients)
+        options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
+        self._agreement.compare_at("forward_backward", **options)
         runner.scale.begin(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
             scale = runner.scale.value / batch.divisor
             runner.begin_balance(batch)
-            runner.run(
-                runner.steps.train, batch.inputs, batch.targets, scale, input_gradients=input_gradients
-            )
+            step = runner.steps.train, batch.inputs, batch.targets, scale
+            with given_experts(runner, routing, batch.inputs):
+                runner.run(*step, input_gradients=input_gradients)
             loss = runner.mean_loss(batch)
         runner.scale.end()
         self.passes += 1

@@ -115,6 +115,10 @@ class Findings:
     """Locations of tensors of which this rank has no element, as where other ranks hold a parameter."""
     partitioned: set[int] = field(default_factory=set)
     """This rank's layers with a parameter that is partitioned over `tp`."""
+    with_experts: set[int] = field(default_factory=set)
+    """This rank's layers with experts that are divided over `ep` and `etp`."""
+    with_router_losses: set[int] = field(default_factory=set)
+    """This rank's layers with a router that has auxiliary losses."""
     left_out: str = ""
     """Why the candidate was not saved and loaded, though that was to be compared; the same on all ranks."""
 

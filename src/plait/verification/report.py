@@ -223,7 +223,8 @@ def formats_in(plan: Plan) -> str:
 def layout_of(plan: Plan) -> str:
     """Return degrees, sharding and recomputation of a plan as text: `pp 2 · dp 1 · tp 2 · full`."""
     context = f" · cp {plan.cp}" if plan.cp > 1 else ""
-    layout = f"pp {plan.pp} · dp {plan.dp}{context} · tp {plan.tp}"
+    experts = "".join(f" · {axis} {size}" for axis, size in (("ep", plan.ep), ("etp", plan.etp)) if size > 1)
+    layout = f"pp {plan.pp} · dp {plan.dp}{context} · tp {plan.tp}{experts}"
     if plan.replicate > 1:
         layout += f" ({plan.replicate} x {plan.shard})"
     if plan.cp > 1:

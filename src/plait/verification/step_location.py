@@ -17,14 +17,17 @@ class StepPhase(StrEnum):
     INPUT = "input"
     PARAMETERS = "gathered parameters"
     MESSAGE = "forward message"
+    ROUTING = "routing"
     FORWARD = "forward"
     LOSS = "loss"
     LOSS_GRADIENT = "loss gradient"
     GRADIENT_MESSAGE = "gradient message"
+    RECOMPUTED_ROUTING = "recomputed routing"
     INPUT_GRADIENT = "input gradient"
     WEIGHT_GRADIENT = "weight gradient"
     REDUCTION = "reduction"
     MEAN_LOSS = "mean loss"
+    EXPERT_LOAD = "load of experts"
     NORM = "norm"
     CLIP = "clip"
     OPTIMIZER = "optimizer"
@@ -34,7 +37,9 @@ class StepPhase(StrEnum):
 
 PHASES = tuple(StepPhase)
 FORWARD = PHASES[: PHASES.index(StepPhase.FORWARD) + 1]
-BACKWARD = (StepPhase.GRADIENT_MESSAGE, StepPhase.INPUT_GRADIENT, StepPhase.WEIGHT_GRADIENT)
+BACKWARD = PHASES[PHASES.index(StepPhase.GRADIENT_MESSAGE) : PHASES.index(StepPhase.WEIGHT_GRADIENT) + 1]
+WITHIN_LAYER = {StepPhase.PARAMETERS: 0, StepPhase.ROUTING: 0, StepPhase.MESSAGE: 2}
+"""By what comes before (0) and after (2) a layer's output."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,10 @@ class Location:
         elif self.phase in FORWARD:
             # A message holds the output of the layer before. Without a layer: before all layers; without a
             # micro-batch (as a layer's parameters): before all micro-batches of the layer.
-            location = (0, 2 * layer + (self.phase is StepPhase.MESSAGE) - 2 * (self.layer is None))
+            location = (0, 3 * layer + WITHIN_LAYER.get(self.phase, 1) - 3 * (self.layer is None))
         elif self.phase in BACKWARD:
             # Layers last to first; a message precedes the layer's own backward.
-            location = (PHASES.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
+            location = (PHASES.index(BACKWARD[0]), 4 * (layers - layer) + BACKWARD.index(self.phase))
         else:
             location = (PHASES.index(self.phase), 0)
         return self.step, self.evaluating, *location, microbatch, self.tensor, self.name
@@ -78,7 +83,7 @@ class RecordKey(NamedTuple):
     kind: str
     """`output`, `gradient` (of that output), `logits` (of a last layer whose output is features),
     `contribution` (to a parameter's gradient), `total` (the summed loss), `inside` (see `ModuleSketches`),
-    …"""
+    `routing` (the experts of each token) with its `margin`, `choices` (how many tokens chose an expert), …"""
     layer: int = -1
     """The layer of an output or contribution; -1: the batch, or the step."""
     name: str = ""

@@ -112,7 +112,13 @@ def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> st
 
 
 def plans_on(
-    ranks: int, plan: Plan, rows: int, *, in_parts: bool = False, in_chunks: bool = False
+    ranks: int,
+    plan: Plan,
+    rows: int,
+    *,
+    in_parts: bool = False,
+    in_chunks: bool = False,
+    with_experts: bool = False,
 ) -> tuple[Plan, ...]:
     """Return the plans on `ranks` ranks that a sweep verifies, with about as many micro-batches as `plan`.
 
@@ -120,8 +126,9 @@ def plans_on(
     each with the next schedule and the next mode of recomputation. Where layers can run `in_parts` of the
     sequence, every layout with tp does so in both ways with every mode of recomputation, each with the next
     schedule and the next sharding; then follows every layout with cp, by ring and by Ulysses, with each
-    layout of positions, and each with the next of all these. Where the loss can be computed `in_chunks` of
-    rows, every layout without cp does so once, with the next sharding, schedule and mode. More ranks of dp
+    layout of positions, and each with the next of all these. A model `with_experts` divides them in every
+    way over the ranks of every layout, each with the next sharding, schedule and mode. Where the loss can be
+    computed `in_chunks` of rows, every layout without cp does so once, likewise. More ranks of dp
     have fewer micro-batches each. The other fields of `plan` are kept, also its recomputation, sequence
     parallelism and `context_parallel`, if any; `layers_per_stage` only where it has a count for each stage.
     """
@@ -146,6 +153,8 @@ def plans_on(
             plans.append(_with_schedule(one, next(schedules), next(turns)))
     if in_parts:
         plans += _context_parallel(ranks, plan, rows)
+    if with_experts:
+        plans += _dividing_experts(ranks, plan, rows, in_parts=in_parts)
     return tuple(dict.fromkeys(plans))
 
 
@@ -171,12 +180,41 @@ def _context_parallel(ranks: int, plan: Plan, rows: int) -> Iterator[Plan]:
                 turn += STRIDE
 
 
+def _dividing_experts(ranks: int, plan: Plan, rows: int, *, in_parts: bool) -> Iterator[Plan]:
+    """Yield the plans of a sweep in which experts are divided over `ep` and `etp`."""
+    given = plan.recompute
+    modes = cycle((*get_args(Recompute), "full") if given == "none" else (given,))
+    schedules, turn = cycle(POLICY_NAMES), 0
+    for cp in range(1, ranks + 1 if in_parts else 2):
+        for pp, dp, tp in _degrees(ranks // cp) if ranks % cp == 0 else ():
+            if rows % dp:
+                continue
+            plain = _with_degrees(plan, rows, pp=pp, dp=dp, cp=cp, tp=tp)
+            for ep, etp in _divisions(dp * cp * tp):
+                sharded = [
+                    one for one in (plain, *_shardings_of(plain)) if one.shard * cp * tp % (ep * etp) == 0
+                ]
+                if sharded:
+                    one = replace(sharded[turn % len(sharded)], ep=ep, etp=etp)
+                    yield _with_schedule(one, next(schedules), next(modes))
+                turn += STRIDE
+
+
+def _divisions(ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield all (ep, etp) whose product divides `ranks`, but 1 · 1."""
+    for ep in range(1, ranks + 1):
+        for etp in range(1, ranks // ep + 1):
+            if ranks % (ep * etp) == 0 and ep * etp > 1:
+                yield ep, etp
+
+
 def _with_degrees(plan: Plan, rows: int, *, pp: int, dp: int, tp: int, cp: int = 1) -> Plan:
     """Return `plan` with other degrees, and up to as many equal micro-batches as a rank of dp then has."""
     most = max(1, plan.dp * plan.microbatches // dp)
     count = next(count for count in range(most, 0, -1) if rows // dp % count == 0)
     replicate = plan.replicate if dp % plan.replicate == 0 else 1
-    return replace(plan, pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate, microbatches=count)
+    whole = replace(plan, ep=1, etp=1)
+    return replace(whole, pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate, microbatches=count)
 
 
 def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recompute, ...]) -> Plan:

@@ -16,6 +16,7 @@ from plait.plan.plan import Plan
 from plait.plan.rules import Rule, Rules
 from plait.ranks.launch.launch import launch
 from plait.tensor.chunked_cross_entropy import output_linear_name, require_cross_entropy
+from plait.tensor.experts.experts import Experts
 from plait.tensor.layer_values import Value
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
@@ -81,6 +82,8 @@ def _first_difference(
         rank for rank, own in evidence.items() if replace(own.location, name=location.name) == location
     )
     partitioned = set[int]().union(*(outcome.findings.partitioned for outcome in outcomes))
+    with_losses = set[int]().union(*(outcome.findings.with_router_losses for outcome in outcomes))
+    with_experts = set[int]().union(*(outcome.findings.with_experts for outcome in outcomes))
     inside = [outcomes[rank].findings.differences[0].inside for rank in same]
     earliest = min((one for one in inside if one is not None), key=lambda one: one.order, default=None)
     symptoms = Symptoms(
@@ -95,6 +98,8 @@ def _first_difference(
         ],
         plan=plan,
         partitioned=bool(partitioned) if location.layer is None else location.layer in partitioned,
+        of_experts=bool(with_experts) if location.layer is None else location.layer in with_experts,
+        has_router_losses=location.layer in with_losses,
     )
     layer = location.layer
     return FirstDifference(
@@ -231,15 +236,18 @@ def verify_all(
     """Verify every layout, schedule and sharding that `ranks` ranks allow, with the other fields of `plan`.
 
     A plan that the model does not allow (heads that do not divide, more stages than layers) is listed with
-    the reason. Sequences are cut where the model has a rule for that, and the loss is computed in chunks of
-    rows where it can be. Rank 0 calls `report_progress` after each plan that it has run.
+    the reason. Sequences are cut where the model has a rule for that, experts are divided where it has some,
+    and the loss is computed in chunks of rows where it can be. Rank 0 calls `report_progress` after each plan
+    that it has run.
     """
     model = case.build()
     rules = case.rules_of(model) or {}
     in_parts = any(isinstance(rule, Rule) and rule.kind == "sequence" for rule in rules.values())
     in_chunks = case.options.mode != "exact" and _computes_loss_in_chunks(case.loss, model)
     rows = rows_of(case.batches[0][0])
-    plans = plans_on(ranks, plan, rows, in_parts=in_parts, in_chunks=in_chunks)
+    with_experts = any(isinstance(module, Experts) for module in model.modules())
+    how = {"in_parts": in_parts, "in_chunks": in_chunks, "with_experts": with_experts}
+    plans = plans_on(ranks, plan, rows, **how)
     outcomes = _launch(partial(verify_plans, case, plans, report_progress), case, ranks, threads)
     results: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
     for one, of_ranks in zip(plans, zip(*outcomes, strict=True), strict=True):

@@ -1,7 +1,7 @@
 """The graphs of one micro-batch at one stage, from its first forward to its last weight gradient.
 
-    input ──copy──→ value_in ─F─ value_out ──copy──→ to the next stage
-    gradients_out ←─copy── gradients_out ─I─ gradients_in ←──copy── from the next stage
+    stage before ──copy──→ value_in      ── F ──→ value_out    ──copy──→ next stage
+    stage before ←──copy── gradients_out ←── I ── gradients_in ←──copy── next stage
 
 A graph reads and writes the memory with which it was recorded. So what enters a stage is copied to where the
 first graph reads it, and what leaves is copied out, since the next micro-batch in the same slot computes into

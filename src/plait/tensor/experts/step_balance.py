@@ -123,7 +123,8 @@ class StepBalance:
     _total: Tensor = field(default_factory=lambda: torch.ones(()))
     """The number of tokens of the step, over all ranks, 0-d float64."""
     _scale: float = 1.0
-    _microbatch: int | None = None
+    microbatch: int | None = None
+    """That whose layer runs, within `running`."""
     _tables: dict[tuple[object, ...], _CountTable] = field(default_factory=dict)
     """Those that calls are still added to."""
     _started: set[_CountTable] = field(default_factory=set)
@@ -166,11 +167,11 @@ class StepBalance:
     @contextmanager
     def running(self, microbatch: int) -> Iterator[None]:
         """Within the context, routers run on tokens of this micro-batch."""
-        before, self._microbatch = self._microbatch, microbatch
+        before, self.microbatch = self.microbatch, microbatch
         try:
             yield
         finally:
-            self._microbatch = before
+            self.microbatch = before
 
     def attach(self, path: str, logits: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """Return the `weights` of the router at `path`, whose backward adds its losses' gradient to `logits`.
@@ -279,12 +280,12 @@ class StepBalance:
 
     def _count(self, path: str, logits: Tensor, indices: Tensor) -> _RouterCall:
         """Count a call's choices, add those of the balance loss to its table, and return the call."""
-        if self._microbatch is None:
+        if self.microbatch is None:
             raise ModelError(
                 f"the router {path} runs outside of its layer's forward, as in a torch.utils.checkpoint of "
                 "the model's own: leave that to plan.recompute."
             )
-        tokens = self._tokens[self._microbatch]
+        tokens = self._tokens[self.microbatch]
         place = self.places[path]
         part = slice(0, tokens.length)
         if place.in_parts:
@@ -325,7 +326,7 @@ class StepBalance:
             chosen = torch.zeros_like(chosen)  # the first rank of `tp` counts the same tokens
         key: tuple[object, ...] = ()
         if not self._sums_step:
-            key = (self._microbatch,) if settings.coupled else (self._microbatch, path)
+            key = (self.microbatch,) if settings.coupled else (self.microbatch, path)
         table, columns = self._table(key), self._columns(path)
         table.counts[:, columns] += chosen.sum(0, keepdim=True) if self._sums_step else chosen
         table.missing -= 1
@@ -366,8 +367,8 @@ class StepBalance:
             if self._sums_step:
                 calls *= len(self._tokens)
             else:
-                assert self._microbatch is not None
-                rows, width = self._tokens[self._microbatch].count, max(experts)
+                assert self.microbatch is not None
+                rows, width = self._tokens[self.microbatch].count, max(experts)
                 calls = calls if coupled else 1
             counts = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
             self._tables[key] = _CountTable(counts, calls)

@@ -145,14 +145,15 @@ def _uniform_counts(indices: Tensor, experts: int, group: Group, etp: int) -> Ro
     to_parts = [
         round(tokens * (1 - comb(experts - len(part), top_k) / comb(experts, top_k))) for part in parts
     ]
-    loads = divide(group.size * tokens * top_k, experts)
     mine = group.index // etp
+    own, rows = len(parts[mine]), to_parts[mine] * group.size
+    pairs = min(round(group.size * tokens * top_k * own / experts), rows * top_k)
     return RowCounts(
         tuple(count for count in to_parts for _ in range(etp)),
         (to_parts[mine],) * group.size,
         sum(to_parts) * etp,
         max(to_parts) * group.size,
-        tuple(len(loads[expert]) for expert in parts[mine]),
+        tuple(map(len, divide(pairs, own))) if own else (),
     )
 
 

@@ -13,6 +13,7 @@ from plait.models.initial_values import initial_value
 from plait.schedules.lowering.program import Instruction
 from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
+from plait.verification.candidate.router_comparison import compare_corrections, compare_load
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.reference.recording import NO_TOLERANCE
@@ -80,6 +81,7 @@ class CandidateRun:
 
         comparison.compare_gradients(step, StepPhase.REDUCTION, "final", inherited=inherited)
         comparison.compare(step, StepPhase.MEAN_LOSS, RecordKey("mean"), mean)
+        compare_load(comparison, step)
         self._update(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
@@ -133,6 +135,7 @@ class CandidateRun:
             self._compare_clipped(step)
             self.optimizer.step()
         self.comparison.compare_state(step, self.optimizer, before)
+        compare_corrections(self.comparison, step)
 
     def overflow(self, step: int) -> None:
         """Set a gradient to infinity, call `Engine.step`, and check that no rank updates its parameters.

@@ -26,6 +26,7 @@ from plait.schedules.lowering.program import (
 )
 from plait.tensor.layer_values import Value, tensors_of, with_tensors
 from plait.verification.candidate.local_activations import ActivationParts
+from plait.verification.candidate.routing_checker import RoutingChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
 from plait.verification.reference.inside_layers import (
@@ -36,6 +37,7 @@ from plait.verification.reference.inside_layers import (
     rounded_otherwise,
 )
 from plait.verification.reference.recording import NO_TOLERANCE
+from plait.verification.reference.router_losses import OF_ROUTERS
 from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
     NamedTensors,
@@ -43,6 +45,7 @@ from plait.verification.reference.values_after_mistakes import (
     with_another_loss,
     with_local_positions,
     with_other_parameters,
+    with_other_router_losses,
 )
 from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 
@@ -72,6 +75,7 @@ class InstructionChecker:
         self.rms_norms: dict[tuple[int, int], RMSNorms] = {}
         """Likewise; in 16 bits only."""
         self.weights = WeightGradientChecker(runtime, comparison)
+        self.routing = RoutingChecker(runtime, comparison, self.parts)
 
     def begin_step(self, step: int, targets: list[Value], *, evaluating: bool = False) -> None:
         """Prepare to check the instructions of a step, or of the evaluation before it.
@@ -92,6 +96,7 @@ class InstructionChecker:
         }
         if self.comparison.options.mode != "exact":
             self.sketches = {key: ModuleSketches(module) for key, module in layers.items()}
+        self.routing.begin_step(step, evaluating=evaluating)
         if self.computes_in_16_bits:
             self.rms_norms = {key: RMSNorms(module) for key, module in layers.items()}
 
@@ -126,6 +131,7 @@ class InstructionChecker:
                 self.weights.before_scatter(self.runtime.units[unit].parameters)
             case Finish():
                 self.weights.compare_open()
+                self.routing.end_step()
                 while self.sketches:
                     self.sketches.popitem()[1].close()
                 while self.rms_norms:
@@ -161,6 +167,8 @@ class InstructionChecker:
 
     def _compare_layer(self, action: Action, number: int) -> None:
         layer = self.blueprint.stage_layers[action.stage][number]
+        module = self.runtime.pipeline.stages[action.stage].layers[number].module
+        self.routing.compare(action, layer, module, self._scope(action))
         if action.kind is Kind.F:
             self._compare_value(StepPhase.FORWARD, action, layer)
             if self.computes_in_16_bits:
@@ -271,6 +279,9 @@ class InstructionChecker:
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
             yield "it is that of the step before", self._part(before, key)
+        own = self.recording.find(scope, key._replace(kind=OF_ROUTERS))
+        if phase is StepPhase.INPUT_GRADIENT and own is not None:
+            yield from with_other_router_losses(self._part(recorded, key), self._part(own, key), actual)
         if phase is StepPhase.FORWARD:
             sums = [
                 (one.name, self._part(value, key))

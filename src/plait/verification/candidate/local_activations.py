@@ -47,6 +47,22 @@ class ActivationParts:
 
         return ComparedBox(tuple(shape), of)
 
+    def of_tokens(self, shape: Sequence[int], count: int) -> ComparedBox:
+        """Return the part of a tensor `[rows, length, n]` that `count` tokens of this rank are, `[count, n]`.
+
+        Its positions, or its part of them along `tp`.
+        """
+        cp, tp = self.mesh.index("cp"), self.mesh.index("tp")
+
+        def of(whole: Tensor) -> Tensor:
+            part = self.at_positions(whole, cp) if whole.dim() > 2 else whole
+            if part[..., 0].numel() != count and whole.dim() > 2:
+                own = divide(part.shape[1], self.mesh.size("tp"))[tp]
+                part = part.narrow(1, own.start, len(own))
+            return part.flatten(0, -2)
+
+        return ComparedBox(tuple(shape), of)
+
     def of_cp(self, value: Value, index: int | None = None) -> Value:
         """Return the parts of all tensors that the rank at `index` along `cp` holds (None: this rank)."""
         index = self.mesh.index("cp") if index is None else index

@@ -203,9 +203,12 @@ class WeightGradientChecker:
             names = {id(p): name for unit in units for name, p in unit.parameters_of(stage.number).items()}
             gradients |= {key: one for unit in units for key, one in unit.gradients_of(stage.number).items()}
             for number, layer in enumerate(stage.layers):
-                used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
+                used = [names[id(p)] for p in layer.module.parameters() if id(p) in names]
+                in_model = self.blueprint.stage_layers[stage.number][number]
                 if any(is_sharded(self.blueprint.whole_layouts[name]) for name in used):
-                    comparison.findings.partitioned.add(self.blueprint.stage_layers[stage.number][number])
+                    comparison.findings.partitioned.add(in_model)
+                if any(map(self._is_divided, used)):
+                    comparison.findings.with_experts.add(in_model)
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 complete = [keys[name] for name in trained if self._is_complete(name)]
                 self.gradients_of[stage.number, number] = complete

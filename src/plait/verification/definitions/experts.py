@@ -1,102 +1,153 @@
-"""Routers and experts by definition: the experts of a token by repeated maximum, one expert after another."""
+"""Routers and experts by definition: experts one after the other, without an exchange or grouped products.
+
+Letters: T tokens, H hidden features, E experts, F inner features of one expert, k experts of a token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.experts.mixture import MixtureOfExperts, SharedExperts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
 from plait.verification.definitions.functions import Definitions, Forward
 
 
-def largest(values: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest in the last dim, largest first; of equal ones the lowest."""
-    numbers, left, found = torch.arange(values.shape[-1], device=values.device), values.clone(), []
-    for _ in range(count):
-        is_largest = left == left.amax(-1, keepdim=True)
-        index = numbers.where(is_largest, values.shape[-1]).amin(-1, keepdim=True)
-        found.append(index)
-        left = left.scatter(-1, index, -torch.inf)
-    return torch.cat(found, -1)
+def scores_of(routing: Routing, logits: Tensor) -> Tensor:
+    """Return the scores `[T, E]` of the experts, by which weights are computed."""
+    if routing.scores == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() if routing.scores == "sigmoid" else logits
 
 
-def chosen_experts(routing: Routing, scores: Tensor, top_k: int) -> Tensor:
-    """Return the experts `[T, k]` for scores `[T, E]`, with their correction: those of the best groups."""
+def experts_of_largest(
+    routing: Routing, scores: Tensor, correction: Tensor | None, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the `count` experts of each token, int64 `[T, count]`, and the margins of the choice, `[T]`.
+
+    The largest scores plus corrections, in order; of equal ones the lowest number. With groups, among the
+    experts of the groups whose two largest add up to most.
+    """
+    if correction is not None:
+        scores = scores + correction
+    margins = scores.new_full(scores.shape[:1], torch.inf)
     if routing.chosen_groups < routing.groups:
-        size = scores.shape[-1] // routing.groups
-        groups = torch.split(scores, size, -1)
-        of_groups = [one.gather(-1, largest(one, 2)).sum(-1) for one in groups]
-        best = largest(torch.stack(of_groups, -1), routing.chosen_groups)
-        outside = [(best != number).all(-1, keepdim=True) for number in range(routing.groups)]
-        parts = (one.masked_fill(out, -torch.inf) for one, out in zip(groups, outside, strict=True))
-        scores = torch.cat([*parts], -1)
-    return largest(scores, top_k)
+        grouped = scores.unflatten(-1, (routing.groups, -1))  # type: ignore[no-untyped-call]
+        of_groups = grouped.sort(-1).values[..., -2:].sum(-1)
+        groups, margins = _largest(of_groups, routing.chosen_groups)
+        outside = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, groups, value=False)
+        scores = grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+    chosen, own = _largest(scores, count)
+    return chosen, torch.minimum(margins, own)
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of the largest scores, and by how much the least of these exceeds the next."""
+    left, chosen, least = scores.clone(), [], scores.new_full(scores.shape[:1], torch.inf)
+    for _ in range(count):
+        number = left.argmax(-1, keepdim=True)  # the first of equal ones
+        least = left.gather(-1, number).squeeze(-1)
+        left.scatter_(-1, number, -torch.inf)
+        chosen.append(number)
+    is_last = count == scores.shape[-1]
+    return torch.cat(chosen, -1), torch.full_like(least, torch.inf) if is_last else least - left.amax(-1)
 
 
 def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    routing, wide = layer.routing, torch.promote_types(hidden.dtype, torch.float32)
-    logits = hidden.to(wide) @ layer.weight.to(wide).t()
+    """Return logits `[T, E]`, weights `[T, k]` and experts `[T, k]`, of tokens `[T, H]`."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = hidden.to(wide) @ layer.weight.to(wide).T
     if layer.bias is not None:
         logits = logits + layer.bias.to(wide)
-    powers = (logits - logits.detach().amax(-1, keepdim=True)).exp()
-    scores = 1 / (1 + (-logits).exp()) if routing.scores == "sigmoid" else powers
-    if routing.scores == "softmax":
-        scores = scores / scores.sum(-1, keepdim=True)
-    ordered = logits if routing.scores == "softmax_of_chosen" else scores
-    if layer.e_score_correction_bias is not None:
-        ordered = ordered + layer.e_score_correction_bias
+    routing, scores = layer.routing, scores_of(layer.routing, logits)
     with torch.no_grad():
-        indices = chosen_experts(routing, ordered, layer.top_k)
-    weights = scores.gather(-1, indices)
-    if routing.normalized:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
-    if book.ids is not None:
-        indices = indices.masked_fill(book.ids.reshape(-1, 1) < 0, -1)
+        chosen, margins = experts_of_largest(routing, scores, layer.e_score_correction_bias, layer.top_k)
+    if book.ids is not None and book.ids.numel() == len(chosen):
+        chosen = chosen.masked_fill(book.ids.reshape(-1, 1).to(chosen.device) < 0, -1)  # padding
+    indices = book.routing.note(layer.weight, logits, chosen, margins)
+    weights = torch.stack([scores[torch.arange(len(scores)), one] for one in indices.unbind(-1)], -1)
+    if routing.scores == "softmax_of_chosen":
+        weights = weights.softmax(-1)
+    elif routing.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return logits, (routing.scale * weights).to(hidden.dtype), indices
 
 
 def _experts(
     book: Definitions,
-    layer: Any,
+    layer: Experts,
     hidden: Tensor,
     indices: Tensor,
     weights: Tensor,
     shared: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    result = torch.zeros_like(hidden) if shared is None else shared()
+    """Return the weighted sum of the outputs of each token's experts, plus `shared()`: `[T, H]`."""
+    output = torch.zeros_like(hidden) if shared is None else shared()
     for expert in range(layer.num_experts):
-        tokens = (indices == expert).any(-1).nonzero()[:, 0]
-        weight = weights[tokens].masked_fill(indices[tokens] != expert, 0).sum(-1, keepdim=True)
-        given = hidden[tokens] * weight if layer.weights_first else hidden[tokens]
-        inner = _activated(layer, _multiplied(layer, "gate_up_proj", expert, given))
-        output = _multiplied(layer, "down_proj", expert, inner)
-        result = result.index_add(0, tokens, output if layer.weights_first else output * weight)
+        tokens, slots = (indices == expert).nonzero(as_tuple=True)
+        of_token = weights[tokens, slots].unsqueeze(-1).to(hidden.dtype)
+        given = hidden[tokens] * of_token if layer.weights_first else hidden[tokens]
+        result = _expert(layer, expert, given)
+        output = output.index_add(0, tokens, result if layer.weights_first else result * of_token)
+    return output
+
+
+def _expert(layer: Experts, expert: int, x: Tensor) -> Tensor:
+    """Return the output of one expert for tokens `[rows, H]`."""
+    into, out = layer.gate_up_proj[expert], layer.down_proj[expert]
+    if not layer.transposed:
+        into, out = into.T, out.T
+    both = x @ into
+    if layer.gate_up_proj_bias is not None:
+        both = both + layer.gate_up_proj_bias[expert]
+    result: Tensor = _activated(layer.activation, both) @ out
+    return result if layer.down_proj_bias is None else result + layer.down_proj_bias[expert]
+
+
+def _activated(activation: GatedActivation, both: Tensor) -> Tensor:
+    """Return `gate · sigmoid(slope · gate) · (up + offset)`, of features of gate and up `[rows, 2F]`."""
+    half = both.shape[-1] // 2
+    pairs = both.unflatten(-1, (half, 2)).mT if activation.interleaved else both.unflatten(-1, (2, half))  # type: ignore[no-untyped-call]
+    gate, up = pairs.unbind(-2)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    result: Tensor = gate * torch.sigmoid(activation.slope * gate) * (up + activation.offset)
     return result
 
 
-def _multiplied(layer: Any, name: str, expert: int, given: Tensor) -> Tensor:
-    """Return the product of `[tokens, in]` with a matrix of one expert, plus its bias."""
-    matrix, bias = getattr(layer, name)[expert], getattr(layer, f"{name}_bias")
-    product: Tensor = given @ (matrix if layer.transposed else matrix.t())
-    return product if bias is None else product + bias[expert]
+def _mixture(book: Definitions, layer: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Return the output of each token's experts plus that of the shared experts, like `x`, `[..., H]`."""
+    tokens = x.flatten(0, -2)
+    _, weights, indices = layer.router(tokens)
+
+    def of_shared(shared: SharedExperts) -> Tensor:
+        output: Tensor = shared(x)
+        if layer.shared_gate is not None:
+            output = layer.shared_gate(x).sigmoid() * output
+        return output.flatten(0, -2)
+
+    shared = None if layer.shared is None else partial(of_shared, layer.shared)
+    output: Tensor = layer.experts(tokens, indices, weights, shared)
+    return output.view_as(x)
 
 
-def _activated(layer: Any, gate_up: Tensor) -> Tensor:
-    """Return `gate · sigmoid(slope · gate) · (up + offset)`, clamped where there is a limit."""
-    kind, half = layer.activation, gate_up.shape[-1] // 2
-    gate, up = (
-        (gate_up[:, 0::2], gate_up[:, 1::2]) if kind.interleaved else (gate_up[:, :half], gate_up[:, half:])
-    )
-    if kind.limit is not None:
-        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-    result: Tensor = gate / (1 + (-kind.slope * gate).exp()) * (up + kind.offset)
-    return result
+def _shared_experts(book: Definitions, layer: SharedExperts, x: Tensor) -> Tensor:
+    gate, up = layer.gate_up(x).chunk(2, -1)
+    output: Tensor = layer.down(functional.silu(gate) * up)
+    return output
 
 
-FORWARDS: dict[type[nn.Module], Forward] = {Router: _router, Experts: _experts}
+FORWARDS: dict[type[nn.Module], Forward] = {
+    Router: _router,
+    Experts: _experts,
+    MixtureOfExperts: _mixture,
+    SharedExperts: _shared_experts,
+}
 """By the type of a module, its forward by definition."""

@@ -24,6 +24,7 @@ from plait.tensor.dropout import Dropout
 from plait.tensor.layer_values import Value
 from plait.tensor.proof_marks import Replacements, replacing
 from plait.tensor.running_sequence import longest_document, positions
+from plait.verification.definitions.routing_calls import RoutingCalls
 
 MOST_SCORES = 1 << 25
 """Scores that are held at once: of longer sequences, blocks of queries are computed again in the backward."""
@@ -162,6 +163,8 @@ class Definitions:
         """The document ids `[rows, length]` of the running micro-batch, if it has any."""
         self.windows: set[int] = set()
         """The windows of attention since these were last cleared."""
+        self.routing = RoutingCalls()
+        """The calls of routers in the running layer."""
         self._mistake: Mapping[str, Any] = {}
 
     @contextmanager

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import torch
 
+from plait.plan.axes import sizes_of_plan
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.single_tensor import (
     factor,
@@ -42,6 +43,10 @@ IN_SHARDS = (
     StepPhase.OPTIMIZER,
 )
 """Phases in which ranks of dp and cp have shards of parameters."""
+OF_EXPERTS = (
+    "that travel to the ranks of their experts and back are lost, are others, have another weight, or count "
+    "more than once"
+)
 
 
 def summands(symptoms: Symptoms) -> str | None:
@@ -119,7 +124,7 @@ def norm(symptoms: Symptoms) -> str | None:
                 "it is too small: it leaves out what other ranks hold, for the squares of the ranks of "
                 f"{axis} add up to what it should be"
             )
-    degrees = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp}
+    degrees = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp, "ep": plan.ep}
     times = [
         name for name, size in degrees.items() if size > 1 and abs(actual**2 / expected**2 / size - 1) < 1e-6
     ]
@@ -196,6 +201,8 @@ def _forward(symptoms: Symptoms) -> str:
         suspects.append(
             "its positions are not this rank's, or it sees other keys than those of its documents and window"
         )
+    if symptoms.of_experts:
+        suspects.append(f"tokens {OF_EXPERTS}")
     if symptoms.partitioned:
         suspects.append("it is cut over tp in a way that it cannot be")
     if suspects:
@@ -224,6 +231,13 @@ def _input_gradient(symptoms: Symptoms) -> str:
             "a gradient of keys and values that other ranks of cp return is lost, is another rank's, or "
             "counts more than once"
         )
+    if symptoms.has_router_losses:
+        suspects.append(
+            "the losses of its router are others, as where loads are counted over other tokens than those of "
+            "the document or the step"
+        )
+    if symptoms.of_experts:
+        suspects.append(f"gradients of tokens {OF_EXPERTS}")
     if symptoms.plan.recompute != "none":
         suspects.append("what is recomputed is not what was computed")
     return known + either(suspects)
@@ -233,6 +247,8 @@ def _reduction(symptoms: Symptoms) -> str:
     plan = symptoms.plan
     known = "what each micro-batch gave is right, as far as that is compared"
     degrees = {"dp": plan.dp, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp}
+    if symptoms.of_experts:
+        degrees["edp"] = sizes_of_plan(plan)["edp"]
     axes = [axis for axis, size in degrees.items() if size > 1]
     if not axes:
         return f"{known}, and something changed the gradients afterwards"
@@ -281,6 +297,8 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "what one stage sent is not what the next one got: either it was changed on its way, as in a "
         "buffer that was used again too early, or it is another message"
     ),
+    StepPhase.ROUTING: "the layer's input is equal, and experts are chosen otherwise",
+    StepPhase.RECOMPUTED_ROUTING: "experts are chosen otherwise when the layer runs again in its backward",
     StepPhase.LOSS_GRADIENT: (
         "the loss is equal, and its gradient is not: either it starts with another scale, or the backward "
         "of the loss is not that of its forward"
@@ -297,6 +315,10 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
     StepPhase.MEAN_LOSS: (
         "the loss of each micro-batch is equal, and their mean is not: either it is divided by another "
         "weight, or not all of them are in it once"
+    ),
+    StepPhase.EXPERT_LOAD: (
+        "the experts of each token are equal, and what is counted or averaged of them is not: tokens are "
+        "left out, count more than once, or are padding"
     ),
     StepPhase.NORM: "the gradients are equal, and their norm is not",
     StepPhase.CLIP: "the norm is equal: gradients are scaled by another factor, or not all of them",

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from plait.plan.axes import sizes_of_plan
 from plait.verification.diagnosis.symptoms import (
     FITS,
     NOT_SUMMED,
@@ -141,12 +142,14 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 
 
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
-    """Return by name the degrees above 1 (tp, cp, dp, micro-batches, pp) over which tensors may be summed."""
+    """Return by name the degrees above 1 (tp, cp, dp, …, micro-batches) over which tensors may be summed."""
     plan, phase = symptoms.plan, symptoms.phase
     if phase in (*NOT_SUMMED, StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE):
         return {}
     inside = phase in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT)
     degrees = {"tp": plan.tp} if symptoms.partitioned or not inside else {}
+    if symptoms.of_experts:
+        degrees |= {"ep": plan.ep, "etp": plan.etp, "edp": sizes_of_plan(plan).get("edp", 1)}
     if not inside and phase is not StepPhase.LOSS:
         degrees |= {"cp": plan.cp, "dp": plan.dp, "the number of micro-batches": plan.microbatches}
     if phase not in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT, StepPhase.LOSS, StepPhase.WEIGHT_GRADIENT):

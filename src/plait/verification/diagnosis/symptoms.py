@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.plan.axes import axes_of, index_along, sizes_of_plan
+from plait.plan.axes import axes_of, index_along, sizes_of_plan, views
 from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import Partitioning
@@ -36,6 +36,12 @@ class Symptoms:
     plan: Plan
     partitioned: bool = False
     """Whether the layer has a parameter that is partitioned over `tp`."""
+
+    of_experts: bool = False
+    """Whether the layer, or without one the model, has experts that are divided over `ep` and `etp`."""
+
+    has_router_losses: bool = False
+    """Whether the layer has a router with auxiliary losses."""
 
     @property
     def phase(self) -> StepPhase:
@@ -69,12 +75,16 @@ class Symptoms:
 
     def neighbours(self, axes: Sequence[str]) -> list[int]:
         """Return the ranks whose coordinates equal the lowest differing rank's, except along `axes`."""
-        own = self.coordinates[min(self.evidence)]
-        free = {part for axis in axes for part in axes_of(axis)}
+        lowest = min(self.evidence)
+        own = self.coordinates[lowest]
+        free = {part for axis in axes for part in ((axis,) if axis in own else axes_of(axis))}
+        view = next((view for view in views(own) if free.intersection(own) <= set(view)), None)
+        if view is None:  # axes of dense parameters and of experts
+            return [lowest]
         return [
             rank
             for rank, coordinate in enumerate(self.coordinates)
-            if all(index == own[axis] for axis, index in coordinate.items() if axis not in free)
+            if all(coordinate[axis] == own[axis] for axis in view if axis not in free)
         ]
 
     def equal_along(self, axis: str) -> set[int]:
@@ -86,8 +96,12 @@ class Symptoms:
     def axes(self) -> Sequence[str]:
         """Names of the mesh axes over which tensors may be summed."""
         is_hybrid = kind_of(self.plan).sharded and self.plan.replicate > 1
-        axes = ("tp", "cp", "replicate", "dp", "pp") if is_hybrid else AXES
-        return tuple(axis for axis in axes if axis != "cp" or self.plan.cp > 1)
+        axes = ("tp", "cp", "edp", "replicate", "dp", "pp") if is_hybrid else ("tp", "cp", "edp", "dp", "pp")
+        return tuple(
+            axis
+            for axis in axes
+            if (axis != "cp" or self.plan.cp > 1) and (axis != "edp" or self.plan.divides_experts)
+        )
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:

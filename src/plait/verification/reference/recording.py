@@ -35,7 +35,7 @@ bias of attention) are exactly zero, and consist of rounding errors."""
 NORM_TOLERANCE = 1e-12
 """Relative tolerance of a norm in mode exact, where it is the only tensor that is not a whole number."""
 
-NOT_INTEGER = ("clip", "scale", "evaluation")
+NOT_INTEGER = ("clip", "scale", "evaluation", "margin")
 """Kinds that need not be integers in mode exact: settings, and kinds that are not compared."""
 FINER_GRAIN = ("clipped", "value", "state")
 """Kinds with up to three binary digits more than gradients have, from the clip factor; see `exact_bound`."""

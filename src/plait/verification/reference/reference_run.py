@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from plait.engine.local_batch import local_inputs
 from plait.models.layers.layer_sequence import LayerSequence, evaluating, own_numbers
 from plait.tensor.dropout import DropoutGenerator, names_of
-from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
@@ -34,6 +33,7 @@ from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
+from plait.verification.definitions.routing_calls import RouterCall
 from plait.verification.expected_dtypes import (
     INITIAL_LOSS_SCALE,
     NumberFormats,
@@ -42,8 +42,8 @@ from plait.verification.expected_dtypes import (
 )
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.inside_layers import ModuleSketches
+from plait.verification.reference.recorded_routing import MARGIN, experts_in, records_of
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
-from plait.verification.reference.reference_balance import ReferenceBalance
 from plait.verification.reference.reference_layers import (
     build_layers,
     failure_named,
@@ -54,6 +54,7 @@ from plait.verification.reference.reference_layers import (
     require_values,
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
+from plait.verification.reference.router_losses import OF_ROUTERS, RouterLosses
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 from plait.verification.step_location import RecordKey, Records, RecordScope
@@ -115,10 +116,12 @@ class ReferenceRun:
 
         `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`, or it
         is `narrowing`, gradients and parameters of this run, and if `narrowing` tensors between layers, are
-        reset to it once they are recorded, so that a perturbation shows in the next tensors only. `scale`:
-        the first value of a dynamic loss scale. `output_linear`: the name, in the last layer, of a linear
-        whose input is recorded as the layer's output.
+        reset to it once they are recorded, so that a perturbation shows in the next tensors only. Tokens go
+        to the experts that it has recorded. `scale`: the first value of a dynamic loss scale.
+        `output_linear`: the name, in the last layer, of a linear whose input is recorded as the layer's
+        output.
         """
+        self.routed = baseline  # whose experts tokens go to
         if baseline is not None and not (options.resynchronizes or baseline.narrowing):
             baseline = None
         self.loss = loss
@@ -132,11 +135,11 @@ class ReferenceRun:
         )
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
-        self.balance = ReferenceBalance(self.layers)
         compute = formats.compute
         self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
-        forwards = {**OF_PLAIT, **OF_EXPERTS, **OF_HUGGINGFACE}
-        self.definitions.install((layer.module for layer in self.layers), forwards)
+        self.definitions.install(
+            (layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
+        )
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -149,6 +152,9 @@ class ReferenceRun:
         """The document ids of each micro-batch that has some."""
         self.sums: dict[str, Tensor] = {}
         """The gradients of the current step so far."""
+        self.router_losses = RouterLosses(self.layers)
+        self.chosen: list[list[Tensor]] = []
+        """By layer, the experts `[rows, positions, k]` of the step's batch, a tensor for each call."""
         self.epsilon_of_loss = 0.0
         self.resumed_steps, self.is_exact = options.resumed_steps, options.mode == "exact"
 
@@ -156,6 +162,8 @@ class ReferenceRun:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
+        if key.kind == MARGIN and self.formats.compute is not None:
+            return epsilon_of(self.formats.compute)
         if key.kind == "final":
             return self.formats.epsilon_of_gradient(self.model_parameters[key.name])
         if key.kind in ("norm", "largest"):  # squares are added up in float32, or in float64
@@ -220,10 +228,9 @@ class ReferenceRun:
     ) -> Iterator[tuple[RecordScope, Records]]:
         self.dropout.step = step
         self._update_aliases()
-        whole = self._mean(inputs, targets)
+        whole = self._mean(step, inputs, targets, microbatches)
         target_parts = split(targets, microbatches, "targets")
         input_parts = split(inputs, microbatches, "inputs")
-        self.balance.begin([self._documents(part) for part in input_parts])
         rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
         weight = self._divisor(target_parts)
@@ -237,11 +244,10 @@ class ReferenceRun:
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
+        records |= self.router_losses.records() | self.router_losses.correct()
         for name, parameter in self.update.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
-        updated = self.update.apply(step)
-        self.balance.end()
-        yield RecordScope(step), records | updated
+        yield RecordScope(step), records | self.update.apply(step)
 
     def _reduced(self, name: str) -> Tensor:
         """Return a parameter's summed gradient; a perturbed run adds the rounding error of its reduction."""
@@ -255,13 +261,7 @@ class ReferenceRun:
         with self._running(inputs) as (value, ids):
             if ids is not None:
                 self.ids[scope] = ids
-            return self._run_layers(scope, value, targets, weight, self._documents(inputs))
-
-    def _documents(self, inputs: Value) -> TokenDocuments:
-        """Return the documents of a micro-batch."""
-        value, _ = separated(inputs)
-        (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
-        return TokenDocuments.of(value, sequence)
+            return self._run_layers(scope, value, targets, weight)
 
     @contextmanager
     def _running(self, inputs: Value) -> Iterator[tuple[Value, Tensor | None]]:
@@ -271,9 +271,7 @@ class ReferenceRun:
         with running(sequence), self.definitions.running(ids):
             yield value, ids
 
-    def _run_layers(
-        self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor, documents: TokenDocuments
-    ) -> Records:
+    def _run_layers(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
@@ -299,6 +297,7 @@ class ReferenceRun:
             return perturbed
 
         is_first = scope == RecordScope(0, 0) and not self.perturbation.number
+        calls, sources = list[RouterCall](), list[tuple[int, Value]]()
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
@@ -307,18 +306,18 @@ class ReferenceRun:
             failing = failure_named(layer.path or "the model")
             with failing, random_refused(layer.path), recording as sketches, features:
                 self.definitions.windows.clear()
+                self.definitions.routing.begin(self._chosen(scope, number))
                 given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
-                with self.balance.recording():
-                    output = self._run(layer, scope.microbatch, value)
+                output = self._run(layer, scope.microbatch, value)
             if is_first:
                 own = self.aliases[number].values()
                 require_no_hidden_input(layer.path or "the model", output, given, own)
+            calls += self.definitions.routing.calls
+            sources += [(number, value)] * len(self.definitions.routing.calls)
+            records |= records_of(layer.module, number, self.definitions.routing.calls, value)
             found = {} if sketches is None else sketches.found
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
-            if not self.is_exact and not self.perturbation.number:
-                run = partial(self._run, layer, scope.microbatch)
-                others = other_documents(self.ids, scope)
-                records |= sums_after_mistakes(self.definitions, run, value, number, others)
+            records |= self._after_mistakes(scope, layer, number, value)
             if linear is None:
                 value = boundary(output, number)
             else:
@@ -327,18 +326,45 @@ class ReferenceRun:
         total = self._total(value, targets, checked=is_first)
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
-            self._backward(total, weight, self.balance.losses(documents))
+            added = self.router_losses.losses(calls, self.ids.get(scope), len(next(tensors_of(inputs))))
+            records |= self._of_routers(sources, added)
+            self._backward(total, weight, [one for one in added if one.requires_grad])
         return records | self._contributions(scope)
 
-    def _backward(self, total: Tensor, weight: Tensor, auxiliary: Tensor | None) -> None:
-        """Compute the gradients of a micro-batch: of its share of the mean loss, and `auxiliary` losses."""
-        scale, roots = self.update.scale.value, [total]
-        seeds = [(scale / weight).to(total)]
-        if auxiliary is not None and auxiliary.requires_grad:
-            roots.append(auxiliary)
-            seeds.append(auxiliary.new_tensor(scale))
+    def _after_mistakes(self, scope: RecordScope, layer: NamedLayer, number: int, value: Value) -> Records:
+        """Return sums of a layer's output as common mistakes give it; none in exact and perturbed runs."""
+        if self.is_exact or self.perturbation.number:
+            return {}
+        run, others = partial(self._run, layer, scope.microbatch), other_documents(self.ids, scope)
+        self.definitions.routing.begin()
+        return sums_after_mistakes(self.definitions, run, value, number, others)
+
+    def _of_routers(self, sources: Sequence[tuple[int, Value]], losses: Sequence[Tensor]) -> Records:
+        """Return what the `losses` of routers give to the gradients of the inputs of their own layers."""
+        records: Records = {}
+        for (number, given), loss in zip(sources, losses, strict=bool(losses)):
+            tensor = next(tensors_of(given))
+            if loss.requires_grad and tensor.requires_grad:
+                (own,) = torch.autograd.grad(loss, tensor, retain_graph=True, allow_unused=True)
+                if own is not None:
+                    key = RecordKey(OF_ROUTERS, number - 1, "0")
+                    own = own * self.update.scale.value
+                    records[key] = records[key] + own if key in records else own
+        return records
+
+    def _backward(self, total: Tensor, weight: Tensor, added: Sequence[Tensor]) -> None:
+        """Compute the gradients of a micro-batch's share of the mean loss, and of losses `added` to it."""
+        scale = self.update.scale.value
+        seeds = [(scale / weight).to(total), *(torch.full_like(one, scale) for one in added)]
         with self.casts:
-            torch.autograd.backward(roots, seeds)
+            torch.autograd.backward([total, *added], seeds)
+
+    def _chosen(self, scope: RecordScope, number: int) -> list[Tensor]:
+        """Return the experts in layer `number` that tokens of a micro-batch go to, where that is known."""
+        if scope.evaluated:
+            return [] if self.routed is None else experts_in([self.routed.values[scope]], number)
+        rows = self.dropout.rows[scope.microbatch]
+        return [whole[rows.start : rows.stop] for whole in self.chosen[number]]
 
     def _total(self, output: Value, targets: Value, *, checked: bool) -> Tensor:
         """Return the summed loss; `checked`: require that it depends on these arguments alone."""
@@ -378,16 +404,28 @@ class ReferenceRun:
         with self.dropout.running(microbatch, layer.path, names_of(layer.module)), self.casts:
             return layer.module(value)
 
-    def _mean(self, inputs: Value, targets: Value) -> Tensor:
-        """Return the mean loss of a whole batch, without gradients and without changing the layers."""
-        self.dropout.rows = [range(len(next(tensors_of(inputs))))]
+    def _mean(self, step: int, inputs: Value, targets: Value, microbatches: int) -> Tensor:
+        """Return the mean loss of a whole batch, without gradients and without changing the layers.
+
+        Its routing is that of the step.
+        """
+        rows = len(next(tensors_of(inputs)))
+        self.dropout.rows = [range(rows)]
+        self.chosen, calls = [], list[RouterCall]()
         before = HeldState.of(self.layers)
         before.set_back(to_copies=True)
-        with torch.no_grad(), self._running(inputs) as (given, _):
+        parts = [RecordScope(step, number) for number in range(microbatches)]
+        recorded = [] if self.routed is None else [self.routed.values[part] for part in parts]
+        with torch.no_grad(), self._running(inputs) as (given, ids):
             value = map_tensors(torch.clone, given)
-            for layer in self.layers:
-                with failure_named(layer.path or "the model"), self.balance.recording():
+            for number, layer in enumerate(self.layers):
+                self.definitions.routing.begin(experts_in(recorded, number))
+                with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
+                    calls += self.definitions.routing.calls
+                    chosen = [call.indices for call in self.definitions.routing.calls]
+                    self.chosen.append([one.view(rows, -1, one.shape[1]) for one in chosen])
             total = self._total(value, targets, checked=False)
         before.set_back()
+        self.router_losses.begin(calls, ids, rows)
         return total.double() / self._divisor([targets])

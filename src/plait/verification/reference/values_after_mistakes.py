@@ -21,6 +21,8 @@ from plait.verification.reference.inside_layers import unequal_weights
 from plait.verification.step_location import RecordKey, Records, RecordScope
 
 NamedTensors = Iterator[tuple[str, Tensor]]
+SAME_TIMES = 1e-6
+"""Largest difference of a fitted factor from 0 that is taken for 0."""
 
 
 def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp: int) -> NamedTensors:
@@ -53,6 +55,16 @@ def with_local_positions(
             own = table[: len(positions)] - table[positions.clamp(max=table.shape[0] - 1)]
             text = f"{name} is read at positions 0, 1, 2, … instead of this rank's: take plait.positions"
             yield text, expected + own
+
+
+def with_other_router_losses(expected: Tensor, of_losses: Tensor, actual: Tensor) -> NamedTensors:
+    """Yield a gradient in which what the losses of routers give is scaled, by the factor that fits best."""
+    own, square = of_losses.double(), float(of_losses.double().square().sum())
+    if not square or actual.shape != expected.shape:
+        return
+    times = 1 + float(((actual.double() - expected.double()) * own).sum()) / square
+    text = "are not in it" if abs(times) < SAME_TIMES else f"count {times:.4g} times in it"
+    yield f"the losses of the layer's router {text}", expected + ((times - 1) * own).to(expected)
 
 
 def with_another_loss(

@@ -140,6 +140,7 @@ def test_plait_plan_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) 
         ("--hardware a100-80 --restart 3", "--restart goes with --mtbf: add that"),
         ("--hardware a100-80 --ranks 2 --parallel.tp 2", "--parallel.tp does not go with --ranks"),
         ("--hardware a100-80 --ranks 2 --parallel.dp=2", "--parallel.dp does not go with --ranks"),
+        ("--hardware a100-80 --ranks 2 --parallel.ep 1", "--parallel.ep does not go with --ranks"),
         ("--hardware a100-80 --mtbf 0", "--mtbf is 0: give hours above 0"),
         ("--calibrate x.toml --mtbf 3", "--calibrate goes with --ranks only"),
         ("--hardware a100-80 --ranks 2 --parallel.memory_limit 3", "memory_limit does not go with"),
@@ -191,6 +192,33 @@ def test_a_folder_with_experts_is_planned_for_balanced_routing(
     assert sentence in html.read_text()
     assert sentence in _printed(capsys, *options, "--ranks", "1", "--most", "1").splitlines()
     assert _json(capsys, *SMALL, "--train.microbatches", "2")["assumptions"] == []
+
+
+TINY_SPARSE = (
+    *("--hardware", "h100-sxm", "--model.name", "llama", "--model.layers", "1", "--model.hidden", "32"),
+    *("--model.heads", "2", "--model.experts", "2", "--model.inner", "16", "--model.context", "16"),
+    *("--train.batch", "2"),
+)
+
+
+def test_a_search_of_a_model_with_experts_chooses_their_division(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, html = tmp_path / "best.toml", tmp_path / "plans.html"
+    asked = ("--ranks", "2", "--most", "1", "--write", str(file))
+    head, *_ = _printed(capsys, *TINY_SPARSE, *asked).splitlines()
+    assert head.split()[4:11] == ["pp", "tp", "cp", "dp", "ep", "etp", "copies"]
+    plan = config_from_arguments(["--config", str(file)]).plan()
+    assert (plan.world, plan.edp * plan.ep * plan.etp) == (2, 2 // plan.pp)
+    divided = "--parallel.dp", "2", "--parallel.ep", "2", "--train.microbatches", "1"
+    judged = _json(capsys, *TINY_SPARSE, *divided, "--html", str(html))
+    assert judged["breakdown"]["ep communication"] > 0
+    assert "edp × ep × etp" in html.read_text()
+
+
+def test_a_search_of_a_dense_model_says_nothing_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    head, *_ = _printed(capsys, *SMALL, "--ranks", "1", "--most", "1").splitlines()
+    assert not {"ep", "etp"} & {*head.split()}
 
 
 @pytest.mark.full

@@ -1,0 +1,90 @@
+"""Experts that are given to a step: in each layout tokens go there, and all is as on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import plait
+from parity import woven
+from parity.case import rows_of
+from parity.cases import GPT2_CONTEXT, sparse_llama
+from plait.errors import DataError
+from plait.plan.plan import Plan
+
+CASE, ROWS, EXPERTS = sparse_llama(), 8, 5
+ROUTERS = [f"blocks.{number}.mlp.mixture.router" for number in range(2)]
+PLANS: dict[str, dict[str, Any]] = {
+    "ep": {"dp": 2, "ep": 2, "microbatches": 2, "recompute": "full"},
+    "slices": {"tp": 2, "ep": 2, "microbatches": 2},
+    "keep": {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": "keep"},
+    "cp": {"cp": 2, "ep": 2, "strategy": "full"},
+    "pp": {"pp": 2, "dp": 2, "etp": 2, "microbatches": 4, "schedule": "zb-h1"},
+}
+
+
+def drawn(seed: int = 0) -> dict[str, Tensor]:
+    """Two unlike experts for each position, other ones than those of the largest scores."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = ROWS, GPT2_CONTEXT, EXPERTS
+    return {path: torch.rand(shape, generator=generator).argsort(-1)[..., :2] for path in ROUTERS}
+
+
+def in_a_rank(plan: Plan, routing: dict[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    engine = woven.weave(CASE, plan)
+    inputs, targets = CASE.batches(ROWS, 1, torch.float64)[0]
+    share = ROWS // plan.dp
+    own = slice(share * engine.mesh.index("dp"), share * (engine.mesh.index("dp") + 1))
+    given = routing and {path: experts[own] for path, experts in routing.items()}
+    both = (rows_of(value, own.start, own.stop) for value in (inputs, targets))
+    loss = engine.forward_backward(*both, routing=given)
+    load = engine.expert_load
+    assert load is not None
+    if routing is not None:
+        for path, experts in routing.items():
+            assert torch.equal(load.tokens[path], experts.flatten().bincount(minlength=EXPERTS))
+    return loss, {name: one.clone() for name, one in engine.named_gradients()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "pp")) for name in PLANS]
+)
+def test_tokens_go_to_the_given_experts_in_every_layout(thread_ranks: Any, name: str) -> None:
+    plan = Plan(**PLANS[name], precision="fp64")
+    ((loss, gradients),) = thread_ranks.run(in_a_rank, Plan(precision="fp64"), drawn(), ranks=1)
+    for their_loss, theirs in thread_ranks.run(in_a_rank, plan, drawn(), ranks=plan.world):
+        assert their_loss.item() == pytest.approx(loss.item(), rel=1e-13)
+        for parameter, gradient in theirs.items():
+            torch.testing.assert_close(gradient, gradients[parameter], rtol=0, atol=1e-12)
+    ((chosen, _),) = thread_ranks.run(in_a_rank, Plan(precision="fp64"), None, ranks=1)
+    assert chosen.item() != pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda routing: {"blocks.7": routing[ROUTERS[0]]}, "no router: choose of blocks.0.mlp.mixture"),
+        (lambda routing: {ROUTERS[0]: routing[ROUTERS[0]].int()}, r"torch.int32 \[8, 8, 2\]"),
+        (lambda routing: {ROUTERS[1]: routing[ROUTERS[1]] - 1}, "are -1 to 3: give numbers from 0 to 4"),
+    ],
+)
+def test_experts_that_no_router_has_are_refused(thread_ranks: Any, change: Any, told: str) -> None:
+    def body() -> None:
+        with pytest.raises(DataError, match=told):
+            in_a_rank(Plan(precision="fp64"), change(drawn()))
+
+    thread_ranks.run(body, ranks=1)
+
+
+def test_a_model_without_routers_takes_no_experts(thread_ranks: Any) -> None:
+    def body() -> None:
+        engine = plait.parallelize(torch.nn.Linear(2, 2), Plan(), plait.Mesh(Plan()), plait.cross_entropy)
+        with pytest.raises(DataError, match="without routers"):
+            engine.forward_backward(
+                torch.ones(2, 2), torch.tensor([0, 1]), routing={"x": torch.zeros(2, 1, 1)}
+            )
+
+    thread_ranks.run(body, ranks=1)
