@@ -49,6 +49,23 @@ def test_a_matrix_product_has_its_sizes_and_the_bytes_of_its_result(
     assert product.result_bytes != 8 or recorded(call)[-1] == product
 
 
+@pytest.mark.parametrize(
+    ("call", "grouped"),
+    [
+        (lambda: torch.bmm(meta(2, 3, 5), meta(2, 5, 7), out=meta(2, 3, 7)), True),
+        (lambda: meta(2, 3, 7).baddbmm_(meta(2, 3, 5), meta(2, 5, 7)), True),
+        (lambda: torch.bmm(meta(2, 3, 5), meta(2, 5, 7)), False),
+        (lambda: torch.mm(A, B, out=TOTAL), False),
+    ],
+)
+def test_products_of_experts_are_linears_and_other_batches_are_of_attention(
+    call: Callable[[], object], grouped: bool
+) -> None:
+    (product,) = recorded(call)
+    assert isinstance(product, Product)
+    assert (product.grouped, product.is_linear) == (grouped, grouped or product.batch == 1)
+
+
 def test_an_addition_that_is_not_of_a_product_just_computed_counts_by_itself() -> None:
     assert recorded(lambda: (A @ B).add_(meta(7)))[1:] == (Elementwise(4 * (21 + 7 + 21)),)
 

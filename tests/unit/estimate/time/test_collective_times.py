@@ -31,6 +31,10 @@ INSIDE: tuple[tuple[Plan, Collective, Axis, float], ...] = (
     (Plan(cp=4), "ring", "cp", 3 * (3 + 4800 / 100)),
     (Plan(cp=4), "all-to-all", "cp", 3 * 3 + 4800 / 4 * 3 / 4 / (100 / 4)),
     (Plan(pp=2, tp=2), "message", "pp", 3 + 4800 / 100),
+    # Ranks of experts are the innermost, those of tp before those of dp.
+    (Plan(dp=8, ep=4), "all-to-all", "ep_etp", 3 * 3 + 4800 / 4 * 3 / 4 / (100 / 4)),
+    (Plan(dp=2, tp=2, ep=2, etp=2), "all-to-all", "ep_etp", 3 * 3 + 4800 / 4 * 3 / 4 / (100 / 4)),
+    (Plan(dp=4, ep=2, strategy="full"), "reduce-scatter", "edp", 3 + 4800 / 2 / 100),
 )
 ACROSS: tuple[tuple[Plan, Collective, Axis, float], ...] = (
     # Three ranks of different hosts; then of two hosts and of four with four ranks each, whose links add up.
@@ -45,6 +49,8 @@ ACROSS: tuple[tuple[Plan, Collective, Axis, float], ...] = (
     # A rank sends half of what it has to the other host, by a link of its own.
     (Plan(cp=8), "all-to-all", "cp", 7 * 50 + 4800 / 8 / 2 / (8 / 4)),
     (Plan(pp=2, tp=4), "message", "pp", 50 + 4800 / 8),
+    (Plan(dp=8, ep=8), "all-to-all", "ep_etp", 7 * 50 + 4800 / 8 / 2 / (8 / 4)),
+    (Plan(dp=8, ep=4, strategy="full"), "reduce-scatter", "edp", 50 + 4800 / 2 / 8),
     # Copies are apart by the ranks that share state, stages by all ranks of a stage.
     (Plan(dp=4, replicate=2, strategy="full"), "all-reduce", "replicate", 2 * (3 + 4800 / 2 / 100)),
     (Plan(dp=8, replicate=2, strategy="full"), "all-reduce", "replicate", 2 * (50 + 4800 / 2 / 8)),

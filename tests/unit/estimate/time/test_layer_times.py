@@ -11,6 +11,8 @@ from one_second_kernels import DECODER, FAST, HARDWARE
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
+from plait.estimate.time.layer_work import LayerWork
+from plait.estimate.time.operation_times import AxisTransfer
 from plait.plan.decoder import LayerKind
 from plait.plan.plan import Plan
 
@@ -53,6 +55,29 @@ def test_sums_over_tp_are_hidden_by_weight_gradients() -> None:
         assert found.forward.seconds == pytest.approx(replace(PLAIN.forward, tp=forward).seconds)
         assert found.inputs.seconds == pytest.approx(replace(PLAIN.inputs, tp=backward).seconds)
         assert found.weights == PLAIN.weights
+
+
+class Experts(LayerTimer):
+    """A layer whose tokens take two seconds there and two back, beside its other operations."""
+
+    def work(self, kind: LayerKind) -> LayerWork:
+        travels = (AxisTransfer("all-to-all", "ep_etp", 1.0),) * 2
+        return replace(super().work(kind), forward_dispatches=travels, backward_dispatches=travels)
+
+
+def test_the_way_back_of_gradients_is_hidden_by_weight_gradients() -> None:
+    for hardware, tp, at_once, expected in [
+        (HARDWARE, 1, True, lambda one, whole: whole - min(whole / 2, one.weights.total)),
+        (HARDWARE, 1, False, lambda one, whole: whole),
+        (HARDWARE, 2, True, lambda one, whole: whole),  # they run during the sum over tp
+        (ON_CPU, 1, True, lambda one, whole: whole),
+    ]:
+        plan = Plan(precision="bf16", dp=2, tp=tp, ep=2)
+        found = Experts(MicrobatchShape(DECODER, plan, rows=1), hardware, "bf16").times(
+            "attention", "none", at_once=at_once
+        )
+        assert found.forward.ep > 0
+        assert found.inputs.ep == pytest.approx(expected(found, found.forward.ep))
 
 
 def test_backwards_repeat_operations_and_transfers() -> None:

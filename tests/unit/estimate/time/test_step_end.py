@@ -91,6 +91,20 @@ def test_the_optimizer_reads_and_writes_its_state_and_gathers_parameters() -> No
         assert found == pytest.approx((1000 * nbytes / 400, gathers), rel=1e-12)
 
 
+def test_gradients_and_state_of_experts_are_those_of_the_ranks_with_the_same_ones() -> None:
+    """Of 1000 parameters 600 of experts: on two of four ranks each, or shards of them."""
+    sums = 2 * 4 * (400 * 3 / 4 + 600 / 2) / 100 + 2 * 3 * 7
+    assert gradient_transfers(timer(dp=4, ep=2), 1000.0, 3, 600.0) == pytest.approx(sums, rel=1e-12)
+    made = timer(dp=4, ep=2, strategy="optimizer")
+    sums = 4 * (400 * 3 / 4 + 600 / 2) / 100 + 2 * 3 * 7
+    assert gradient_transfers(made, 1000.0, 3, 600.0) == pytest.approx(sums, rel=1e-12)
+    nbytes, gathers = GRADIENT + MOMENTS + 2 * 4 + 2, 2 * (400 * 3 / 4 + 600 / 2) / 100 + 2 * 14
+    found = optimizer_seconds(made, 1000.0, 2, 600.0)
+    assert found == pytest.approx(((400 / 4 + 600 / 2) * nbytes / 400, gathers), rel=1e-12)
+    alone = timer(dp=4, ep=4, strategy="optimizer")  # each rank has its experts for itself
+    assert gradient_transfers(alone, 600.0, 3, 600.0) == 0
+
+
 def test_a_step_ends_when_the_last_rank_has_its_sums_and_the_slowest_its_optimizer() -> None:
     works = [StepEndSizes(1000.0, 2, 0.0), StepEndSizes(4000.0, 4, 0.0), StepEndSizes(1000.0, 2, 0.0)]
     latest = latest_ends(works, [300.0, 100.0, 500.0])

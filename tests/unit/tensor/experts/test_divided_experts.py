@@ -14,6 +14,8 @@ from expert_cases import CASES, Answer, Case, answer
 from torch import Tensor, nn
 
 from parity.live_bytes import LiveBytes
+from plait.estimate.memory.operation_recorder import group_on_meta
+from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.models.huggingface.mixture import Mixture
 from plait.plan.layout import divide
 from plait.plan.layout.shards import shard
@@ -30,6 +32,7 @@ from plait.tensor.autograd.weight_gradient_queue import (
 from plait.tensor.experts.expert_layouts import expert_layouts
 from plait.tensor.experts.experts import ExpertRanks, Experts
 from plait.tensor.experts.mixture import MixtureOfExperts
+from plait.tensor.experts.token_exchange import exchange_of
 
 DIVISIONS = [
     Division(ep=2),
@@ -227,6 +230,31 @@ def test_on_meta_uniform_routing_is_assumed_and_nothing_is_sent(thread_ranks: An
     rows = [hidden + 4, hidden, hidden, hidden + 2]  # tokens, results, and the gradients of both
     expected = [("all_gather", 8 * 10), *(("all_to_all", 8 * 44 * width) for width in rows)]
     assert thread_ranks.run(assumed_of_a_rank, trial, ranks=2) == [expected] * 2
+
+
+def test_on_meta_what_is_sent_is_kept_until_it_has_arrived() -> None:
+    """So that an estimate counts it as long as a run does."""
+    group = group_on_meta("ep_etp", 2, 0, None)
+    tracker = StorageTracker()
+    with tracker.tracking():
+        indices, tokens = torch.zeros(12, 2, dtype=torch.int64), torch.zeros(12, 3)
+        exchange = exchange_of(indices, 4, group, 1)
+        known = sum(tracker.sizes[one] for one in tracker.live())
+        pending = exchange.start(tokens)
+        travelling, received = sum(tracker.sizes[one] for one in tracker.live()) - known, pending()
+        arrived = sum(tracker.sizes[one] for one in tracker.live()) - known
+    assert (travelling, arrived) == (2 * received.nbytes, received.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "sent"), [(1, (12, 0, 0, 0)), (2, (12, 0, 0, 0)), (3, (12, 12, 0, 0)), (5, (12, 12, 12, 0))]
+)
+def test_on_meta_a_rank_may_take_all_tokens(top_k: int, sent: tuple[int, ...]) -> None:
+    """Of eight experts two on each of four ranks: the first are the first rank's, then those of the next."""
+    indices = torch.empty(12, top_k, dtype=torch.int64, device="meta")
+    counts = exchange_of(indices, 8, group_on_meta("ep_etp", 4, 0, None), 1, takes_all=True).counts
+    assert (counts.sent, counts.received, counts.most_received) == (sent, (12,) * 4, 48)
+    assert sum(counts.of_experts) == 48 * min(top_k, 2)
 
 
 def kept_by_a_rank(trial: Trial) -> tuple[int, int, int]:
