@@ -19,7 +19,7 @@ from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, NORMS
-from zoo.routing import CORRECTED, TIED
+from zoo.routing import CORRECTED
 
 RESUMED = VerifyOptions(perturbations=2, resumes=True)
 NATIVE = replace(RESUMED, mode="native")
@@ -266,8 +266,7 @@ MIXTURES = (
     Right("one expert", sparse_llama(layers=1, experts=1, top_k=1), FULL),
     Right("one expert a token", sparse_llama(top_k=1, shared=0), replace(PP, schedule="zb-h1")),
     Right("all experts a token", sparse_llama(layers=1, experts=3, top_k=3), replace(KEEP, dp=2, ep=2)),
-    Right("equal scores", TIED, replace(DP, ep=2)),
-    Right("equal scores cp", TIED, replace(CP, tp=2)),
+    Right("groups and corrections cp", CORRECTED, replace(CP, tp=2)),
     Right("groups and corrections", CORRECTED, replace(FULL, ep=2)),
     Right("groups and corrections keep", CORRECTED, replace(KEEP, recompute="full")),
     Right("experts without tokens", sparse_llama(layers=1, experts=64), replace(FULL, ep=2)),
