@@ -250,6 +250,21 @@ class Reading(nn.Module):
         return self.linear(hidden) * (2.0 if hidden.is_meta or hidden.abs().max().item() > 0 else 1.0)
 
 
+class Listing(nn.Module):
+    """A layer that reads whole numbers on the host, as layers of experts read how many tokens each gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.is_meta:
+            return self.linear(hidden)
+        first = int(sum((hidden[:, 0] > 0).tolist()))
+        order = hidden[:, 0].argsort()
+        return self.linear(torch.cat([hidden[order][:first], hidden[order][first:]]))
+
+
 class Drawing(nn.Module):
     """A layer that draws from torch's own generator."""
 
@@ -265,6 +280,7 @@ class Drawing(nn.Module):
     ("make", "recompute", "why"),
     [
         (Reading, "none", "layers '0' to '1': the host reads the result of aten._local_scalar_dense"),
+        (Listing, "none", "layers '0' to '1': the host reads the result of Tensor.tolist"),
         (Drawing, "full", "layers '0' to '1': aten.rand would draw anew when it is recomputed"),
         (Drawing, "none", ""),
     ],

@@ -29,6 +29,7 @@ OTHERWISE = {
     "model.heads": "the same",
     "model.vocab": "the tokenizer's",
     "model.context": "a model that trains in a minute",
+    "model.top_k": "none in a model without experts; in one with experts 2, as in Python",
     "train.precision": "fp32, whatever the weights in a folder are; in Python a model keeps its own",
     "train.microbatches": "gradients are the same; pipelines need several",
     "train.steps": "fit has to be told",

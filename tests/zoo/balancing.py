@@ -144,7 +144,8 @@ def gradient_of_the_losses_lost() -> Any:
     return patch.object(StepBalance, "gradient", lambda *given: torch.zeros_like(original(*given)))
 
 
-TWO_COPIES, TWO_CONTEXTS = Plan(dp=2, microbatches=2), Plan(cp=2, microbatches=2)
+TWO_COPIES = Plan(dp=2, microbatches=2)
+THREE_CONTEXTS = Plan(cp=3, microbatches=2, context_layout="contiguous")
 THREE_STEPS = VerifyOptions(steps=3, perturbations=1)
 LAST = "3"
 """The last layer with experts, whose backward comes first."""
@@ -169,8 +170,8 @@ BALANCING = (
         plan=Plan(microbatches=2, schedule="gpipe"),
         named=wrong_gradient(),
     ),
-    Row(defect=own_choices_alone, model=DOCUMENTS, plan=TWO_CONTEXTS, named=wrong_gradient()),
-    Row(defect=own_choices_alone, model=STEP, plan=Plan(dp=2), named=wrong_gradient()),
+    Row(defect=own_choices_alone, model=DOCUMENTS, plan=THREE_CONTEXTS, named=wrong_gradient()),
+    Row(defect=own_choices_alone, model=STEP, plan=Plan(dp=4), named=wrong_gradient()),
     Row(defect=own_choices_alone, model=COUPLED, plan=Plan(pp=2), named=wrong_gradient()),
     Row(defect=padding_counted, model=PACKED, plan=TWO_COPIES, named=wrong_gradient()),
     Row(defect=z_loss_of_padding, model=PACKED, plan=TWO_COPIES, named=wrong_gradient()),

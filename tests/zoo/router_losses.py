@@ -96,7 +96,7 @@ def corrected_on_one_rank_only() -> Any:
     return patch.object(StepBalance, "correct", lambda self: original(self) if rank() == 0 else None)
 
 
-def correction_left_out() -> Any:
+def biases_not_corrected() -> Any:
     """Biases stay as they are."""
     return patch.object(StepBalance, "correct", lambda self: None)
 
@@ -143,7 +143,7 @@ ROUTER_LOSSES = (
     _row(counts_doubled_by_recomputation, LOAD, "2 times", plan=sparse.RECOMPUTED),
     _row(load_of_one_rank_shown, LOAD, "sum over dp is missing"),
     _row(corrected_on_one_rank_only, STATE, "not corrected", model=sparse.LEARNING, ranks=(1,)),
-    _row(correction_left_out, STATE, "not corrected", model=sparse.LEARNING),
+    _row(biases_not_corrected, STATE, "not corrected", model=sparse.LEARNING),
     _row(probabilities_of_chosen_experts_only, IN, OTHER),
     _row(z_loss_of_the_mean, IN, OTHER),
 )

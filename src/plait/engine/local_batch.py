@@ -75,7 +75,7 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
 def without_part(
     parallelism: ContextParallelism, *given: Value
 ) -> tuple[list[Value], int | None, str | None]:
-    """Return the values without their `SequencePart`s, and of these the whole batch's length and description.
+    """Unwrap `SequencePart`s: return their local values, and length and description of the whole batch.
 
     The description is the same on every rank of `cp`. Raises DataError where only some values are parts, and
     for parts of another rank or layout.

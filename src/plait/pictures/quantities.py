@@ -56,7 +56,7 @@ def memory_text(value: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """Return a number of things, from a million on with three digits and a word."""
+    """Return a count as text, such as '1.23 million'."""
     for size, word in _COUNTS:
         if value >= size:
             return f"{number_text(value / size, 3)} {word}"

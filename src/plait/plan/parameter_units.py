@@ -48,7 +48,7 @@ FLOAT16 = PRECISIONS["fp16"]
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """A parameter, as a plan is resolved for it: its dtype, whether it trains, its gradient's summands."""
+    """What a plan must know of a parameter: its dtype, whether it trains, how many `tp` ranks repeat it."""
 
     dtype: Dtype = PRECISIONS["fp32"]
     """In the model, before the plan's precisions."""

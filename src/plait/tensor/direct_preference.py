@@ -75,7 +75,10 @@ class PreferenceLoss:
         return self._total(losses, _required(targets))
 
     def weight(self, targets: Targets) -> Tensor:
-        """Return the number of pairs, 0-d. Raises `DataError` for other targets and for pairs apart."""
+        """Return the number of pairs, 0-d.
+
+        Raises DataError for targets that `preference_batch` has not made, and for half a pair.
+        """
         _required(targets)
         answers = targets["answers"]
         if self.apart and len(answers) % 2:

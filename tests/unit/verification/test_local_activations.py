@@ -146,3 +146,14 @@ def test_labels_shifted_after_cutting_the_sequence_are_recognised() -> None:
     assert named[1][:, :-1].tolist() == [[1, 6, 7]]  # next tokens of 0, 1, 6 in 0 1 6 7
     assert parts_of(Plan(), 0).targets_shifted_late(tokens) == []
     assert parts_of(Plan(cp=2), 0).targets_shifted_late({"a": tokens}) == []
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_tokens_of_a_rank_are_its_positions_or_its_part_of_them_along_tp(rank: int) -> None:
+    plan = Plan(cp=2, tp=2, context_layout="contiguous")
+    own = WHOLE[:, 4 * (rank // 2) : 4 * (rank // 2) + 4]
+    parts = parts_of(plan, rank)
+    assert torch.equal(parts.of_tokens(WHOLE.shape, 8).of(WHOLE), own.flatten(0, 1))
+    half = own[:, 2 * (rank % 2) : 2 * (rank % 2) + 2]
+    assert torch.equal(parts.of_tokens(WHOLE.shape, 4).of(WHOLE), half.flatten(0, 1))
+    assert torch.equal(parts.of_tokens((16, 3), 16).of(WHOLE.flatten(0, 1)), WHOLE.flatten(0, 1))

@@ -276,3 +276,23 @@ def test_after_a_plan_that_was_refused_the_next_one_runs(thread_ranks: RankPool)
         assert [type(outcome) for outcome in of_rank] == [RankOutcome, RefusedPlan, RefusedPlan, RankOutcome]
     told = [{of_rank[number].reason for of_rank in results} for number in (1, 2)]
     assert [len(reasons) for reasons in told] == [1, 1]
+
+
+@given(st.integers(1, 8), PLANS)
+def test_experts_are_divided_in_every_way_over_each_layout(ranks: int, plan: Plan) -> None:
+    """Also those of a plan that divides them itself, which other layouts may not allow."""
+    given = replace(plan, dp=2, ep=2)
+    plans = plans_on(ranks, given, factorial(64), in_parts=True, with_experts=True)
+    without = plans_on(ranks, given, factorial(64), in_parts=True)
+    assert not any(one.divides_experts for one in without)
+    divided = plans[len(without) :]
+    assert plans[: len(without)] == without
+    found = {(one.pp, one.dp, one.cp, one.tp, one.ep, one.etp) for one in divided}
+    layouts = {(one.pp, one.dp, one.cp, one.tp) for one in without}
+    assert len(found) == len(divided)
+    assert found == {
+        (*layout, ep, etp)
+        for layout in layouts
+        for ep, etp in product(range(1, ranks + 1), repeat=2)
+        if ep * etp > 1 and prod(layout[1:]) % (ep * etp) == 0
+    }

@@ -346,7 +346,7 @@ def test_every_plan_of_a_sweep_is_verified_or_refused(
     monkeypatch.setattr(verify_module, "plans_on", two)
     case = replace(mlp_case(mode=mode, steps=1), ranks_as="threads")
     sweep = verify_all(case, PLAN, 1, report_progress=lambda done, of: progress.append((done, of)))
-    assert given == [((1, PLAN, 4), {"in_parts": False, "in_chunks": in_chunks})]
+    assert given == [((1, PLAN, 4), {"in_parts": False, "in_chunks": in_chunks, "with_experts": False})]
     assert (sweep.ranks, tuple(plan for plan, _ in sweep.rows)) == (1, plans)
     assert [isinstance(result, RefusedPlan) for _, result in sweep.rows] == [True, False, False]
     assert [report.plan for report in sweep.reports] == list(plans[1:])
@@ -354,4 +354,4 @@ def test_every_plan_of_a_sweep_is_verified_or_refused(
     assert progress == [(2, 3), (3, 3)]
     other = replace(case, loss=lambda output, targets: output.sum())
     verify_all(other, PLAN, 1)
-    assert given[1] == ((1, PLAN, 4), {"in_parts": False, "in_chunks": False})
+    assert given[1] == ((1, PLAN, 4), {"in_parts": False, "in_chunks": False, "with_experts": False})

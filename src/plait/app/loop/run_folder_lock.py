@@ -126,5 +126,5 @@ def set_aside(folder: Path, names: Sequence[str] = REPORT_FILES) -> Path | None:
 
 
 def set_aside_line(kept: Path) -> str:
-    """Return a sentence on the files that `set_aside` has moved."""
+    """Return a sentence that says in which folder the earlier run's files are."""
     return f"The files of the run before are in {kept}."

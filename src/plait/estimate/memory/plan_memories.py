@@ -69,7 +69,7 @@ class PlanMemories(ABC):
 
     @abstractmethod
     def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float | None:
-        """Return the bytes that the largest rank allocates, or None where only a slow simulation tells."""
+        """Return the bytes of the rank that allocates most; None where only a simulation of a step tells."""
 
     @abstractmethod
     def ranks(

@@ -63,7 +63,7 @@ class Parts:
         return Parts(*map(add, self.seconds, other.seconds))
 
     def times(self, count: float) -> Parts:
-        """Return the seconds of `count` repetitions."""
+        """Return the parts multiplied by `count`."""
         return Parts(*[part * count for part in self.seconds])
 
 

@@ -128,7 +128,7 @@ class PartialOutputs:
 
     @property
     def readers(self) -> tuple[Readers, ...]:
-        """The linears that can be joined, and which of their outputs have to be copied."""
+        """Linears of one input that can run as one product, and outputs that must be copied for autograd."""
         saved = {id(one.untyped_storage()) for one in self._saved}
         found = []
         for each in self._readers:

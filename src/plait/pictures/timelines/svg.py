@@ -168,7 +168,7 @@ class Frame:
         return ticks / max(self.timeline.length, 1) * self.plot
 
     def at(self, tick: float) -> float:
-        """Return the x coordinate of a tick."""
+        """Return the x coordinate, in pixels, of a time in ticks (units of time)."""
         return self.left + self.wide(tick)
 
     @cached_property

@@ -26,7 +26,7 @@ PATIENCE = 2
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """By what an idle rank chooses among the operations that could fill a gap in its time."""
+    """How an idle rank chooses its next action."""
 
     gap: float = 0.5
     """Fill a gap that is at least this part of the operation; the rest delays the following operations."""

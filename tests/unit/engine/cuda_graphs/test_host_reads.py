@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from plait.engine.cuda_graphs.host_reads import HostReads
+from plait.tensor.autograd.torch_calls import run_backward
 
 X = torch.arange(12, dtype=torch.float64).view(3, 4)
 
@@ -21,6 +23,9 @@ X = torch.arange(12, dtype=torch.float64).view(3, 4)
         (lambda x: x[x > 1], "aten.index"),
         (lambda x: torch.masked_select(x, x > 1), "aten.masked_select"),
         (lambda x: torch.equal(x, x + 1), "aten.equal"),
+        (lambda x: x.sum(0).tolist(), "Tensor.tolist"),
+        (lambda x: x.numpy(), "Tensor.numpy"),
+        (lambda x: np.asarray(x), "Tensor.__array__"),
     ],
 )
 def test_operations_whose_result_the_host_reads_are_noted(
@@ -38,6 +43,15 @@ def test_other_operations_are_not() -> None:
         attended = functional.scaled_dot_product_attention(*(rows[None, None],) * 3)
         attended.sum().backward()  # type: ignore[no-untyped-call]
     assert (reads.reads, reads.draws) == ([], [])
+
+
+def test_a_read_within_a_backward_is_noted() -> None:
+    leaf = X.clone().requires_grad_()
+    product = leaf * 2
+    product.register_hook(lambda gradient: gradient * len(gradient.tolist()))
+    with HostReads() as reads:
+        run_backward([product], [torch.ones_like(X)])
+    assert reads.reads == ["Tensor.tolist"]
 
 
 @pytest.mark.parametrize("compute", [torch.rand_like, lambda x: functional.dropout(x, 0.5), torch.bernoulli])

@@ -11,7 +11,7 @@ from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
-from plait.verification.definitions.experts import FORWARDS, largest
+from plait.verification.definitions.experts import FORWARDS, experts_of_largest
 from plait.verification.definitions.functions import Definitions
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 8, 12, 3, 40
@@ -59,9 +59,24 @@ def test_definitions_of_routers_and_experts_give_what_plait_computes(routing: st
     assert_equal(own, defined, 1e-12, "a result")
 
 
-def test_of_equal_values_the_lowest_index_is_the_largest() -> None:
-    values = torch.tensor([[1.0, 3.0, 3.0, -torch.inf, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    assert largest(values, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
+def test_of_equal_scores_the_lowest_number_is_chosen() -> None:
+    scores = torch.tensor([[1.0, 3.0, 3.0, -torch.inf, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    chosen, margins = experts_of_largest(Routing(), scores, None, 3)
+    assert chosen.tolist() == [[1, 2, 4], [0, 1, 2]]
+    assert margins.tolist() == [1.0, 0.0]
+
+
+def test_a_choice_of_all_experts_has_an_infinite_margin() -> None:
+    assert experts_of_largest(Routing(), torch.rand(2, 3), None, 3)[1].isinf().all()
+
+
+def test_the_margin_between_groups_counts() -> None:
+    """Groups add up to 5.0, 4.9 and 1; within the first the scores are 2 apart."""
+    routing = Routing(scores="sigmoid", groups=3)
+    scores = torch.tensor([[3.5, 1.5, 4.8, 0.1, 0.5, 0.5]], dtype=torch.float64)
+    chosen, margins = experts_of_largest(routing, scores, None, 1)
+    assert chosen.tolist() == [[0]]
+    torch.testing.assert_close(margins, torch.tensor([0.1], dtype=torch.float64))
 
 
 def test_padding_has_no_experts() -> None:
