@@ -78,10 +78,21 @@ def sparse(choose: Choose, experts: int = EXPERTS) -> Case:
 
 @pytest.mark.parametrize("name", in_quick(PLANS, "dp 2 ep 2", "keep", "recompute"))
 def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
-    plan = Plan(**{"microbatches": 2, "precision": "fp32", **PLANS[name]})
-    experts, rows = UNEVEN.get(name, EXPERTS), 12
-    # A rank's tokens are a multiple of the choices, or nearly.
-    case = sparse(every_choice, experts)
+    check(rank_pool, sparse(every_choice, UNEVEN.get(name, EXPERTS)), name)
+
+
+def adapted() -> nn.Module:
+    return plait.lora(sparse(every_choice).build(), rank=8, targets=("experts.*", "query"))
+
+
+@pytest.mark.parametrize("name", in_quick(("dp 2 ep 2", "full, each", "recompute", "bf16"), "dp 2 ep 2"))
+def test_predicted_memory_of_adapted_experts_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
+    check(rank_pool, Case("adapted", adapted, draw), name)
+
+
+def check(rank_pool: Any, case: Case, name: str) -> None:
+    """Each rank's tokens are a multiple of the choices, or nearly."""
+    plan, rows = Plan(**{"microbatches": 2, "precision": "fp32", **PLANS[name]}), 12
     counted = rank_pool.run(count_in_a_rank, case, plan, False, rows, ranks=plan.world)
     ranks, moments = foretold(case, plan, 2, rows)
     for rank, foreseen in enumerate(ranks):

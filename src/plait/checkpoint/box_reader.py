@@ -1,6 +1,7 @@
 """Opens a checkpoint, checks it for damage, and reads ranges of its tensors, with or without LoRA's adapters.
 
-A linear at `PATH` with an adapter is saved as `PATH.base.weight`, `PATH.down.weight` and `PATH.up.weight`.
+A linear at `PATH` with an adapter is saved as `PATH.base.weight`, `PATH.down.weight` and `PATH.up.weight`; an
+adapter of the parameter `NAME` of experts as `NAME_adapter.down` and `NAME_adapter.up`.
 """
 
 from __future__ import annotations
@@ -116,12 +117,13 @@ class FullTensors:
 
 
 _BASE, _PARTS = "base", ("base", "down", "up")
+_OF_EXPERTS = "_adapter.down"
 _MOST_LISTED = 3
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A linear's LoRA adapter in a checkpoint: its tensors' names, and how they are added to the weight."""
+    """A weight's LoRA adapter in a checkpoint: its tensors' names, and how they are added to the weight."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """By name, in the order of the arguments of `added` after the weight."""
@@ -133,12 +135,13 @@ class MergedTensors:
     """Reads a model's tensors by name, with LoRA adapters in the checkpoint added to their linears."""
 
     def __init__(self, tensors: FullTensors, adapters: Mapping[str, Adapter]) -> None:
-        """`adapters`: those of all adapted linears, by path. CheckpointError where others are saved."""
+        """`adapters`: by the name of their weight. CheckpointError where others are saved."""
         _require_adapters(tensors.manifest, adapters)
         self._tensors = tensors
-        self._adapters = {parameter_key(f"{path}.weight"): one for path, one in adapters.items()}
+        self._adapters = {parameter_key(name): one for name, one in adapters.items()}
         parts = {parameter_key(name) for one in adapters.values() for name in one.shapes}
-        bases = {parameter_key(f"{path}.{_BASE}."): parameter_key(f"{path}.") for path in adapters}
+        paths = (name.rpartition(".")[0] for name in adapters)
+        bases = {parameter_key(f"{path}.{_BASE}."): parameter_key(f"{path}.") for path in paths}
         self._saved: dict[str, str] = {}
         """The key in the checkpoint by the key of a tensor."""
         for key in tensors.manifest.tensors:
@@ -172,16 +175,18 @@ class MergedTensors:
         return self._tensors.read_box(self._saved[name], box, dtype)
 
 
-def adapted_linears(names: Iterable[str]) -> list[str]:
-    """Return the paths of the linears with an adapter, given the names of a model's parameters."""
+def adapted_weights(names: Iterable[str]) -> list[str]:
+    """Return the names of the weights with an adapter, given the names of a model's parameters."""
     known = set(names)
     bases = (name.removesuffix(f".{_BASE}.weight") for name in known if name.endswith(f".{_BASE}.weight"))
-    return sorted(path for path in bases if all(f"{path}.{part}.weight" in known for part in _PARTS))
+    linears = (path for path in bases if all(f"{path}.{part}.weight" in known for part in _PARTS))
+    experts = (name.removesuffix(_OF_EXPERTS) for name in known if name.endswith(_OF_EXPERTS))
+    return sorted([*(f"{path}.weight" for path in linears), *(name for name in experts if name in known)])
 
 
 def _require_adapters(manifest: Manifest, adapters: Mapping[str, Adapter]) -> None:
     shapes = {name: one.shape for name, one in manifest.parameters.items()}
-    unknown = [path for path in adapted_linears(shapes) if path not in adapters]
+    unknown = [name.removesuffix(".weight") for name in adapted_weights(shapes) if name not in adapters]
     if unknown:
         raise CheckpointError(
             f"the checkpoint has adapters whose scale it does not record "

@@ -172,7 +172,8 @@ class Runner:
     def record_segments(self, recorder: GraphRecorder, **options: Any) -> None:
         """Record the segments of later training steps; `options`: those of `SegmentGraphs`."""
         runtime = self.runtime
-        never = "" if self.plan.tp == self.plan.cp == 1 else "layers communicate over tp or cp"
+        communicates = not self.plan.tp == self.plan.cp == self.plan.ep == self.plan.etp == 1
+        never = "layers communicate over tp, cp, ep or etp" if communicates else ""
         addresses = FixedAddresses(runtime.units, self.pipeline.stages)
         self.graphs = SegmentGraphs(
             recorder, self.pipeline, runtime.dropout, addresses, self.mesh.device, never=never, **options

@@ -8,10 +8,13 @@ Tensor parallelism follows from the rules of the model without adapters, by `rul
     column, behind an entrance     column   replicated    column
     column, no entrance            column   -             column
     row                            row      row           -
+
+Adapters of experts are divided as the experts are, by `Plan(ep=…)`: see `plait.models.expert_lora`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +29,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from plait.errors import ModelError, listed
+from plait.models.expert_lora import (
+    SUFFIX,
+    ExpertLora,
+    ExpertMatrices,
+    expert_matrices,
+    require_adaptable,
+)
 from plait.models.initial_values import Constant, Initial, initial_value
 from plait.models.initial_values import Normal as NormalValues
 from plait.models.layers.layer_sequence import NO_SHAPE, sequence_of
@@ -37,8 +47,6 @@ from plait.tensor.dropout import Dropout
 
 Model = TypeVar("Model", bound=nn.Module)
 Sizes = tuple[int, int]
-HALVES = ("down", "up")
-"""The linears of an adapter."""
 _MOST_LISTED = 4
 
 
@@ -75,6 +83,11 @@ class LoraLinear(nn.Module):
         """The bias of the frozen linear."""
         return cast(nn.Parameter | None, self.base.bias)
 
+    @property
+    def halves(self) -> dict[str, Tensor]:
+        """Return the weights of `down` and `up` by their names."""
+        return {"down.weight": self.down.weight, "up.weight": self.up.weight}
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the linear and its adapter."""
         dropped = input if self.dropout is None else self.dropout(input)
@@ -104,30 +117,39 @@ def lora(
     """Return `model` itself, with a trainable adapter on its linears and all other parameters frozen.
 
     Adapts each linear whose path fits one of `targets`, such as "blocks.*.attention.query", "*.mlp.*" or
-    "q_proj": `*` stands for any characters, and a target may be the end of a path. None: all linears but
-    those of the last layer. Gives `model` the rules of its adapters in place of its own, `model.rules`.
-    Adapters of a model on the meta device get values from `parallelize`, others here, by name and `seed`.
-    Raises ModelError for sizes that make no adapter, and for targets that match no linear.
+    "q_proj": `*` stands for any characters, and a target may be the end of a path. Also the matrices of
+    experts whose names fit, such as "experts.gate_up_proj", each expert by itself; these without dropout.
+    None: all linears but those of the last layer, and no experts. Gives `model` the rules of its adapters in
+    place of its own, `model.rules`. Adapters of a model on the meta device get values from `parallelize`,
+    others here, by name and `seed`. Raises ModelError for sizes that make no adapter, and for targets that
+    match nothing to adapt.
     """
     require_instance("the model", model, nn.Module, "give a torch.nn.Module", ModelError)
     if adapters_of(model):
         raise ModelError("the model has adapters already: give lora a model without any.")
-    adapt(model, _targets(model, targets), rank=rank, alpha=alpha, dropout=dropout, seed=seed)
+    linears, experts = _targets(model, targets)
+    adapt(model, linears, experts, rank=rank, alpha=alpha, dropout=dropout, seed=seed)
     return model
 
 
 def adapt(
     model: nn.Module,
     chosen: Mapping[str, nn.Module],
+    experts: Mapping[str, ExpertMatrices],
     *,
     rank: int,
     alpha: float,
     dropout: float = 0.0,
     seed: int = 0,
 ) -> None:
-    """Add LoRA adapters to the linears `chosen` (by path), and freeze all other parameters, in place."""
+    """Add LoRA adapters to the linears `chosen` and to `experts`, and freeze all other parameters, in place.
+
+    Both are given by path.
+    """
     require_sizes(rank, alpha, dropout)
-    _refuse_shared(model, chosen)
+    require_adaptable(experts, dropout)
+    weights = {path: one.weight for path, one in chosen.items()}
+    _refuse_shared(model, {**weights, **{path: one.weight for path, one in experts.items()}})
     rules = getattr(model, "rules", None)
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     matched = match(rules, paths) if isinstance(rules, Mapping) else {}
@@ -139,27 +161,38 @@ def adapt(
             parts = [int(attrgetter(name)(parent)) for name in _parts_of(matched.get(path))]
             made[id(linear)] = LoraLinear(linear, rank=rank, alpha=alpha, dropout=dropout, parts=parts)
         setattr(parent, path.rpartition(".")[2], made[id(linear)])
+    for matrices in experts.values():
+        matrices.adapt(rank, alpha)
     names = getattr(model, "huggingface_names", None)
     if names is not None:
         renamed = {_renamed(name, chosen): theirs for name, theirs in cast(Any, names).items()}
         model.huggingface_names = cast(Any, renamed)
     if isinstance(rules, Mapping):
         model.rules = cast(Any, rules_with_adapters(rules, model, paths, set(chosen), dropout > 0))
-    if not all(one.down.weight.is_meta for one in made.values()):
+    halves = (half for one in adapters_of(model).values() for half in one.halves.values())
+    if not all(half.is_meta for half in halves):
         copy_values(model, adapter_values(model, seed))
 
 
-def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapted linears of `model` by path; one that occurs in several places by its first."""
-    return {path: one for path, one in model.named_modules() if isinstance(one, LoraLinear)}
+def adapters_of(model: nn.Module) -> dict[str, LoraLinear | ExpertLora]:
+    """Return the adapted linears of `model`, and the adapters of experts, by path.
+
+    One that occurs in several places has the path of the first.
+    """
+    return {path: one for path, one in model.named_modules() if isinstance(one, LoraLinear | ExpertLora)}
+
+
+def adapted_weight(path: str, one: LoraLinear | ExpertLora) -> str:
+    """Return the name, in the model without adapters, of the weight of the adapter at `path`."""
+    return path.removesuffix(SUFFIX) if isinstance(one, ExpertLora) else f"{path}.weight"
 
 
 def adapter_values(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     """Return the initial values of the adapters of `model`, drawn by name and `seed` only."""
     return {
-        f"{path}.{half}.weight": initial_value(_on_meta(one), path, f"{half}.weight", seed)
+        f"{path}.{half}": initial_value(_on_meta(one), path, half, seed)
         for path, one in adapters_of(model).items()
-        for half in HALVES
+        for half in one.halves
     }
 
 
@@ -180,21 +213,26 @@ def merged_values(model: nn.Module, values: Mapping[str, Tensor] | None = None) 
     """
     merged: dict[str, Tensor] = dict(model.state_dict() if values is None else values)
     for path, one in model.named_modules(remove_duplicate=False):
-        if not isinstance(one, LoraLinear):
+        if not isinstance(one, LoraLinear | ExpertLora):
             continue
-        down, up = merged.pop(f"{path}.down.weight"), merged.pop(f"{path}.up.weight")
+        down, up = (merged.pop(f"{path}.{half}") for half in one.halves)
         for name in [name for name in merged if name.startswith(f"{path}.base.")]:
             merged[f"{path}.{name.rpartition('.')[2]}"] = merged.pop(name)
-        weight = merged[f"{path}.weight"]
-        merged[f"{path}.weight"] = added(weight, down, up, one.scale, is_transposed_linear(one.base))
+        weight = adapted_weight(path, one)
+        merged[weight] = added(merged[weight], down, up, one.scale, is_transposed(one))
     return merged
 
 
+def is_transposed(one: LoraLinear | ExpertLora) -> bool:
+    """Return whether the weight that an adapter is added to is `[…, in, out]`."""
+    return one.transposed if isinstance(one, ExpertLora) else is_transposed_linear(one.base)
+
+
 def added(weight: Tensor, down: Tensor, up: Tensor, scale: float, transposed: bool) -> Tensor:
-    """Return `weight + scale · up @ down` in the dtype of `weight`, which is `[in, out]` if `transposed`."""
+    """Return `weight + scale · up @ down` in the dtype of `weight`, `[…, in, out]` if `transposed`."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     product = up.to(wide) @ down.to(wide)
-    return weight.to(wide).add(product.t() if transposed else product, alpha=scale).to(weight.dtype)
+    return weight.to(wide).add(product.mT if transposed else product, alpha=scale).to(weight.dtype)
 
 
 def rules_with_adapters(
@@ -252,10 +290,13 @@ def require_sizes(rank: object, alpha: object, dropout: object) -> None:
         raise ModelError(f"an adapter has dropout = {dropout!r}: give a probability from 0, and below 1.")
 
 
-def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Module]:
-    """Return the linears to adapt by path. Raises ModelError for targets that match none."""
+def _targets(
+    model: nn.Module, targets: Iterable[str] | None
+) -> tuple[dict[str, nn.Module], dict[str, ExpertMatrices]]:
+    """Return the linears and the experts' matrices to adapt, by path. ModelError if a target matches none."""
     modules = dict(model.named_modules(remove_duplicate=False))
     linears = {path: one for path, one in modules.items() if path and (is_linear(one) or _is_unready(one))}
+    experts = expert_matrices(model)
     if isinstance(targets, str):
         targets = (targets,)
     if targets is not None:
@@ -271,14 +312,14 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
         chosen = set()
         for target in targets:
             require_instance("a target of lora", target, str, "give the paths of linears", ModelError)
-            fitting = {path for path in linears if _fits(path, target)}
+            fitting = {path for path in (*linears, *experts) if _fits(path, target)}
             if not fitting:
-                raise ModelError(_matches_none(target, linears, modules))
+                raise ModelError(_matches_none(target, (*linears, *experts), modules))
             chosen |= fitting
     found = {path: linear for path, linear in linears.items() if path in chosen}
     for path, linear in found.items():
         _require_weight(path, linear)
-    return found
+    return found, {path: one for path, one in experts.items() if path in chosen}
 
 
 def _is_unready(module: nn.Module) -> bool:
@@ -318,14 +359,14 @@ def _matches_none(target: str, linears: Iterable[str], modules: Mapping[str, nn.
     )
 
 
-def _refuse_shared(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
-    """Raise ModelError where a linear's weight is that of another module too, as a tied head's is."""
+def _refuse_shared(model: nn.Module, chosen: Mapping[str, Any]) -> None:
+    """Raise ModelError where one of the weights `chosen` is another module's too, as a tied head's is."""
     holders: dict[int, set[int]] = {}
     for module in model.modules():
         for one in module.parameters(recurse=False):
             holders.setdefault(id(one), set()).add(id(module))
-    for path, linear in chosen.items():
-        if len(holders[id(linear.weight)]) > 1:
+    for path, weight in chosen.items():
+        if len(holders[id(weight)]) > 1:
             raise ModelError(
                 f"{path} shares its weight with another module, into which an adapter cannot be merged: "
                 "leave it out of lora's targets."
@@ -355,7 +396,9 @@ def _parts_names(count: int) -> tuple[str, ...]:
     return tuple(f"parts_{number}" for number in range(count))
 
 
-def _on_meta(one: LoraLinear) -> LoraLinear:
+def _on_meta(one: LoraLinear | ExpertLora) -> LoraLinear | ExpertLora:
+    if isinstance(one, ExpertLora):
+        return copy.deepcopy(one).to("meta")
     with torch.device("meta"):
         base = nn.Linear(one.in_features, one.out_features, dtype=one.weight.dtype)
         return LoraLinear(base, rank=one.rank, alpha=one.alpha)

@@ -1,7 +1,7 @@
 """Adapters in the files of peft: a folder with adapter_config.json and adapter_model.safetensors.
 
 peft names a tensor `base_model.model.PATH.lora_A.weight` (`down`) or `lora_B` (`up`), PATH being that of the
-linear in the model of transformers.
+linear in the model of transformers. Those of experts: see `plait.models.peft_experts`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, hub_remedy, listed
 from plait.files import require_file, write_bytes
+from plait.models.expert_lora import SUFFIX, ExpertLora, expert_matrices
 from plait.models.huggingface.weight_files import json_object
-from plait.models.lora import HALVES, LoraLinear, adapt, adapters_of, copy_values, is_linear, require_sizes
+from plait.models.lora import LoraLinear, adapt, adapters_of, copy_values, is_linear, require_sizes
+from plait.models.peft_experts import from_peft, parameters_in_peft, paths_of_adapters, targeted, to_peft
 from plait.plan.rules import join
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _HALF = {"A": "down", "B": "up"}
-_READ = ("r", "lora_alpha", "lora_dropout")
+_READ = ("r", "lora_alpha", "lora_dropout", "target_parameters")
 _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     # Which linears have adapters follows from the tensors.
@@ -57,10 +59,11 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
         raise ModelError("the model has adapters already: give load_adapter a model without any.")
     folder = Path(folder)
     config, tensors = _read(folder)
-    renamed = _renamed(model, folder, tensors)
+    renamed = _renamed(model, folder, config, tensors)
     adapted = {name.removesuffix(".weight").rpartition(".")[0] for name in renamed}
     chosen = {path: one for path, one in model.named_modules() if path in adapted}
-    if not chosen:
+    experts = {path: one for path, one in expert_matrices(model).items() if path + SUFFIX in adapted}
+    if not chosen and not experts:
         raise ModelError(f"{folder / WEIGHTS} has no adapters: give another folder.")
     rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
     try:
@@ -74,7 +77,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
             f"{folder / CONFIG} has r = {rank}, and {WEIGHTS} has {unlike} as {list(renamed[unlike].shape)}: "
             "give another folder."
         )
-    adapt(model, chosen, rank=rank, alpha=alpha, dropout=dropout)
+    adapt(model, chosen, experts, rank=rank, alpha=alpha, dropout=dropout)
     _check_shapes(model, renamed, folder)
     copy_values(model, renamed)
     return renamed
@@ -85,7 +88,7 @@ def values_in(model: nn.Module, folder: Path) -> dict[str, Tensor]:
 
     Raises ModelError as `load_adapter`.
     """
-    values = _renamed(model, folder, _read(folder)[1])
+    values = _renamed(model, folder, *_read(folder))
     _check_shapes(model, values, folder)
     return values
 
@@ -106,11 +109,11 @@ def save_adapter(
         raise ModelError("the model has no adapters to save: give it some by plait.lora.")
     _require_alike(adapters)
     _require_nothing_beside(model, adapters)
-    theirs = _names_in_peft(model)
+    linears, experts = _paths_in_peft(model, adapters)
     tensors = {
-        f"base_model.model.{theirs[path]}.lora_{letter}.weight": given[f"{path}.{half}.weight"].contiguous()
-        for path in adapters
-        for letter, half in _HALF.items()
+        f"base_model.model.{(linears | experts)[path]}.lora_{letter}.weight": _to_peft(one, given, path, half)
+        for path, one in adapters.items()
+        for letter, half in zip("AB", one.halves, strict=True)
     }
     first = next(iter(adapters.values()))
     config = {
@@ -120,18 +123,38 @@ def save_adapter(
         "r": first.rank,
         "lora_alpha": first.alpha,
         "lora_dropout": 0.0 if first.dropout is None else first.dropout.p,
-        "target_modules": sorted(theirs[path] for path in adapters),
-        "fan_in_fan_out": is_transposed_linear(first.base),
+        "target_modules": sorted(linears.values()),
+        "fan_in_fan_out": any(is_transposed_linear(model.get_submodule(f"{path}.base")) for path in linears),
         "bias": "none",
         "inference_mode": True,
     }
+    if experts:
+        theirs = parameters_in_peft(model)
+        config["target_parameters"] = sorted(theirs[path.removesuffix(SUFFIX)] for path in experts)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     write_bytes(target / WEIGHTS, save(tensors, metadata={"format": "pt"}))
     write_bytes(target / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
 
 
-def _require_alike(adapters: Mapping[str, LoraLinear]) -> None:
+def _paths_in_peft(
+    model: nn.Module, adapters: Mapping[str, LoraLinear | ExpertLora]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the path in peft's model of each adapter by its path in `model`: of linears, and of experts."""
+    theirs, parameters = _names_in_peft(model), parameters_in_peft(model)
+    of_experts = [path for path, one in adapters.items() if isinstance(one, ExpertLora)]
+    nested = paths_of_adapters([parameters[path.removesuffix(SUFFIX)] for path in of_experts])
+    linears = {path: theirs[path] for path in adapters if path not in of_experts}
+    return linears, {path: nested[parameters[path.removesuffix(SUFFIX)]] for path in of_experts}
+
+
+def _to_peft(one: LoraLinear | ExpertLora, given: Mapping[str, Tensor], path: str, half: str) -> Tensor:
+    """Return half of an adapter, of the values `given`, as peft has it."""
+    tensor = given[f"{path}.{half}"]
+    return (to_peft(tensor, half) if isinstance(one, ExpertLora) else tensor).contiguous()
+
+
+def _require_alike(adapters: Mapping[str, LoraLinear | ExpertLora]) -> None:
     """Raise ModelError where adapters differ in rank, alpha or dropout, of which a folder has one."""
     kinds = {
         (one.rank, one.alpha, 0.0 if one.dropout is None else one.dropout.p): path
@@ -145,9 +168,9 @@ def _require_alike(adapters: Mapping[str, LoraLinear]) -> None:
         )
 
 
-def _require_nothing_beside(model: nn.Module, adapters: Mapping[str, LoraLinear]) -> None:
+def _require_nothing_beside(model: nn.Module, adapters: Mapping[str, LoraLinear | ExpertLora]) -> None:
     """Raise ModelError for parameters that are trained and are not an adapter's."""
-    saved = {id(one.get_parameter(f"{half}.weight")) for one in adapters.values() for half in HALVES}
+    saved = {id(half) for one in adapters.values() for half in one.halves.values()}
     trained = (name for name, one in model.named_parameters() if one.requires_grad and id(one) not in saved)
     if beside := list(trained):
         raise ModelError(
@@ -194,21 +217,44 @@ def _remedy(key: str, value: object) -> str:
     return f"train with {key} = {_ACCEPTED[key][0]}" if key in _ACCEPTED else "train without it"
 
 
-def _renamed(model: nn.Module, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _renamed(
+    model: nn.Module, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the tensors of peft by the names that they have in `model` with adapters."""
     paths = {theirs: path for path, theirs in _names_in_peft(model).items()}
+    experts, matrices = _experts_in_peft(model, folder, config), expert_matrices(model)
     found = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
+        if match is not None and match[1] in experts:
+            name, half = experts[match[1]], _HALF[match[2]]
+            found[f"{name}{SUFFIX}.{half}"] = from_peft(tensor, half, len(matrices[name].weight))
+            continue
         path = paths.get(match[1]) if match else None
         module = None if path is None else model.get_submodule(path)
         if match is None or module is None or not (is_linear(module) or isinstance(module, LoraLinear)):
             raise ModelError(
-                f"{folder / WEIGHTS} has {key}, which is no adapter of a linear of the model: give the model "
-                "for which it was trained."
+                f"{folder / WEIGHTS} has {key}, which is no adapter of a linear of the model, nor of experts "
+                f"that target_parameters in {CONFIG} names: give the model for which it was trained."
             )
         found[f"{path}.{_HALF[match[2]]}.weight"] = tensor
+    for theirs, name in experts.items():
+        if f"{name}{SUFFIX}.down" not in found:
+            raise ModelError(
+                f"{folder / CONFIG} has target_parameters for {name}, and {WEIGHTS} has no adapter of it "
+                f"({theirs}): give a folder that is whole."
+            )
     return found
+
+
+def _experts_in_peft(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names in `model` of experts' parameters, by the path in peft of the adapter of each."""
+    names = {theirs: path for path, theirs in parameters_in_peft(model).items()}
+    targets = config.get("target_parameters") or ()
+    return {
+        theirs: names[parameter]
+        for parameter, theirs in paths_of_adapters(targeted(targets, names, str(folder / CONFIG))).items()
+    }
 
 
 def _names_in_peft(model: nn.Module) -> dict[str, str]:
@@ -228,9 +274,9 @@ def _names_in_peft(model: nn.Module) -> dict[str, str]:
 
 def _check_shapes(model: nn.Module, values: Mapping[str, Tensor], folder: Path) -> None:
     wanted = {
-        f"{path}.{half}.weight": one.get_parameter(f"{half}.weight").shape
+        f"{path}.{half}": weight.shape
         for path, one in adapters_of(model).items()
-        for half in HALVES
+        for half, weight in one.halves.items()
     }
     faults = [f"{name} is missing" for name in wanted if name not in values]
     faults += [

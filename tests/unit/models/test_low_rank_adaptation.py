@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import plait
 from parity.lora_cases import adapted
 from parity.norm import assert_equal
 from plait.errors import ModelError
+from plait.models.expert_lora import MATRICES, ExpertLora
 from plait.models.lora import LoraLinear, adapter_values, adapters_of
 from plait.rules import column, entrance, piece, replicated, row
 
@@ -105,6 +107,61 @@ def test_merged_values_are_those_of_the_model_with_its_adapters_added() -> None:
     plain.load_state_dict(merged)
     tokens = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(1))
     assert_equal({"logits": plain(tokens).detach()}, {"logits": model(tokens).detach()}, 1e-12, "the value")
+
+
+def sparse(**options: Any) -> nn.Module:
+    return plait.models.llama(**SIZES, experts=3, top_k=2, shared=4, **options)
+
+
+def test_the_matrices_of_experts_that_targets_name_get_adapters() -> None:
+    matrices = [f"blocks.{block}.mlp.mixture.experts.{name}" for block in (0, 1) for name in MATRICES]
+    found = plait.lora(sparse(), targets=("experts.gate_up_proj", "experts.down_proj"), rank=2)
+    assert list(adapters_of(found)) == [f"{path}_adapter" for path in matrices]
+    trained = [name for name, one in found.named_parameters() if one.requires_grad]
+    assert trained == [f"{path}_adapter.{half}" for path in matrices for half in ("down", "up")]
+    assert list(adapters_of(plait.lora(sparse(), targets="blocks.1.*.experts.*"))) == [
+        f"{path}_adapter" for path in matrices[2:]
+    ]
+    assert not any(isinstance(one, ExpertLora) for one in adapters_of(plait.lora(sparse())).values())
+
+
+def test_adapters_of_experts_begin_like_those_of_linears() -> None:
+    model = plait.lora(sparse(), targets="experts.*", rank=2)
+    for name, value in adapter_values(model, 1).items():
+        bound = 1 / math.sqrt(3 * value.shape[-1])
+        assert value.std() == pytest.approx(bound, rel=0.5) if name.endswith("down") else not value.any()
+    (one, other) = [value for name, value in adapter_values(model, 1).items() if "gate_up" in name][::2]
+    assert not torch.equal(one[0], one[1])
+    assert not torch.equal(one, other)
+
+
+def test_merged_values_of_experts_are_those_of_the_model_with_its_adapters_added() -> None:
+    model = adapted(sparse, targets=("experts.*", "query"))
+    plain = sparse().to_empty(device="cpu").double()
+    plain.load_state_dict(plait.models.merged_values(model))
+    tokens = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(1))
+    assert_equal({"logits": plain(tokens).detach()}, {"logits": model(tokens).detach()}, 1e-12, "the value")
+
+
+def test_adapters_of_experts_that_cannot_be_are_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"target 'experts.down_proj' of lora matches no module of the model"
+    ):
+        plait.lora(plait.models.llama(**SIZES), targets="experts.down_proj")
+    with pytest.raises(
+        ModelError, match=r"down_proj is added to a weight of experts, and cannot have dropout"
+    ):
+        plait.lora(sparse(), targets="experts.down_proj", dropout=0.1)
+    with pytest.raises(
+        ModelError, match=r"matches no linear, but Experts: name the linears in it, such as 'mixt"
+    ):
+        plait.lora(sparse(), targets="mixture.experts")
+    model = sparse()
+    parametrize.register_parametrization(model.blocks[0].mlp.mixture.experts, "down_proj", nn.Identity())
+    with pytest.raises(
+        ModelError, match=r"around blocks.0.*down_proj is computed by torch.nn.utils.parametrize"
+    ):
+        plait.lora(model, targets="experts.down_proj")
 
 
 def test_a_linear_in_two_places_is_adapted_once() -> None:

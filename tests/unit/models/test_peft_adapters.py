@@ -16,6 +16,8 @@ import plait
 from parity.norm import assert_equal
 from plait.errors import ModelError
 from plait.models.peft_files import CONFIG, WEIGHTS, load_adapter, save_adapter
+from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
 
 
 def model(inner: int = 6) -> nn.Sequential:
@@ -113,6 +115,75 @@ def test_settings_without_effect_are_accepted(folder: Path) -> None:
         init_lora_weights="Gaussian", layers_to_transform=[1], use_qalora=False, a_setting_of_next_year=None
     )(folder)
     assert load_adapter(model(), folder)
+
+
+class Sparse(nn.Module):
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.router, self.experts = Router(4, experts, 2), Experts(4, 6, experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, indices = self.router(x)
+        return self.experts(x, indices, weights)  # type: ignore[no-any-return]
+
+
+MATRICES = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize("targets", [("1.experts.gate_up_proj",), ("2.experts.down_proj", "0"), MATRICES])
+def test_adapters_of_experts_are_read_as_they_were_written(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), Sparse(), Sparse(4), nn.Linear(4, 2))
+
+    adapted, found = plait.lora(made(), rank=2, targets=targets), made()
+    for parameter in adapted.parameters():
+        nn.init.normal_(parameter)
+    save_adapter(adapted, tmp_path)
+    values = load_adapter(found, tmp_path)
+    trained = {name: one.detach() for name, one in adapted.named_parameters() if one.requires_grad}
+    assert_equal(values, trained, 0.0, "the value")
+    assert_equal({name: found.get_parameter(name).detach() for name in values}, trained, 0.0, "the value")
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert config["target_modules"] == [one for one in targets if one == "0"]
+
+
+def without_the_first(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({key: one for key, one in tensors.items() if "base_layer" not in key}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "experts", "text"),
+    [
+        (
+            lambda _: None,
+            0,
+            r"has target_parameters with '0.experts.down_proj', an adapter of experts, and the",
+        ),
+        (lambda _: None, 5, r"has r = 2, and .* has 0.experts.gate_up_proj_adapter.down as \[6, 4\]"),
+        (
+            configure(target_parameters=["experts.down_proj"]),
+            3,
+            "has base_model.*base_layer.*, which is no ada",
+        ),
+        (configure(target_parameters=["router.weight"]), 3, "target_parameters with 'router.weight'"),
+        (configure(lora_dropout=0.1), 3, "is added to a weight of experts, and cannot have dropout = 0.1"),
+        (
+            without_the_first,
+            3,
+            r"target_parameters for 0.experts.gate_up_proj, and adapter_model.* has no ada",
+        ),
+    ],
+)
+def test_adapters_of_other_experts_are_refused(
+    tmp_path: Path, change: Callable[[Path], None], experts: int, text: str
+) -> None:
+    save_adapter(plait.lora(nn.Sequential(Sparse(), nn.Linear(4, 2)), rank=2, targets=MATRICES), tmp_path)
+    change(tmp_path)
+    first = Sparse(experts) if experts else nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=text):
+        load_adapter(nn.Sequential(first, nn.Linear(4, 2)), tmp_path)
 
 
 def test_saving_an_adapter_refuses_what_a_peft_folder_cannot_hold(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ class LoraConfig(Section):
     dropout: Decay = 0.0
     """dropout before the adapters"""
     targets: tuple[str, ...] | None = None
-    """patterns of the paths of linears that are adapted, or their ends; none: all but the head"""
+    """patterns of the paths, or their ends, of linears and experts' matrices to adapt; none: all linears but
+    the head"""
     adapter: str | None = Field(default=None, min_length=1)
     """a folder of peft whose adapter is trained on, with its own rank, alpha, dropout and targets"""
 

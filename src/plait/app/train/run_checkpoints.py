@@ -29,10 +29,9 @@ from plait.checkpoint.rank_contents import parameter_key
 from plait.engine.blueprint import build_blueprint
 from plait.errors import CheckpointError, ConfigError, PlaitError
 from plait.files import validated
-from plait.models.lora import HALVES, adapters_of, added
+from plait.models.lora import adapted_weight, adapters_of, added, is_transposed
 from plait.models.peft_files import save_adapter
 from plait.plan.shard_plan import ShardPlan
-from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 
 Section = TypeVar("Section", bound=BaseModel)
 TOKENIZER = "tokenizer_hash"
@@ -139,11 +138,11 @@ def _configured(kind: type[Section], settings: Mapping[str, Any]) -> Section:
 
 
 def _adapters(model: nn.Module) -> Mapping[str, Adapter]:
-    """Return the adapters of `model` by the path of their linear."""
+    """Return the adapters of `model` by the name of the weight that they are added to."""
     return {
-        path: Adapter(
-            {f"{path}.{half}.weight": tuple(one.get_parameter(f"{half}.weight").shape) for half in HALVES},
-            partial(added, scale=one.scale, transposed=is_transposed_linear(one.base)),
+        adapted_weight(path, one): Adapter(
+            {f"{path}.{half}": tuple(weight.shape) for half, weight in one.halves.items()},
+            partial(added, scale=one.scale, transposed=is_transposed(one)),
         )
         for path, one in adapters_of(model).items()
     }

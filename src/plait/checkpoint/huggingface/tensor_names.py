@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from plait.checkpoint.box_reader import adapted_linears
+from plait.checkpoint.box_reader import adapted_weights
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.rank_contents import parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
@@ -147,9 +147,10 @@ def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
     """Return a dict from each of `names` to its name in `table`. Raises CheckpointError for unknown names."""
     found = {name: _in_table(name, table) for name in names}
     unknown = [name for name, other in found.items() if other is None]
-    if unknown and (adapted := adapted_linears(found)):
+    if unknown and (adapted := adapted_weights(found)):
+        paths = [name.removesuffix(".weight") for name in adapted]
         raise CheckpointError(
-            f"the checkpoint has adapters ({listed(adapted, most=_MOST_LISTED)}), for which transformers has "
+            f"the checkpoint has adapters ({listed(paths, most=_MOST_LISTED)}), for which transformers has "
             "no names: leave --model out to keep all names, or give --format huggingface, which merges them."
         )
     if unknown:

@@ -173,7 +173,7 @@ def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], u
     """Raise ModelError unless the files have exactly the model's tensors, in their shapes."""
     tensors = model.state_dict(keep_vars=True)
     present = {id(one) for name, one in tensors.items() if name in found}
-    present |= {id(half) for one in adapters_of(model).values() for half in (one.down.weight, one.up.weight)}
+    present |= {id(half) for one in adapters_of(model).values() for half in one.halves.values()}
     faults = [f"{name} is missing" for name, one in saved_tensors(model).items() if id(one) not in present]
     faults += [
         f"{name} is {list(one.get_shape())} and not {list(tensors[name].shape)}"

@@ -25,12 +25,13 @@ def active_elements(module: nn.Module) -> float:
 
 
 def _shares(module: nn.Module) -> dict[int, float]:
-    """Return the share of each module of experts that a token passes through, by its `id`."""
+    """Return the share of each module of experts that a token passes through, with its adapters, by `id`."""
     shares: dict[int, float] = {}
     for parent in module.modules():
         children = list(parent.children())
         for router in children:
             if isinstance(router, Router):
                 share = router.top_k / router.weight.shape[0]
-                shares |= {id(one): share for one in children if isinstance(one, Experts)}
+                experts = (one for one in children if isinstance(one, Experts))
+                shares |= {id(part): share for one in experts for part in one.modules()}
     return shares

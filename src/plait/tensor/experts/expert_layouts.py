@@ -10,7 +10,7 @@ from torch import nn
 from plait.errors import PlanError
 from plait.plan.layout.layout import Layout, Placement, Shard
 from plait.ranks.group import alone
-from plait.tensor.experts.experts import ExpertRanks, Experts
+from plait.tensor.experts.experts import ExpertAdapter, ExpertRanks, Experts
 
 
 def experts_in(layer: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -21,17 +21,19 @@ def experts_in(layer: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def expert_layouts(module: Experts, axes: Mapping[str, int], path: str) -> dict[str, Layout]:
-    """Return the layout over `axes` of each parameter, by its name in the module.
+    """Return the layout over `axes` of each parameter, also of adapters, by its name in the module.
 
     Without the axes `ep` and `etp` every rank holds all. The first ranks of `ep` hold one expert more where
-    their number does not divide. Raises PlanError where `etp` does not divide the inner features.
+    their number does not divide. Raises PlanError where `etp` does not divide the inner features, or would
+    divide an adapter, and where parameters are computed from others.
     """
     layouts = {}
     for name, parameter in module.named_parameters():
         placements: dict[str, Placement] = {}
         if "ep" in axes:
             placements["ep"] = Shard(0)
-            inner = module.inner_shards[name]
+            _require_divisible(name, path, axes["etp"], module)
+            inner = module.inner_shards.get(name)
             if inner is not None:
                 placements["etp"] = inner
                 features = parameter.shape[inner.dim] // (
@@ -44,6 +46,22 @@ def expert_layouts(module: Experts, axes: Mapping[str, int], path: str) -> dict[
                     )
         layouts[name] = Layout(parameter.shape, axes, placements)
     return layouts
+
+
+def _require_divisible(name: str, path: str, etp: int, module: Experts) -> None:
+    """Raise PlanError for a parameter of experts of which a rank cannot hold a part."""
+    of_adapter = isinstance(module.get_submodule(name.rpartition(".")[0]), ExpertAdapter)
+    if of_adapter and etp > 1:
+        raise PlanError(
+            f"plan.etp = {etp} divides the inner features of each expert of {path}, which have LoRA adapters "
+            f"({name}) whose gradients it would leave in parts: set plan.etp to 1, and plan.ep above it."
+        )
+    if not of_adapter and name not in module.inner_shards:
+        raise PlanError(
+            f"{path}.{name} is no parameter that experts have by themselves, such as one from which "
+            "torch.nn.utils.parametrize computes another, and how to divide it is unknown: remove it, or set "
+            "plan.ep and plan.etp to 1."
+        )
 
 
 def place_experts(layer: nn.Module, ranks: ExpertRanks | None, *, has_own_tokens: bool) -> None:

@@ -13,7 +13,6 @@ A pairs of a token and an expert, F inner features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,15 +28,14 @@ from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.assignments import Assignments
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.grouped_products import (
+    Groups,
     add_grouped_product,
     for_each_row,
     grouped_product,
     grouped_sums,
 )
+from plait.tensor.experts.low_rank import Add, LowRank, weight_gradients
 from plait.tensor.experts.token_exchange import TokenExchange, pack, unpack
-
-Add = Callable[[Tensor, bool], None]
-"""Adds a weight gradient to a buffer, or writes it there."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,15 @@ class ExpertParameters:
     down_bias: Tensor | None = None
     """`[experts, H]`."""
     transposed: bool = False
+    gate_up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
 
     @property
-    def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def each(self) -> tuple[Tensor | None, ...]:
         """All parameters."""
-        return self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        adapters = (one for one in (self.gate_up_adapter, self.down_adapter) if one is not None)
+        factors = (factor for one in adapters for factor in (one.down, one.up))
+        return self.gate_up, self.down, self.gate_up_bias, self.down_bias, *factors
 
     def to(self, dtype: torch.dtype) -> ExpertParameters:
         """Return the parameters in another dtype, through which their gradients go."""
@@ -67,6 +69,8 @@ class ExpertParameters:
             down=self.down.to(dtype),
             gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.to(dtype),
             down_bias=None if self.down_bias is None else self.down_bias.to(dtype),
+            gate_up_adapter=None if self.gate_up_adapter is None else self.gate_up_adapter.to(dtype),
+            down_adapter=None if self.down_adapter is None else self.down_adapter.to(dtype),
         )
 
     def inward(self, weight: Tensor) -> Tensor:
@@ -97,9 +101,10 @@ class ExpertCall:
     def gate_up(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the rows of gate and up, `[A, 2F]`."""
         of, parameters = self.assignments, self.parameters
-        rows = grouped_product(
-            self._inputs(tokens, weights), parameters.inward(parameters.gate_up), of.groups
-        )
+        inputs = self._inputs(tokens, weights)
+        rows = grouped_product(inputs, parameters.inward(parameters.gate_up), of.groups)
+        if parameters.gate_up_adapter is not None:
+            parameters.gate_up_adapter.add_outputs(rows, inputs, of.groups)
         if parameters.gate_up_bias is not None:
             rows += for_each_row(parameters.gate_up_bias, of.groups)
         return rows
@@ -116,6 +121,8 @@ class ExpertCall:
         if not self.weights_first:
             activated *= of.weights_of(weights)
         rows = grouped_product(activated, parameters.inward(parameters.down), of.groups)
+        if parameters.down_adapter is not None:
+            parameters.down_adapter.add_outputs(rows, activated, of.groups)
         if parameters.down_bias is not None and self.adds_bias:
             bias = for_each_row(parameters.down_bias, of.groups)
             rows += bias if self.weights_first else bias * of.weights_of(weights)
@@ -123,13 +130,14 @@ class ExpertCall:
 
     def gradients(
         self, gradient: Tensor, tokens: Tensor, weights: Tensor, gate_up: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Add, Add, Add, Add]]:
-        """Return the gradients of tokens and weights, and the work of the four weight gradients."""
+    ) -> tuple[Tensor, Tensor, tuple[Add, ...]]:
+        """Return the gradients of tokens and weights, and the work of those of each parameter."""
         of, parameters = self.assignments, self.parameters
         by_pair = of.weights_of(weights)
         of_output = of.rows.copies(gradient)
         activated, activation_gradient = self.activation.with_gradient(gate_up)
         of_activated = grouped_product(of_output, parameters.outward(parameters.down), of.groups)
+        of_narrow_down = _add_adapted(parameters.down_adapter, of_activated, of_output, of.groups)
         if not self.weights_first:
             of_weight = (of_activated * activated).sum(1)
             if parameters.down_bias is not None and self.adds_bias:
@@ -139,16 +147,41 @@ class ExpertCall:
         of_gate_up = activation_gradient(of_activated)
         del of_output, of_activated
         of_input = grouped_product(of_gate_up, parameters.outward(parameters.gate_up), of.groups)
+        of_narrow_gate_up = _add_adapted(parameters.gate_up_adapter, of_input, of_gate_up, of.groups)
         if self.weights_first:
             of_weight = (of_input * of.rows.copies(tokens)).sum(1)
             of_input *= by_pair
-        works = (
+        works: tuple[Add, ...] = (
             partial(self._add_gate_up, of_gate_up, tokens, weights),
             partial(self._add_down, gradient, activated),
             partial(self._add_gate_up_bias, of_gate_up),
             partial(self._add_down_bias, gradient, weights),
+            *self._of_gate_up_adapter(of_narrow_gate_up, of_gate_up, tokens, weights),
+            *self._of_down_adapter(of_narrow_down, gradient, activated),
         )
         return of.rows.sums(of_input), of.in_slots(of_weight, weights), works
+
+    def _of_gate_up_adapter(
+        self, of_narrow: Tensor | None, of_gate_up: Tensor, tokens: Tensor, weights: Tensor
+    ) -> tuple[Add, ...]:
+        adapter, groups = self.parameters.gate_up_adapter, self.assignments.groups
+        if adapter is None or of_narrow is None:
+            return ()
+        inputs = partial(self._inputs, tokens, weights)
+        return weight_gradients(
+            inputs, adapter.narrow(inputs(), groups), of_narrow, lambda: of_gate_up, groups
+        )
+
+    def _of_down_adapter(
+        self, of_narrow: Tensor | None, gradient: Tensor, activated: Tensor
+    ) -> tuple[Add, ...]:
+        adapter, groups = self.parameters.down_adapter, self.assignments.groups
+        if adapter is None or of_narrow is None:
+            return ()
+        of_output = partial(self.assignments.rows.copies, gradient)
+        return weight_gradients(
+            lambda: activated, adapter.narrow(activated, groups), of_narrow, of_output, groups
+        )
 
     def _inputs(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the experts' inputs, `[A, H]`."""
@@ -175,6 +208,13 @@ class ExpertCall:
         if not self.weights_first:
             rows *= self.assignments.weights_of(weights)
         _add_bias(grouped_sums(rows, self.assignments.groups), total, first)
+
+
+def _add_adapted(
+    adapter: LowRank | None, of_inputs: Tensor, of_outputs: Tensor, groups: Groups
+) -> Tensor | None:
+    """Add an adapter's gradients of the inputs; return those of its narrow rows, None without an adapter."""
+    return None if adapter is None else adapter.add_input_gradients(of_inputs, of_outputs, groups)
 
 
 def compute_experts(

@@ -24,6 +24,7 @@ from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.assignments import Assignments, assign
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.experts.low_rank import LowRank
 from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
 from plait.tensor.proof_marks import keeps_positions_later
 
@@ -43,6 +44,27 @@ class ExpertRanks:
     `tp`, or a group of one rank where each has tokens of its own."""
     takes_all: bool = False
     """Whether on meta all tokens are assumed to have the experts of this rank; else routing is uniform."""
+
+
+class ExpertAdapter(nn.Module):
+    """A low-rank adapter of one matrix of each expert, set as `experts.NAME_adapter`: see `plait.lora`.
+
+    The matrix `[out, in]` of expert e is used as if `alpha / rank · up[e] down[e]` were added to it.
+    """
+
+    def __init__(self, matrices: Tensor, *, transposed: bool, rank: int, alpha: float) -> None:
+        """`matrices`: the parameter `[E, out, in]`, or `[E, in, out]` if transposed."""
+        super().__init__()
+        experts, *sizes = matrices.shape
+        outputs, inputs = sizes[::-1] if transposed else sizes
+        self.transposed, self.rank, self.alpha, self.scale = transposed, rank, alpha, alpha / rank
+        like: dict[str, Any] = {"device": matrices.device, "dtype": matrices.dtype}
+        self.down = nn.Parameter(torch.empty(experts, rank, inputs, **like))
+        self.up = nn.Parameter(torch.empty(experts, outputs, rank, **like))
+
+    def extra_repr(self) -> str:
+        """Return the text that `print` shows in the parentheses."""
+        return f"{self.down.shape[2]}, {self.up.shape[1]}, rank={self.rank}, alpha={self.alpha:g}"
 
 
 class Experts(nn.Module):
@@ -80,6 +102,8 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, *down, **factory))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * inner, **factory)) if bias else None
         self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden, **factory)) if bias else None
+        self.gate_up_proj_adapter: ExpertAdapter | None = None
+        self.down_proj_adapter: ExpertAdapter | None = None
         self.ranks: ExpertRanks | None = None
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
         self.queue: WeightGradientQueue | None = None
@@ -108,8 +132,11 @@ class Experts(nn.Module):
     def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
         """Queue the weight gradients of later calls."""
         self.queue = queue
-        # Weights that an adapter computes are no parameters.
-        queue.products |= {id(weight) for weight in (self.gate_up_proj, self.down_proj) if weight.is_leaf}
+        adapters = (one for one in (self.gate_up_proj_adapter, self.down_proj_adapter) if one is not None)
+        factors = (factor for one in adapters for factor in (one.down, one.up))
+        # Weights that a parametrisation computes are no parameters.
+        products = (self.gate_up_proj, self.down_proj, *factors)
+        queue.products |= {id(weight) for weight in products if weight.is_leaf}
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`.
@@ -171,7 +198,10 @@ class Experts(nn.Module):
         adds_bias: bool = True,
     ) -> ExpertCall:
         parameters = ExpertParameters(
-            self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias, self.transposed
+            *(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias),
+            transposed=self.transposed,
+            gate_up_adapter=_low_rank(self.gate_up_proj_adapter),
+            down_adapter=_low_rank(self.down_proj_adapter),
         )
         queue = self.queue if defers(hidden) else None
         dtype = _autocast_dtype(hidden)
@@ -184,6 +214,10 @@ class Experts(nn.Module):
             queue,
             exchange,
         )
+
+
+def _low_rank(adapter: ExpertAdapter | None) -> LowRank | None:
+    return None if adapter is None else LowRank(adapter.down, adapter.up, adapter.scale)
 
 
 def start_experts(experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:

@@ -80,14 +80,17 @@ def layouts_of(
     partitioned over `tp` or `etp`, and where two modules that share it have different rules.
     """
     found: dict[int, tuple[str, Layout]] = {}
+    within: dict[int, Layout] = {}  # of experts and modules in them
     for path, module, parent in _modules(layers):
         rule, layouts = matched.get(path), dict[str, Layout]()
         if isinstance(module, Experts):
             layouts = expert_layouts(module, expert_axes or axes, path)
+            within |= {id(one): layouts[name] for name, one in module.named_parameters()}
         if rule is not None and rule.kind not in WITHOUT_LAYOUT:
             layouts = _layouts(path, module, _partition(path, rule, parent), rule, axes)
         for name, parameter in module.named_parameters(recurse=False):
-            layout, full = layouts.get(name, Layout(parameter.shape, axes)), join(path, name)
+            layout = within.get(id(parameter)) or layouts.get(name, Layout(parameter.shape, axes))
+            full = join(path, name)
             first, known = found.setdefault(id(parameter), (full, layout))
             if known != layout:
                 raise PlanError(

@@ -5,9 +5,6 @@ Letters: T tokens, H hidden features, E experts, F inner features of one expert,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -80,16 +77,9 @@ def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, T
     return logits, (routing.scale * weights).to(hidden.dtype), indices
 
 
-def _experts(
-    book: Definitions,
-    layer: Experts,
-    hidden: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    shared: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts, plus `shared()`: `[T, H]`."""
-    output = torch.zeros_like(hidden) if shared is None else shared()
+def _experts(book: Definitions, layer: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the outputs of each token's experts: `[T, H]`."""
+    output = torch.zeros_like(hidden)
     for expert in range(layer.num_experts):
         tokens, slots = (indices == expert).nonzero(as_tuple=True)
         of_token = weights[tokens, slots].unsqueeze(-1).to(hidden.dtype)
@@ -101,14 +91,23 @@ def _experts(
 
 def _expert(layer: Experts, expert: int, x: Tensor) -> Tensor:
     """Return the output of one expert for tokens `[rows, H]`."""
-    into, out = layer.gate_up_proj[expert], layer.down_proj[expert]
-    if not layer.transposed:
-        into, out = into.T, out.T
+    into, out = (_matrix(layer, name, expert) for name in ("gate_up_proj", "down_proj"))
     both = x @ into
     if layer.gate_up_proj_bias is not None:
         both = both + layer.gate_up_proj_bias[expert]
     result: Tensor = _activated(layer.activation, both) @ out
     return result if layer.down_proj_bias is None else result + layer.down_proj_bias[expert]
+
+
+def _matrix(layer: Experts, name: str, expert: int) -> Tensor:
+    """Return the matrix of one expert with its adapter, `[in, out]`."""
+    matrix: Tensor = getattr(layer, name)[expert]
+    matrix = matrix if layer.transposed else matrix.T
+    adapter = getattr(layer, f"{name}_adapter")
+    if adapter is None:
+        return matrix
+    change: Tensor = adapter.alpha / adapter.rank * (adapter.up[expert] @ adapter.down[expert]).T
+    return matrix + change
 
 
 def _activated(activation: GatedActivation, both: Tensor) -> Tensor:
@@ -126,16 +125,11 @@ def _mixture(book: Definitions, layer: MixtureOfExperts, x: Tensor) -> Tensor:
     """Return the output of each token's experts plus that of the shared experts, like `x`, `[..., H]`."""
     tokens = x.flatten(0, -2)
     _, weights, indices = layer.router(tokens)
-
-    def of_shared(shared: SharedExperts) -> Tensor:
-        output: Tensor = shared(x)
-        if layer.shared_gate is not None:
-            output = layer.shared_gate(x).sigmoid() * output
-        return output.flatten(0, -2)
-
-    shared = None if layer.shared is None else partial(of_shared, layer.shared)
-    output: Tensor = layer.experts(tokens, indices, weights, shared)
-    return output.view_as(x)
+    output: Tensor = layer.experts(tokens, indices, weights).view_as(x)
+    if layer.shared is None:
+        return output
+    shared: Tensor = layer.shared(x)
+    return output + (shared if layer.shared_gate is None else layer.shared_gate(x).sigmoid() * shared)
 
 
 def _shared_experts(book: Definitions, layer: SharedExperts, x: Tensor) -> Tensor:

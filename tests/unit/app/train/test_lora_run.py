@@ -14,6 +14,7 @@ from parity.norm import assert_equal
 from plait.app.cli.checkpoint import run as run_checkpoint
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
+from plait.app.config.config_sections import ParallelConfig
 from plait.app.train.train_run import train
 from plait.app.train.trainer import build_model, initial_weights
 from plait.checkpoint.box_reader import FullTensors
@@ -73,6 +74,36 @@ def test_a_run_is_exported_and_goes_on(thread_ranks: RankPool, folder: Path, tmp
     assert values is not None
     for name, value in values.items():
         assert torch.equal(value[...], saved.read(f"model.{name}")), name
+
+
+@pytest.mark.full
+def test_adapters_of_experts_are_exported_and_trained_on(thread_ranks: RankPool, tmp_path: Path) -> None:
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "mixtral"
+    cases.drawn(lambda: cases.mixtral(vocab_size=300)).float().save_pretrained(folder)
+    config = configured(folder, tmp_path / "run", rank=2, alpha=6.0, targets=["q_proj", "experts.*"])
+    config = config.model_copy(update={"parallel": ParallelConfig(dp=2, ep=2)})
+    reports = thread_ranks.run(train, config, ranks=2)
+    assert all(report.matches and report.saved for report in reports)
+    path = str(tmp_path / "run" / "checkpoints")
+    assert run_checkpoint(["export", path, str(tmp_path / "merged"), "--format", "huggingface"]) == 0
+    assert run_checkpoint(["export", path, str(tmp_path / "adapter"), "--format", "peft"]) == 0
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    merged, plain = logits(load(tmp_path / "merged")), logits(load(folder))
+    adapted = logits(peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapter"))
+    assert_equal(adapted, merged, 1e-5, "the value")
+    assert not torch.allclose(plain["logits"], merged["logits"], atol=1e-3)
+
+    again = configured(folder, tmp_path / "again", adapter=str(tmp_path / "adapter")).model
+    values, saved = initial_weights(again, build_model(again, 300), 0), FullTensors(Path(path))
+    assert values is not None
+    adapters = [name for name in values if "_adapter." in name]
+    assert len(adapters) == 8
+    for name in adapters:
+        assert torch.equal(values[name][...], saved.read(f"model.{name}")), name
 
 
 def test_lora_fields_are_read_from_a_nested_section_and_the_command_line(tmp_path: Path) -> None:

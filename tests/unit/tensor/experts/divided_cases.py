@@ -70,7 +70,7 @@ def divided(trial: Trial) -> tuple[Experts, GridMesh]:
     layer = trial.case.layer()
     part = divmod(mesh.index("ep"), division.etp)
     for name, layout in expert_layouts(layer, {"ep": division.ep, "etp": division.etp}, "").items():
-        parameter = getattr(layer, name)
+        parameter = layer.get_parameter(name)
         parameter.data = shard(parameter.detach(), layout, part)
     layer.ranks = ExpertRanks(mesh.group("ep"), division.etp, of_tokens.group("tp"))
     return layer, mesh

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.experts import ExpertAdapter, Experts
 from plait.tensor.experts.gated_activation import GatedActivation
 
 GPT_OSS = GatedActivation(slope=1.702, offset=1.0, limit=0.7, interleaved=True)
@@ -27,9 +27,15 @@ class Case:
     routing: str = "random"
     """Or "one": all tokens to the last expert and the one before; "few": the first expert gets none."""
     dtype: torch.dtype = torch.float64
+    rank: int = 0
+    """Of adapters of both matrices; 0: none."""
 
     def layer(self) -> Experts:
         made = Experts(self.hidden, self.inner, self.experts, dtype=self.dtype, **self.options)
+        if self.rank:
+            options: dict[str, Any] = {"transposed": made.transposed, "rank": self.rank, "alpha": 5.0}
+            made.gate_up_proj_adapter = ExpertAdapter(made.gate_up_proj, **options)
+            made.down_proj_adapter = ExpertAdapter(made.down_proj, **options)
         with torch.no_grad():
             for number, parameter in enumerate(made.parameters()):
                 parameter.copy_(self.draw(*parameter.shape, seed=number + 5) * 0.5)
@@ -67,6 +73,14 @@ CASES = {
     "gpt-oss": Case(options={"bias": True, "activation": GPT_OSS, "transposed": True}),
     "weights first": Case(options={"weights_first": True, "bias": True}),
 }
+ADAPTED = {
+    "adapters": Case(rank=3),
+    "adapters of gpt-oss": replace(CASES["gpt-oss"], rank=2),
+    "adapters, weights first": replace(CASES["weights first"], rank=4),
+    "adapters, an expert without tokens": Case(routing="few", rank=1),
+    "adapters, no tokens": Case(tokens=0, rank=1),
+}
+"""With adapters, whose inner features `etp` does not divide."""
 
 
 def plain(layer: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -75,20 +89,25 @@ def plain(layer: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
     for expert in range(layer.num_experts):
         token, place = (indices == expert).nonzero(as_tuple=True)
         weight, given = weights[token, place, None], hidden[token]
-        gate_up = (given * weight if layer.weights_first else given) @ by_rows(layer, layer.gate_up_proj)[
-            expert
-        ]
+        matrices = by_rows(layer, layer.gate_up_proj, layer.gate_up_proj_adapter)
+        gate_up = (given * weight if layer.weights_first else given) @ matrices[expert]
         if layer.gate_up_proj_bias is not None:
             gate_up = gate_up + layer.gate_up_proj_bias[expert]
-        output = activation(layer.activation, gate_up) @ by_rows(layer, layer.down_proj)[expert]
+        output = (
+            activation(layer.activation, gate_up)
+            @ by_rows(layer, layer.down_proj, layer.down_proj_adapter)[expert]
+        )
         if layer.down_proj_bias is not None:
             output = output + layer.down_proj_bias[expert]
         result = result.index_add(0, token, output if layer.weights_first else output * weight)
     return result
 
 
-def by_rows(layer: Experts, weight: Tensor) -> Tensor:
-    return weight if layer.transposed else weight.transpose(1, 2)
+def by_rows(layer: Experts, weight: Tensor, adapter: ExpertAdapter | None) -> Tensor:
+    weight = weight if layer.transposed else weight.transpose(1, 2)
+    if adapter is None:
+        return weight
+    return weight + torch.einsum("eri,eor->eio", adapter.down, adapter.up) * (adapter.alpha / adapter.rank)
 
 
 def activation(of: GatedActivation, gate_up: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from plait.models.lora import lora
 from plait.tensor.experts.active_parameters import active_elements
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.mixture import MixtureOfExperts
@@ -31,6 +32,14 @@ def test_experts_count_by_the_share_that_their_own_router_chooses() -> None:
         assert active_elements(nn.Sequential(mixture, Block(4, 3))) == (
             active_elements(mixture) + 4 * 6 + 3 * 3 * 6 * 5
         )
+
+
+def test_adapters_of_experts_count_by_the_share_of_their_experts() -> None:
+    with torch.device("meta"):
+        block = Block(4, 2)
+        before = active_elements(block)
+        lora(block, rank=3, targets="experts.down_proj")
+    assert active_elements(block) == before + 2 * 3 * (6 + 5)
 
 
 def test_experts_without_a_router_beside_them_count_all() -> None:

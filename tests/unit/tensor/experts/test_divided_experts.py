@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from divided_cases import Division, Trial, check, divided
-from expert_cases import CASES, Answer, Case, answer
+from expert_cases import ADAPTED, CASES, Answer, Case, answer
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from parity.live_bytes import LiveBytes
+from plait.errors import PlanError
 from plait.estimate.memory.operation_recorder import group_on_meta
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.models.huggingface.mixture import Mixture
@@ -65,6 +67,31 @@ def test_every_kind_of_expert_and_routing_can_be_divided(
 ) -> None:
     """Of few tokens the last ranks have none; with one expert of three the last rank has no expert."""
     check(thread_ranks, Trial(CASES.get(name, Case(tokens=7)), division))
+
+
+@pytest.mark.parametrize("division", [Division(ep=4), Division(ep=2, tokens=2)], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["adapters", "adapters of gpt-oss"])
+def test_adapters_are_divided_with_their_experts(
+    thread_ranks: Any, division: Division, recompute: Recompute, name: str
+) -> None:
+    trial = Trial(ADAPTED[name], division, recompute)
+    check(thread_ranks, trial)
+    check(thread_ranks, replace(trial, deferred=True))
+
+
+def test_adapters_and_computed_parameters_are_not_divided_where_gradients_would_be_in_parts() -> None:
+    layer = ADAPTED["adapters"].layer()
+    with pytest.raises(
+        PlanError, match=r"^plan.etp = 2 divides the inner features of each expert of mlp, wh"
+    ):
+        expert_layouts(layer, {"ep": 2, "etp": 2}, "mlp")
+    layer = CASES["plain"].layer()
+    parametrize.register_parametrization(layer, "down_proj", nn.Identity())
+    text = r"^mlp.parametrizations.down_proj.original is no parameter that experts have by themselves"
+    with pytest.raises(PlanError, match=text):
+        expert_layouts(layer, {"ep": 2, "etp": 1}, "mlp")
+    assert expert_layouts(layer, {"tp": 2}, "mlp")
 
 
 def test_odd_sizes_can_be_divided(thread_ranks: Any) -> None:

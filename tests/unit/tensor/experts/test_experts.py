@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import CASES, Answer, Case, answer, assert_close, assert_near, plain
+from expert_cases import ADAPTED, CASES, Answer, Case, answer, assert_close, assert_near, plain
 from torch import Tensor
 
 from plait.engine.pipeline.recompute import recomputing
@@ -35,16 +35,16 @@ def deferring(case: Case) -> tuple[Experts, WeightGradientQueue]:
     return layer, queue
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ADAPTED])
 def test_outputs_and_all_gradients_are_those_of_a_loop_over_experts(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | ADAPTED)[name]
     layer = case.layer()
     assert_close(answer(layer, layer, case.inputs(), case.gradient()), plain_answer(case))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ADAPTED])
 def test_the_backward_queues_weight_gradients_and_computes_the_others(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | ADAPTED)[name]
     layer, queue = deferring(case)
     found = answer(layer, layer, case.inputs(), case.gradient())
     assert not any(one.any() for one in found.of_parameters.values())
