@@ -10,7 +10,7 @@ from frameworks import Framework
 
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.estimate.time.layer_times import LayerTimer
+from plait.estimate.time.layer_times import LayerTimer, ShardedPart
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import (
     AxisTransfer,
@@ -100,10 +100,10 @@ class FrameworkTimer(LayerTimer):
             return self.exposed_forward(work.backward_gathers + work.backward_transfers)
         return super().exposed_backward(work, meanwhile if self.framework.overlaps_tensor_sums else 0.0)
 
-    def gather_seconds(self, count: float, *, backward: bool) -> float:
+    def gather_seconds(self, part: ShardedPart, *, backward: bool) -> float:
         """Return the seconds of gathers; those of once a step are spread evenly over the forwards."""
         once = 0.0 if backward else 1 / self.shape.plan.microbatches
-        return super().gather_seconds(count, backward=backward) * (
+        return super().gather_seconds(part, backward=backward) * (
             1.0 if self.framework.frees_gathered else once
         )
 

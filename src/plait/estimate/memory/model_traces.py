@@ -134,18 +134,6 @@ def trace_model(
     )
 
 
-def _tensor_parallel(
-    blueprint: Blueprint, recorder: OperationRecorder | None, *, takes_all: bool
-) -> TensorParallelism:
-    """Return the rules for layers of the first rank of a stage; `takes_all`: see `ExpertRanks`."""
-    plan = blueprint.plan
-    experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
-    found = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
-    if found.experts is None or not takes_all:
-        return found
-    return replace(found, experts=replace(found.experts, takes_all=True))
-
-
 @dataclass(frozen=True)
 class TracedLayer:
     """What a run of a layer on the meta device showed; layers of equal structure and inputs share it."""
