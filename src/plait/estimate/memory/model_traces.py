@@ -241,6 +241,18 @@ def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
     return bool(stage.compiled)
 
 
+def _tensor_parallel(
+    blueprint: Blueprint, recorder: OperationRecorder | None, *, takes_all: bool
+) -> TensorParallelism:
+    """Return how layers are divided over groups of ranks that do not exist."""
+    plan = blueprint.plan
+    experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
+    made = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
+    if not takes_all or made.experts is None:
+        return made
+    return replace(made, experts=replace(made.experts, takes_all=True))
+
+
 def _layers_on_meta(
     blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
 ) -> list[NamedLayer]:
