@@ -244,7 +244,7 @@ def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
 def _tensor_parallel(
     blueprint: Blueprint, recorder: OperationRecorder | None, *, takes_all: bool
 ) -> TensorParallelism:
-    """Return how layers are divided over groups of ranks that do not exist; `takes_all`: see `ExpertRanks`."""
+    """Return how layers are divided over groups of ranks that do not exist."""
     plan = blueprint.plan
     experts = group_on_meta("ep_etp", plan.ep * plan.etp, 0, recorder) if plan.divides_experts else None
     made = blueprint.tensor_parallel(group_on_meta("tp", plan.tp, 0, recorder), experts)
