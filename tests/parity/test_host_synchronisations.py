@@ -183,6 +183,9 @@ ALLOWED = {
     "tensor/attention/attention.py": "documents given to `attention` itself, once for each micro-batch",
     "tensor/attention/exchange_plan.py": "positions of a layout, once for each layout",
     "tensor/attention/visibility.py": "bounds of documents, which are on the CPU",
+    "tensor/experts/assignments.py": "sizes of groups, where no kernel multiplies them without the host",
+    "tensor/experts/step_balance.py": "counts of the step before, on saves",
+    "tensor/experts/token_exchange.py": "rows to send and receive, once a layer and micro-batch",
     "tensor/sampling.py": "generation draws tokens on the CPU",
     "app/loop/meter.py": "the numbers of a step, read after the next one was submitted",
     "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",
@@ -192,7 +195,7 @@ ALLOWED = {
     "app/train/run_data.py": "the tokens of a prompt, in NumPy, before the run",
     "app/train/trainer.py": "the sample after the run",
 }
-"""Files that read tensors' values or copy from pageable memory, and why that is not in a steady step."""
+"""Files that read tensors' values or copy from pageable memory, and why that is not in a steady step, or must be."""
 
 
 def copies(path: Path) -> Iterator[int]:

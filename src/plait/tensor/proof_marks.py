@@ -80,6 +80,8 @@ def keeps_positions_later(
         @wraps(function)
         def started(*args: P.args, **kwargs: P.kwargs) -> Callable[[], R]:
             finish = start(*args, **kwargs)
+            if not has_torch_function(_ASK_MODES):
+                return finish
             return partial(_called, MarkedCall(PositionMark(like=argument), function, args, kwargs), finish)
 
         return started
@@ -102,6 +104,8 @@ def call_ends(call: MarkedCall) -> None:
 def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
     @wraps(function)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not has_torch_function(_ASK_MODES):  # kept cheap: layers call such functions
+            return function(*args, **kwargs)
         return _called(MarkedCall(mark, function, args, kwargs), partial(function, *args, **kwargs))
 
     return marked
@@ -109,8 +113,6 @@ def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
 
 def _called(call: MarkedCall, compute: Callable[[], R]) -> R:
     """Return `compute()`, between the calls that torch's function modes see."""
-    if not has_torch_function(_ASK_MODES):
-        return compute()
     call_begins(call)
     try:
         result = call.result = compute()

@@ -24,6 +24,7 @@ from plait.ranks.rank_device import device_change
 from plait.ranks.world import World
 
 CUDA = torch.device("cuda", 0)
+META = torch.device("meta")
 
 
 def test_device_operations_on_a_cpu_are_synchronous() -> None:
@@ -77,10 +78,11 @@ def test_which_devices_add_narrow_products_to_wide_sums(
         (CUDA, torch.bfloat16, (8, 0), False),
         (CUDA, torch.bfloat16, (12, 0), False),
         (CUDA, torch.float32, (9, 0), False),
-        (torch.device("meta"), torch.float32, (9, 0), False),
+        (META, torch.float32, (9, 0), True),
+        (META, torch.float64, (9, 0), False),
     ],
 )
-def test_groups_are_multiplied_at_once_on_cpus_and_by_one_kernel_of_newer_gpus(
+def test_groups_are_multiplied_at_once_on_cpus_and_meta_and_by_one_kernel_of_newer_gpus(
     monkeypatch: pytest.MonkeyPatch,
     where: torch.device,
     dtype: torch.dtype,
@@ -90,7 +92,7 @@ def test_groups_are_multiplied_at_once_on_cpus_and_by_one_kernel_of_newer_gpus(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert device.multiplies_groups(where, dtype) is multiplies
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert device.multiplies_groups(where, dtype) is (multiplies and where == CPU)
+    assert device.multiplies_groups(where, dtype) is (multiplies and where != CUDA)
 
 
 def test_a_graph_is_captured_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
