@@ -42,7 +42,7 @@ WITHOUT_TORCH = (
 )
 """Rooms, parts of rooms and files that decide on numbers and texts."""
 WITH_TORCH = {
-    "plan/buffer_specs.py",
+    "plan/flat_buffer_specs.py",
     "plan/layout/__init__.py",
     "plan/layout/sequence_layout.py",
     "plan/layout/shards.py",
@@ -90,8 +90,12 @@ PRIVATE_USES = {
     ): "an operation within another is no call that a TorchFunctionMode is to see: documented",
     ("models/layers/stateful_layers.py", "_written", "_schema"): "what an operation writes: no public way",
     ("tensor/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
-    ("ranks/gradient_hooks.py", "first_gradient_hook", "_backward_hooks"): "no public way to list hooks",
-    ("ranks/gradient_hooks.py", "first_gradient_hook", "_post_accumulate_grad_hooks"): "likewise",
+    (
+        "ranks/gradient_hook_detection.py",
+        "first_gradient_hook",
+        "_backward_hooks",
+    ): "no public way to list hooks",
+    ("ranks/gradient_hook_detection.py", "first_gradient_hook", "_post_accumulate_grad_hooks"): "likewise",
     (
         "engine/compilation/torch_compiler.py",
         "joint_graph",
@@ -264,7 +268,7 @@ PRIVATE_USES = {
         "_world",
     ): "no public way to list the process groups",
     (
-        "ranks/failure/failures.py",
+        "ranks/failure/failure_log.py",
         "failure_log_of_world",
         "_get_default_store",
     ): "no public way to the store",

@@ -20,7 +20,7 @@ from frameworks import (
 )
 from runs import Case, Setup, even_blocks, gpt, records
 
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan, Recompute
 from plait.schedules.search.stage_cuts import balance
 

@@ -10,8 +10,8 @@ from frameworks import Framework
 
 from plait.estimate.memory.decoder_memories import ActivationMemories, RankActivations, StageMemory
 from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
-from plait.estimate.time.layer_operations import MicrobatchShape, keys_read
-from plait.plan.decoder import LayerKind
+from plait.estimate.time.decoder_operations import MicrobatchShape, keys_read
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Recompute
 from plait.schedules.held_microbatches import HeldCounts
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from frameworks import Framework
 
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, ShardedPart
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import (
@@ -20,7 +20,7 @@ from plait.estimate.time.operation_times import (
     Product,
 )
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
-from plait.plan.decoder import Decoder, LayerKind
+from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.event_simulation import Timing

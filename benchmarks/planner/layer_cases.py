@@ -9,8 +9,8 @@ from framework_times import FrameworkTimer
 from frameworks import MEGATRON_2021, MEGATRON_2022, MIXED
 from runs import gpt, records
 
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import PassTimes
 from plait.plan.plan import Plan, Recompute
 

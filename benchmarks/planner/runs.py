@@ -13,7 +13,7 @@ from framework_times import FrameworkTimes, quick_step
 from frameworks import Framework
 
 from plait.estimate.time.hardware import Hardware
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule

@@ -9,7 +9,7 @@ from time import process_time
 
 from plait.estimate.search.plan_search import search
 from plait.estimate.time.hardware import load_hardware
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 LLAMA_7B = Decoder(

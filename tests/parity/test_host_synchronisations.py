@@ -195,7 +195,7 @@ ALLOWED = {
     "app/train/run_data.py": "the tokens of a prompt, in NumPy, before the run",
     "app/train/trainer.py": "the sample after the run",
 }
-"""Files that read tensors' values or copy from pageable memory, and why that is not in a steady step, or must be."""
+"""Files that read values of tensors, or copy from pageable memory, and why they may."""
 
 
 def copies(path: Path) -> Iterator[int]:

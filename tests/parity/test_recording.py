@@ -17,8 +17,8 @@ from parity.cases import gpt2
 from parity.pairs import in_quick
 from plait.engine import Engine
 from plait.errors import DataError
-from plait.pictures.timelines.files import FORMATS, picture
 from plait.pictures.timelines.timeline import Timeline
+from plait.pictures.timelines.timeline_files import FORMATS, picture
 from plait.plan.plan import Plan
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs

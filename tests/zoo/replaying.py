@@ -15,7 +15,7 @@ from plait.engine.cuda_graphs import microbatch_graphs, optimizer_graph
 from plait.engine.cuda_graphs.segment_graphs import SegmentGraphs
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.sharding.reducer import Reducer
-from plait.plan.buffer_specs import FlatSpec
+from plait.plan.flat_buffer_specs import FlatSpec
 from plait.plan.plan import Plan
 from plait.tensor.dropout import DropoutGenerator
 

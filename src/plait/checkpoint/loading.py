@@ -47,7 +47,7 @@ from plait.checkpoint.rank_contents import (
 )
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.errors import CheckpointError, terminal_text
-from plait.plan.arguments import require_choice, require_instance
+from plait.plan.argument_checks import require_choice, require_instance
 from plait.plan.layout.layout import Layout
 from plait.ranks.collectives import all_reduce
 from plait.ranks.mesh import Mesh

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.errors import CheckpointError
-from plait.plan.arguments import require_instance
+from plait.plan.argument_checks import require_instance
 
 GivenOptimizers = Optimizer | Sequence[Optimizer] | None
 """One optimizer, several of different parameters, or none."""

@@ -33,7 +33,7 @@ from plait.checkpoint.save_task import ManifestPart, PendingSave, SaveTask, wait
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
 from plait.package import VERSION
-from plait.plan.arguments import require_flag, require_instance
+from plait.plan.argument_checks import require_flag, require_instance
 from plait.plan.layout.shards import shard_boxes
 from plait.ranks.device import StreamEvent, copy_later, host_bytes, is_accelerator
 from plait.ranks.text_collectives import first_nonempty_text

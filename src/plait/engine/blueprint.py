@@ -24,7 +24,7 @@ from plait.models.layers.layer_sequence import (
 )
 from plait.models.layers.model_validation import refuse_compiled_modules, refuse_layout_dependence
 from plait.plan.axes import layout_degrees, sizes_of_plan
-from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
+from plait.plan.flat_buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, UnitSpec, resolve_units
 from plait.plan.plan import Plan, Recompute

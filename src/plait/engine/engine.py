@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine.expert_balance import require_counts
+from plait.engine.build_step_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
 from plait.engine.inference import generated, model_output
 from plait.engine.recorder import Recording
 from plait.engine.runner import InstructionObserver, Runner, Runtime
+from plait.engine.settings_check import StepAgreement
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.engine.sharding.replica_check import check_replicas
-from plait.engine.step_agreement import StepAgreement
 from plait.engine.whole_tensors import load_state_dict, named_gradients, state_dict
 from plait.errors import NonFiniteError, PlanError, ReplicaError, ScheduleError
 from plait.models.layers.layer_sequence import evaluating
-from plait.plan.arguments import require_number
+from plait.plan.argument_checks import require_number
 from plait.plan.layout.layout import Layout
 from plait.plan.shard_plan import ShardPlan
 from plait.proof.optimizer_proof import OptimizerGuard, Partitioning

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.errors import DataError
-from plait.plan.arguments import require_instance
+from plait.plan.argument_checks import require_instance
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan.plan import Plan
 from plait.ranks.collectives import all_gather

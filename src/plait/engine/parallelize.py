@@ -15,9 +15,9 @@ from itertools import chain
 from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, shared_blueprint
+from plait.engine.build_step_balance import build_step_balance
 from plait.engine.compilation.compiled_layer import LayerCompiler
 from plait.engine.engine import Engine
-from plait.engine.expert_balance import build_step_balance
 from plait.engine.fingerprint import fingerprint, lines_of_values
 from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.loss_stage import build_loss_stage
@@ -37,7 +37,7 @@ from plait.models.layers.layer_sequence import (
 )
 from plait.models.layers.model_validation import LateHooks, refuse_compiled_loss, refuse_lost_settings
 from plait.models.layers.value_text import DIFFERS_BY_RANK
-from plait.plan.arguments import require_flag, require_instance, require_whole
+from plait.plan.argument_checks import require_flag, require_instance, require_whole
 from plait.plan.layout.shards import shard
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules

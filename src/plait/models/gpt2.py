@@ -22,7 +22,7 @@ from plait.models.model_helpers import (
     block,
     require_length,
 )
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, heads_of, share_keys
 from plait.tensor.running_sequence import positions

@@ -25,7 +25,7 @@ from plait.models.model_helpers import (
     require_length,
 )
 from plait.models.rotary import ResultCache, rotary_angles, rotate
-from plait.plan.decoder import ROPE_BASE, TOP_K, Decoder
+from plait.plan.decoder_sizes import ROPE_BASE, TOP_K, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, heads_of, share_keys
 from plait.tensor.experts.mixture import MixtureOfExperts

@@ -39,7 +39,7 @@ from plait.models.expert_lora import (
 from plait.models.initial_values import Constant, Initial, initial_value
 from plait.models.initial_values import Normal as NormalValues
 from plait.models.layers.layer_sequence import NO_SHAPE, sequence_of
-from plait.plan.arguments import require_instance, require_number, require_whole
+from plait.plan.argument_checks import require_instance, require_number, require_whole
 from plait.plan.rules import Rule, Rules, join, match, piece, replicated
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.call_hooks import weight_utility

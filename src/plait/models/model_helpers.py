@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.initial_values import Constant, Initial, Normal
-from plait.plan.decoder import multiplications
+from plait.plan.decoder_sizes import multiplications
 from plait.plan.rules import Rules
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.running_sequence import longest_document, running_sequence

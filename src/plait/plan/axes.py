@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from math import prod
 
 from plait.errors import MeshError
-from plait.plan.arguments import require_whole
+from plait.plan.argument_checks import require_whole
 from plait.plan.plan import Plan
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from plait.errors import PlanError
-from plait.plan.arguments import require_choice, require_flag, whole
+from plait.plan.argument_checks import require_choice, require_flag, whole
 
 Strategy = Literal["none", "optimizer", "gradients", "full"]
 Reduce = Literal["last", "each"]

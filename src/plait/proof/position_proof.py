@@ -6,7 +6,7 @@ runs the layer on the meta device and follows, from operation to operation, whic
 the positions:
 
     a tensor of the input            dim 1
-    a result of an operation on it   by the rules of `position_operations`; refused where it mixes positions,
+    a result of an operation on it   by the rules of `position_rules`; refused where it mixes positions,
                                      and where no rule is known
     a result of a marked function    as the mark says
     a uniform tensor (zeros, ones)   the dim whose size is a multiple of the length
@@ -36,7 +36,7 @@ from plait.errors import ModelError
 from plait.models.layers.layer_sequence import LayerSequence, without_values
 from plait.models.layers.shape_inference import LayerInput, run_on_meta
 from plait.proof.position_dims import OperationCall, PositionDim, positions_by_size, tensors_among
-from plait.proof.position_operations import REPEATED, SHAPE_IN_PLACE, UNIFORM, Rule, rule_of
+from plait.proof.position_rules import REPEATED, SHAPE_IN_PLACE, UNIFORM, Rule, rule_of
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.proof_marks import MarkedCall, call_begins, call_ends
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from plait.ranks.failure.failures import FailureLog
+from plait.ranks.failure.failure_log import FailureLog
 from plait.ranks.failure.operation_watch import OperationWatch
 from plait.ranks.transport.interface import Transport
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from plait.errors import CommunicationError
-from plait.ranks.failure.failures import FailureTrace
+from plait.ranks.failure.failure_log import FailureTrace
 from plait.ranks.group import Group
 from plait.ranks.rank_device import hang_hint
 from plait.ranks.transport.interface import Pending

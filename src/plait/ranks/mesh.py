@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import MeshError
-from plait.plan.arguments import require_flag, require_instance, require_number
+from plait.plan.argument_checks import require_flag, require_instance, require_number
 from plait.plan.axes import (
     PLAN_AXES,
     axes_of,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
-from plait.plan.arguments import require_instance
+from plait.plan.argument_checks import require_instance
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs, MemoryCosts, limit_in_units, memory_use
 from plait.schedules.lowering.check_programs import check_programs

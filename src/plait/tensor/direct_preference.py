@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.errors import ConfigError, DataError
-from plait.plan.arguments import require_flag, require_instance, require_number, whole
+from plait.plan.argument_checks import require_flag, require_instance, require_number, whole
 from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.losses import cross_entropy, token_losses_over_vocabulary, wide
 from plait.tensor.parallel.partition import Vocabulary

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import DataError, PlanError
-from plait.plan.arguments import require_whole
+from plait.plan.argument_checks import require_whole
 from plait.plan.parameter_units import PRECISIONS, Dtype
 from plait.plan.plan import Precision
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from plait.errors import PlanError
-from plait.plan.arguments import require_flag, require_number, require_whole
+from plait.plan.argument_checks import require_flag, require_number, require_whole
 from plait.plan.plan import Plan
 from plait.verification.expected_dtypes import NumberFormats
 

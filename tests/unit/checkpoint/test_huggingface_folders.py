@@ -35,7 +35,7 @@ from plait.errors import CheckpointError
 from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.huggingface.weight_files import INDEX
 from plait.models.rotary import rotary_angles
-from plait.plan.decoder import ROPE_BASE, Decoder
+from plait.plan.decoder_sizes import ROPE_BASE, Decoder
 
 pytestmark = pytest.mark.transformers
 

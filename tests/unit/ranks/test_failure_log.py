@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from plait.errors import CommunicationError
 from plait.ranks.collectives import all_reduce
-from plait.ranks.failure.failures import FailureLog, FailureRecord, FailureTrace, failure_log_of_world
+from plait.ranks.failure.failure_log import FailureLog, FailureRecord, FailureTrace, failure_log_of_world
 from plait.ranks.handle import Handle
 from plait.ranks.mesh import Mesh
 from plait.ranks.point_to_point import receive
@@ -70,7 +70,7 @@ def test_a_search_takes_another_ranks_result_where_several_ranks_wrote_nothing()
 
 
 def test_a_search_waits_longer_where_several_ranks_wrote_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.ranks.failure.failures._PATIENCE_WITH_SEVERAL", 30.0)
+    monkeypatch.setattr("plait.ranks.failure.failure_log._PATIENCE_WITH_SEVERAL", 30.0)
     zero, one, _ = everyone(3)
     timer = threading.Timer(0.1, one.record, ("all", (0, 2)))
     timer.start()
@@ -115,7 +115,7 @@ class Gone:
 
 
 def test_a_failure_log_does_not_wait_for_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.ranks.failure.failures._MOST_SECONDS", 0.05)
+    monkeypatch.setattr("plait.ranks.failure.failure_log._MOST_SECONDS", 0.05)
     store = Gone()
     log = FailureLog(store, 0)
     log.record("1F0 from rank 1", (1,))

@@ -13,7 +13,7 @@ import torch
 
 from plait.errors import CommunicationError
 from plait.ranks import Group, Handle, Traffic, all_reduce
-from plait.ranks.failure.failures import FailureTrace
+from plait.ranks.failure.failure_log import FailureTrace
 from plait.ranks.handle import GroupOperation
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.ranks import rank_device
-from plait.ranks.failure.failures import FailureRecord, FailureTrace
+from plait.ranks.failure.failure_log import FailureRecord, FailureTrace
 from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import GroupOperation
 

@@ -14,7 +14,7 @@ import torch
 
 from plait.errors import MeshError
 from plait.ranks import device, rank_device
-from plait.ranks.failure.failures import FailureTrace
+from plait.ranks.failure.failure_log import FailureTrace
 from plait.ranks.handle import _reason
 from plait.ranks.launch import world_membership
 from plait.ranks.rank_device import explained_sharing, newer_nccl, ranks_that_share, share_gpu

@@ -17,7 +17,7 @@ from strangers import NEEDS_TWO_USERS, forked_process, process_of_another_user
 
 from plait.errors import CommunicationError
 from plait.ranks import run_store
-from plait.ranks.failure.failures import FailureLog
+from plait.ranks.failure.failure_log import FailureLog
 from plait.ranks.launch import rendezvous
 from plait.ranks.launch.rendezvous import Meeting, Participant, meet
 from plait.ranks.world import World

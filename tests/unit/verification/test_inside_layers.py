@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.verification.reference.inside_layers import (
+from plait.verification.reference.inner_differences import (
     InnerDifference,
     ModuleSketches,
     first_inner_difference,

@@ -13,7 +13,12 @@ from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm
-from plait.verification.reference.inside_layers import FEATURES, ModuleSketches, RMSNorms, rounded_otherwise
+from plait.verification.reference.inner_differences import (
+    FEATURES,
+    ModuleSketches,
+    RMSNorms,
+    rounded_otherwise,
+)
 
 
 class Wrapped(nn.Module):

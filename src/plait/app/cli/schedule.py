@@ -14,9 +14,9 @@ from typing import get_args
 from plait.app.cli.arguments import CommandParser, aligned, count, number, number_or_inf
 from plait.errors import ConfigError, ScheduleError, terminal_text
 from plait.files import read_text
-from plait.pictures.timelines.files import FORMATS, write_pictures
 from plait.pictures.timelines.text import draw_text, title
 from plait.pictures.timelines.timeline import Timeline, simulate
+from plait.pictures.timelines.timeline_files import FORMATS, write_pictures
 from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule

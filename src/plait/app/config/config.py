@@ -13,7 +13,7 @@ from plait.app.config.train_section import BALANCE_FIELDS, TrainConfig
 from plait.app.data.tokenizer import open_tokenizer
 from plait.errors import ConfigError, ModelError, listed
 from plait.plan.axes import PLAN_AXES
-from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples
+from plait.plan.decoder_sizes import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples
 from plait.plan.plan import Plan
 from plait.schedules.search.api import default_chunks
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from plait.app.config.config_sections import Count, Decay, Section
 from plait.errors import ConfigError, ModelError, hub_remedy
-from plait.plan.decoder import Decoder, Family
+from plait.plan.decoder_sizes import Decoder, Family
 
 OWN_MODELS = ("gpt2", "llama")
 """Names of plait's own models; any other `model.name` is a folder."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from plait.app.data.batches import permute, rank_rows
 from plait.errors import DataError
-from plait.plan.arguments import require_choice, require_flag, require_whole
+from plait.plan.argument_checks import require_choice, require_flag, require_whole
 
 Collate = Callable[[list[Any]], Any]
 Context = Literal["fork", "forkserver", "spawn"]

@@ -16,7 +16,7 @@ from plait.app.loop.loggers import Logger, LoggerGroup
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import Validation
 from plait.errors import ConfigError, DataError, ReplicaError, terminal_text
-from plait.plan.arguments import require_instance, require_whole
+from plait.plan.argument_checks import require_instance, require_whole
 
 
 class ReplicaChecks(Callback):

@@ -27,7 +27,7 @@ from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.manifest import section
 from plait.checkpoint.optimizer_options import option_line
 from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError, listed
-from plait.plan.arguments import require_instance, require_number, require_path, require_whole
+from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
 from plait.ranks.text_collectives import broadcast_result
 
 LOCK = "checkpoints.lock"

@@ -19,7 +19,7 @@ from plait.app.loop.validation import LowestLoss, Metric, Validation
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
 from plait.errors import ConfigError
-from plait.plan.arguments import require_instance, require_number, require_whole, whole
+from plait.plan.argument_checks import require_instance, require_number, require_whole, whole
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.ranks.mesh import Mesh

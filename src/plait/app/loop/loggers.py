@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 from plait.errors import ConfigError, missing_package
 from plait.files import json_value, make_folder, open_to_write, read_bytes, write_bytes
-from plait.plan.arguments import require_path
+from plait.plan.argument_checks import require_path
 
 MetricsRow = Mapping[str, float | None]
 """The metrics of one step; non-finite numbers are None."""

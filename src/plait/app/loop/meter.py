@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.estimate.time.hardware import gpu_peaks
-from plait.plan.decoder import FLOPS, multiplications
+from plait.plan.decoder_sizes import FLOPS, multiplications
 from plait.plan.plan import Precision
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import (

@@ -12,7 +12,7 @@ from torch import nn
 
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, listed
-from plait.plan.arguments import require_instance, require_number
+from plait.plan.argument_checks import require_instance, require_number
 
 SCALE = "lr_scale"
 """The key of a parameter group by which the learning rate of a run is multiplied."""

@@ -21,7 +21,7 @@ from plait.pictures.report.page import write_report
 from plait.pictures.report.run_file import RunDescription, read_description, write_description
 from plait.pictures.report.run_record import METRICS_FILE, write_event
 from plait.pictures.report.step_file import RecordedRank, RecordedStep, write_step
-from plait.plan.arguments import require_flag, require_instance, require_path, require_whole
+from plait.plan.argument_checks import require_flag, require_instance, require_path, require_whole
 from plait.ranks.device import is_accelerator
 from plait.ranks.group import Counts, Wait
 from plait.ranks.point_to_point import clock_offset

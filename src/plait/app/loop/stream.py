@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 from plait.app.data.batches import rank_rows
 from plait.app.loop.stream_reader import Collate, Source, StreamReader
 from plait.errors import DataError, PlaitError
-from plait.plan.arguments import whole
+from plait.plan.argument_checks import whole
 from plait.plan.axes import index_along
 from plait.ranks.collectives import broadcast, scatter
 from plait.ranks.json_values import NotPlainError, decode, encode

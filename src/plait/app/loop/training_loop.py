@@ -20,7 +20,7 @@ from plait.app.loop.stream import RankStream, Stream
 from plait.app.loop.stream_reader import Source
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
-from plait.plan.arguments import require_instance, require_number
+from plait.plan.argument_checks import require_instance, require_number
 from plait.ranks.device import is_accelerator
 from plait.tensor.layer_values import Value, tensors_of
 

@@ -17,7 +17,7 @@ from plait.app.loop.training_loop import Callback, TrainingLoop, require_batches
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, DataError, NonFiniteError
 from plait.pictures.quantities import duration_text
-from plait.plan.arguments import require_instance, require_whole
+from plait.plan.argument_checks import require_instance, require_whole
 from plait.ranks.collectives import all_reduce
 from plait.ranks.device import sent
 from plait.tensor.layer_values import map_tensors

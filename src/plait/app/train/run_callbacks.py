@@ -18,9 +18,9 @@ from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.files import write_bytes
 from plait.pictures.report.run_record import METRICS_FILE, write_event
-from plait.pictures.timelines.files import write_pictures
 from plait.pictures.timelines.text import title
 from plait.pictures.timelines.timeline import simulate
+from plait.pictures.timelines.timeline_files import write_pictures
 from plait.ranks.mesh import Mesh
 from plait.schedules.costs import Costs
 

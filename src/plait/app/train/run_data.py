@@ -28,7 +28,7 @@ from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.app.train.run_sources import OpenSource, is_tokenized, open_source, prepared_folder
 from plait.errors import ConfigError, DataError
-from plait.plan.decoder import MOST_SIZE
+from plait.plan.decoder_sizes import MOST_SIZE
 
 
 class ReadAhead:

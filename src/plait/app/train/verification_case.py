@@ -13,7 +13,7 @@ from plait.checkpoint.huggingface.config_json import config_json
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.errors import ConfigError
 from plait.models.huggingface.pretrained import logits_of, original_in, original_of
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.independent_reference import IndependentReference, named_alike

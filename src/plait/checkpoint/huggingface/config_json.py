@@ -13,7 +13,7 @@ from plait.checkpoint.manifest import Manifest, TensorEntry, section
 from plait.errors import CheckpointError, ModelError, PlaitError
 from plait.models.huggingface.weight_files import CONFIG as CONFIG
 from plait.models.huggingface.weight_files import SIZE_KEYS, config_in
-from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE, ROPE_BASE, Decoder, Family
+from plait.plan.decoder_sizes import MOST_BLOCKS, MOST_SIZE, ROPE_BASE, Decoder, Family
 
 _BLOCK = re.compile(r"model\.blocks\.(\d+)\.attention\.norm\.weight")
 _TOKEN, _POSITION = "model.embedding.token.weight", "model.embedding.position.weight"

@@ -37,7 +37,7 @@ from plait.models.huggingface.quantized_weights import QUANTIZATION
 from plait.models.huggingface.weight_files import INDEX, NO_WEIGHTS, files_of_tensors
 from plait.models.layers.layer_sequence import saved_tensors
 from plait.package import VERSION
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.layout.layout import Box
 from plait.plan.layout.shards import full_box
 

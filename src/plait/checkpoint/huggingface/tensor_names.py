@@ -21,7 +21,7 @@ from plait.checkpoint.box_reader import adapted_weights
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.rank_contents import parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import PlanError
-from plait.plan.buffer_specs import BufferSpec, Slot
+from plait.plan.flat_buffer_specs import BufferSpec, Slot
 from plait.ranks.device import copy_later, is_accelerator, moved_later
-from plait.ranks.gradient_hooks import first_gradient_hook
+from plait.ranks.gradient_hook_detection import first_gradient_hook
 from plait.ranks.group import Group
 from plait.tensor.layer_values import torch_dtype
 

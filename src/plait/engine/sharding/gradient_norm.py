@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from plait.engine.sharding.unit import Owners, Unit
 from plait.errors import PlanError
-from plait.plan.arguments import require_number
+from plait.plan.argument_checks import require_number
 from plait.plan.layout.layout import Layout
 from plait.ranks.collectives import all_reduce
 from plait.ranks.device import is_accelerator, sent

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, StageView
 from plait.plan.axes import DATA_AXES, axes_of
-from plait.plan.buffer_specs import BufferSpec, FlatSpec, Slot
+from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec, Slot
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import BufferKind
 from plait.ranks.collectives import shared_zeros

@@ -150,7 +150,7 @@ def _elementwise(precision: Precision, timer: Timer) -> tuple[float, float]:
     """Measure layer norm with a residual add, and GELU; return the bytes a second that each moves.
 
     Forward and backward. Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual
-    connection 3 n and 2 n, GELU 2 n and 3 n: as `plait.estimate.time.layer_operations` counts them.
+    connection 3 n and 2 n, GELU 2 n and 3 n: as `plait.estimate.time.decoder_operations` counts them.
     """
     device = timer.device
     tokens, width = (16384, 4096) if is_accelerator(device) else (512, 512)

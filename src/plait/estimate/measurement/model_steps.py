@@ -14,7 +14,7 @@ from plait.estimate.measurement.timer import Timer
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import Hardware
 from plait.models.gpt2 import gpt2_of
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.ranks.collectives import barrier
 from plait.ranks.group import Group

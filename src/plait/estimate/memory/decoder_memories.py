@@ -12,10 +12,10 @@ from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.memory_bounds import MemoryBounds
 from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
 from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
-from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.estimate.time.step_times import stage_kinds, stage_modes
-from plait.plan.decoder import Decoder, LayerKind
+from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Recompute
 from plait.schedules.action import Kind
 from plait.schedules.held_microbatches import HeldCounts, HeldMicrobatches

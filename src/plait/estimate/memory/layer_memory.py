@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.estimate.time.layer_operations import MicrobatchShape, context_method, keys_read
-from plait.plan.decoder import LayerKind
+from plait.estimate.time.decoder_operations import MicrobatchShape, context_method, keys_read
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Recompute
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from plait.estimate.memory.layer_memory import layer_memory
 from plait.estimate.memory.state_memory import ParameterCounts, state_bytes, whole_gradients
-from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.plan.decoder import Decoder, LayerKind
+from plait.estimate.time.decoder_operations import MicrobatchShape
+from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.schedules.action import Kind
 
 KINDS: tuple[LayerKind, ...] = ("embedding", "attention", "mlp", "head")

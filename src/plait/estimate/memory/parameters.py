@@ -10,7 +10,7 @@ import torch
 
 from plait.engine.blueprint import Blueprint
 from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
-from plait.plan.buffer_specs import BufferSpec, FlatSpec
+from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec
 from plait.plan.parameter_units import replicas_of
 from plait.ranks.transport.shared_memory.transport import STAGING_LIMIT
 from plait.schedules.lowering.program import (

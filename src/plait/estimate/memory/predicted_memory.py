@@ -31,7 +31,7 @@ from plait.estimate.memory.memory_report import (
 from plait.estimate.memory.model_traces import ModelTraces, TracedLayer, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
-from plait.plan.arguments import require_instance, require_whole
+from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.ranks.device import default_device

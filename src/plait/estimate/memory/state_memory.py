@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from plait.estimate.time.layer_work import MicrobatchSizes
-from plait.plan.decoder import LayerKind
+from plait.plan.decoder_sizes import LayerKind
 from plait.schedules.action import Kind
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from plait.errors import PlanError
 from plait.estimate.memory.decoder_memories import DecoderMemories
 from plait.estimate.memory.plan_memories import PlanMemories
-from plait.estimate.time.layer_operations import MicrobatchShape
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.pictures.quantities import count_text
-from plait.plan.decoder import Decoder, LayerKind
+from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.schedules.search.stage_cuts import LayerCosts
 

@@ -16,8 +16,8 @@ from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
 from plait.pictures.quantities import memory_text, seconds_text
 from plait.pictures.timelines.timeline import Timeline
-from plait.plan.arguments import require_instance
-from plait.plan.decoder import decoder_of
+from plait.plan.argument_checks import require_instance
+from plait.plan.decoder_sizes import decoder_of
 from plait.plan.plan import Plan
 
 
@@ -127,7 +127,7 @@ def predict(
     """Return the predicted time and memory of a training step of `plan` on `hardware`.
 
     `model`: one that `parallelize` takes, on the meta device too, or the sizes of a gpt2 or llama as a
-    `plait.plan.decoder.Decoder`. `rows`: sequences of a data-parallel rank in a step, each as long as
+    `plait.plan.decoder_sizes.Decoder`. `rows`: sequences of a data-parallel rank in a step, each as long as
     the model's context; None: one a micro-batch. `hardware`: the name of a bundled file, a TOML file, or a
     `Hardware`. The other arguments are those of `plait.memory`: `inputs` and `targets` of any number of rows,
     `loss`, `rules` and `moments`; a model without a `context` needs `inputs`.

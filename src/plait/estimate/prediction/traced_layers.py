@@ -16,7 +16,7 @@ from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, ModelTraces, TracedLayer
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
-from plait.plan.decoder import LayerKind
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.tensor.experts.expert_layouts import experts_in

@@ -23,8 +23,8 @@ from plait.estimate.time.operation_times import FusedAttention, Product
 from plait.models.gpt2 import gpt2_of
 from plait.models.llama import llama_of
 from plait.pictures.quantities import count_text
-from plait.plan.arguments import require_whole
-from plait.plan.decoder import Decoder, LayerKind
+from plait.plan.argument_checks import require_whole
+from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.schedules.search.stage_cuts import LayerCosts
@@ -125,7 +125,7 @@ def traced_model(
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"the model is a {type(model).__name__}: give an nn.Module, or the sizes of a gpt2 or llama as "
-            "plait.plan.decoder.Decoder(...)."
+            "plait.plan.decoder_sizes.Decoder(...)."
         )
     require_whole("moments", moments, PlanError, least=0)
     if inputs is None:

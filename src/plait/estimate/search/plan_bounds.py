@@ -29,7 +29,7 @@ from plait.estimate.time.step_times import (
     stage_kinds,
     stage_modes,
 )
-from plait.plan.decoder import LayerKind
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import timing_of
 from plait.plan.plan import Plan
 

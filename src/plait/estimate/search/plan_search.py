@@ -19,7 +19,7 @@ from plait.estimate.search.plan_bounds import ROUNDING, Bounds, PlanSteps
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.step_times import NANOSECOND, step_seconds
-from plait.plan.arguments import require_instance, require_whole
+from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.axes import PLAN_AXES
 from plait.plan.plan import Plan, Recompute, SequenceParallel
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from plait.errors import ConfigError, listed
 from plait.files import read_toml, toml_value
-from plait.plan.arguments import require_instance
+from plait.plan.argument_checks import require_instance
 
 GIB, GB, TERA, MICRO = 1 << 30, 1e9, 1e12, 1e-6
 FILES = "hardware_files"

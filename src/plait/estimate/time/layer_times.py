@@ -19,7 +19,7 @@ from plait.estimate.time.operation_times import (
     Product,
     operation_seconds,
 )
-from plait.plan.decoder import LayerKind
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Recompute
 
 

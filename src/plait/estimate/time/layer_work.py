@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation
-from plait.plan.decoder import LayerKind
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import (
     BufferKind,
     ModelParameter,

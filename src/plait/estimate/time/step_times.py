@@ -14,7 +14,7 @@ from plait.estimate.time.layer_times import HOST_LINK, LayerTimer, Parts, PassTi
 from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.estimate.time.operation_times import AxisTransfer
 from plait.pictures.timelines.timeline import Timeline, simulate
-from plait.plan.decoder import LayerKind
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Plan, Recompute
 from plait.schedules.action import Kind
 from plait.schedules.costs import Costs

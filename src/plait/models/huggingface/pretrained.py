@@ -18,7 +18,7 @@ from plait.models.huggingface.quantized_weights import QUANTIZATION, dequantized
 from plait.models.huggingface.weight_files import CONFIG, NO_WEIGHTS, SIZE_KEYS, config_in, files_of_tensors
 from plait.models.layers.layer_sequence import saved_tensors
 from plait.models.lora import adapters_of
-from plait.plan.decoder import MOST_BLOCKS, MOST_SIZE
+from plait.plan.decoder_sizes import MOST_BLOCKS, MOST_SIZE
 
 _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200

@@ -29,7 +29,7 @@ from plait.models.layers.layer_sequence import (
     sequentials_of,
 )
 from plait.plan.rules import join
-from plait.ranks.gradient_hooks import first_gradient_hook
+from plait.ranks.gradient_hook_detection import first_gradient_hook
 from plait.tensor.autograd.regather import version_of
 from plait.tensor.call_hooks import HOOKS, call_hooks, computed_by_hooks, weight_utility
 from plait.tensor.dropout import is_plain_dropout

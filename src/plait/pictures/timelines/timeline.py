@@ -6,7 +6,7 @@ from plait.errors import ScheduleError
 from plait.pictures.quantities import with_unit
 from plait.pictures.timelines.svg import draw_svg
 from plait.pictures.timelines.text import title
-from plait.plan.arguments import require_instance
+from plait.plan.argument_checks import require_instance
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
 from plait.schedules.timed_schedule import TimedSchedule, simulated

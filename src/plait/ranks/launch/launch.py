@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from plait.errors import MeshError
-from plait.plan.arguments import require_choice, require_number, whole
+from plait.plan.argument_checks import require_choice, require_number, whole
 from plait.ranks.device import CPU, default_device, finish_queued_work, visible_accelerators
 from plait.ranks.failure.process_watch import OrphanWatch, Watchdog
 from plait.ranks.launch.rank_pool import RankPool

@@ -21,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
 from plait.errors import MeshError, PlaitError, RankError
-from plait.ranks.failure.failures import RankFailure, from_exit, root_cause
+from plait.ranks.failure.failure_log import RankFailure, from_exit, root_cause
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_process import END, STACK_SIGNAL, RankJob, dumps_call, serve, stack_file
 from plait.ranks.rank_device import newer_nccl

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
 from plait.ranks.device import finish_queued_work
-from plait.ranks.failure.failures import RankFailure, from_exception
+from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.process_watch import end_orphan, end_process
-from plait.ranks.gradient_hooks import first_gradient_hook
+from plait.ranks.gradient_hook_detection import first_gradient_hook
 from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.rank_device import explained_sharing
 from plait.ranks.world import World

@@ -13,7 +13,7 @@ import torch
 
 from plait.errors import MeshError
 from plait.ranks.device import keep_stand_in_for_gpus
-from plait.ranks.failure.failures import RankFailure, from_exception, root_cause
+from plait.ranks.failure.failure_log import RankFailure, from_exception, root_cause
 from plait.ranks.transport.local.cooperative_scheduler import CooperativeScheduler
 from plait.ranks.transport.local.operations import GroupOperations
 from plait.ranks.transport.local.transport import (

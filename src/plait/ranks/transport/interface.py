@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from plait.ranks.failure.failures import FailureLog
+from plait.ranks.failure.failure_log import FailureLog
 from plait.ranks.transport.buffers import Op
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from plait.errors import CommunicationError
 from plait.ranks.device import default_device
-from plait.ranks.failure.failures import FailureLog, failure_log_of_world
+from plait.ranks.failure.failure_log import FailureLog, failure_log_of_world
 from plait.ranks.transport.interface import RankTransports, Transport
 from plait.ranks.transport.local.transport import current_local_rank
 from plait.ranks.transport.shared_memory.group_channels import HostRanks, discover_host

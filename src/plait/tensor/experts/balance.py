@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.plan.arguments import require_choice, require_flag, require_number
+from plait.plan.argument_checks import require_choice, require_flag, require_number
 
 Counts = Literal["document", "step", "previous"]
 

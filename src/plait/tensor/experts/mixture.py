@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
-from plait.plan.arguments import require_flag, require_whole
+from plait.plan.argument_checks import require_flag, require_whole
 from plait.tensor.experts.experts import Experts, start_experts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing

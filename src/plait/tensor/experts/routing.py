@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.plan.arguments import require_choice, require_flag, require_number, require_whole
+from plait.plan.argument_checks import require_choice, require_flag, require_number, require_whole
 
 Scores: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 SCORES: tuple[Scores, ...] = ("softmax", "softmax_of_chosen", "sigmoid")

@@ -29,7 +29,7 @@ from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.routing_checker import RoutingChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
-from plait.verification.reference.inside_layers import (
+from plait.verification.reference.inner_differences import (
     InnerDifference,
     ModuleSketches,
     RMSNorms,

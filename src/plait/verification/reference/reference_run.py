@@ -41,7 +41,7 @@ from plait.verification.expected_dtypes import (
     epsilon_of,
 )
 from plait.verification.options import VerifyOptions
-from plait.verification.reference.inside_layers import ModuleSketches
+from plait.verification.reference.inner_differences import ModuleSketches
 from plait.verification.reference.recorded_routing import MARGIN, experts_in, records_of
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (

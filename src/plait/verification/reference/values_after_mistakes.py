@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
 from plait.verification.definitions.functions import Definitions
-from plait.verification.reference.inside_layers import unequal_weights
+from plait.verification.reference.inner_differences import unequal_weights
 from plait.verification.step_location import RecordKey, Records, RecordScope
 
 NamedTensors = Iterator[tuple[str, Tensor]]

@@ -14,7 +14,7 @@ from plait.app.config.config import LIMITS
 from plait.app.config.config_parser import config_from_arguments
 from plait.app.data.tokenized_files import open_tokens
 from plait.errors import DataError, RankError
-from plait.plan.decoder import MOST_SIZE
+from plait.plan.decoder_sizes import MOST_SIZE
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

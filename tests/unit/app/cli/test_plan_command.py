@@ -21,7 +21,7 @@ from plait.app.train.trainer import build_model, trained_part
 from plait.estimate.time.hardware import Link, load_hardware
 from plait.pictures.quantities import count_text
 from plait.plan.axes import PLAN_AXES
-from plait.plan.decoder import decoder_of
+from plait.plan.decoder_sizes import decoder_of
 
 SMALL = ["--hardware", "h100-sxm", "--model.layers", "2", "--train.batch", "6", "--train.precision", "bf16"]
 

@@ -8,7 +8,7 @@ from plait.app.loop.meter import Meter, StepMetrics, StepTensors, flops_per_toke
 from plait.app.train.trainer import build_model
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import load_hardware
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.ranks import Mesh
 from plait.ranks.launch.rank_pool import RankPool

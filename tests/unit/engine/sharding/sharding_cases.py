@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.unit import Unit, UnitFactory
-from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
+from plait.plan.flat_buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
 from plait.plan.layout import Layout, Shard, shard
 from plait.plan.parameter_units import ModelParameter, kind_of, resolve_units
 from plait.plan.plan import Plan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sharding_cases import SHAPES, case_of, layer_with
 from torch import nn
 
-from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs
+from plait.plan.flat_buffer_specs import BufferSpecs, build_buffer_specs
 from plait.plan.layout import Flat, Layout, Replicate, Shard
 from plait.plan.parameter_units import BufferKind, ModelParameter, resolve_units
 from plait.plan.plan import Plan

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharding_cases import SHAPES
 
-from plait.plan.buffer_specs import ALIGNMENT, MOST_PADDING, Offsets, compute_offsets
+from plait.plan.flat_buffer_specs import ALIGNMENT, MOST_PADDING, Offsets, compute_offsets
 
 SHARDS = st.integers(1, 7)
 

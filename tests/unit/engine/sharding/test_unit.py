@@ -11,7 +11,7 @@ from sharding_cases import SHAPES, case_of, layer_with, live_bytes, only_buffer,
 from torch import nn
 from torch.nn import functional
 
-from plait.plan.buffer_specs import ALIGNMENT
+from plait.plan.flat_buffer_specs import ALIGNMENT
 from plait.plan.layout import assemble, shard
 from plait.plan.plan import Plan
 

@@ -20,9 +20,9 @@ from plait.estimate.memory.decoder_memories import (
 from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes
 from plait.estimate.prediction.prediction import predict
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.plan.decoder import Decoder, decoder_of
+from plait.plan.decoder_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.held_microbatches import ActionStart, HeldCounts, HeldMicrobatches

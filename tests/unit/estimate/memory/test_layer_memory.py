@@ -14,8 +14,8 @@ from plait.engine.blueprint import build_blueprint
 from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.layer_traces import Trace
 from plait.estimate.memory.predicted_memory import MemoryEstimator
-from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.plan.decoder import Decoder, LayerKind, decoder_of
+from plait.estimate.time.decoder_operations import MicrobatchShape
+from plait.plan.decoder_sizes import Decoder, LayerKind, decoder_of
 from plait.plan.plan import Plan
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 128, "heads": 8, "vocab": 200, "context": 64}

@@ -15,8 +15,8 @@ from plait.engine.blueprint import build_blueprint
 from plait.estimate.memory.layer_traces import Trace
 from plait.estimate.memory.model_traces import ModelTraces, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
+from plait.estimate.time.decoder_operations import LayerWork, MicrobatchShape, Recomputation, layer_work
 from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.layer_operations import LayerWork, MicrobatchShape, Recomputation, layer_work
 from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.operation_times import (
     AxisTransfer,
@@ -27,7 +27,7 @@ from plait.estimate.time.operation_times import (
     attention_flops,
     product_flops,
 )
-from plait.plan.decoder import LayerKind, decoder_of
+from plait.plan.decoder_sizes import LayerKind, decoder_of
 from plait.plan.plan import Plan
 
 SMALL = {"layers": 1, "hidden": 96, "heads": 8, "vocab": 512, "context": 64}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
-from plait.estimate.time.layer_operations import MicrobatchShape
-from plait.plan.decoder import Decoder
+from plait.estimate.time.decoder_operations import MicrobatchShape
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 

@@ -9,7 +9,7 @@ from plait.estimate.prediction.predicted_model import DecoderModel
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import load_hardware
 from plait.pictures.quantities import memory_text
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 SMALL = Decoder(layers=8, hidden=1024, heads=16, vocab=32000, context=1024, gated=True, rotary=True)

@@ -21,7 +21,7 @@ from plait.estimate.search.plan_search import plan_rank, search
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
 from plait.estimate.time.hardware import load_hardware
 from plait.models.lora import lora
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 GALLERY = Path(__file__).parents[4] / "examples" / "gallery"

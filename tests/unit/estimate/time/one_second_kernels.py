@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from plait.estimate.time.hardware import Link, load_hardware
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 
 H100, FAST = load_hardware("h100-sxm"), Link(bandwidth=1e300, latency=1.0)
 FIXED = {"kernel": 1.0, "host": 0.0, "repetition": 100.0, "collective": 5.0}

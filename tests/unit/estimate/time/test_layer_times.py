@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from one_second_kernels import DECODER, FAST, HARDWARE
 
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
 from plait.estimate.time.layer_work import LayerWork
 from plait.estimate.time.operation_times import AxisTransfer
-from plait.plan.decoder import LayerKind
+from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Plan
 
 TP = {"tp": 2, "sequence_parallel": "keep"}

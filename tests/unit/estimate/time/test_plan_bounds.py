@@ -14,7 +14,7 @@ from plait.estimate.search.plan_bounds import Bounds, PlanSteps, pipeline_second
 from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.step_times import step_seconds
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 H100, A100 = load_hardware("h100-sxm"), load_hardware("a100-40")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.search.plan_changes import PlanChange, _by_help, _candidates, _helps, best_changes
 from plait.estimate.time.hardware import load_hardware
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 MODEL = Decoder(layers=6, hidden=512, heads=8, vocab=5000, context=512, gated=True, rotary=True)

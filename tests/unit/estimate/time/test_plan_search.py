@@ -17,7 +17,7 @@ from plait.estimate.search.plan_search import OTHERS, SEARCHES, plan_rank, plans
 from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.models import llama
-from plait.plan.decoder import Decoder, decoder_of
+from plait.plan.decoder_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan
 
 MIXED = Plan(precision="bf16", master_precision="fp32")

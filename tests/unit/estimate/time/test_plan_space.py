@@ -7,7 +7,7 @@ from itertools import product
 
 from plait.estimate.prediction.predicted_model import DecoderModel
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions, divisors_of
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 ALL = PlanChoices()

@@ -13,12 +13,12 @@ from one_second_kernels import DECODER, HARDWARE
 
 from plait.estimate.memory.layer_memory import LayerMemory
 from plait.estimate.prediction.prediction import predict
+from plait.estimate.time.decoder_operations import MicrobatchShape, layer_work
 from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.layer_operations import MicrobatchShape, layer_work
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
 from plait.estimate.time.layer_work import Recomputation
 from plait.estimate.time.operation_times import Elementwise, Product
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule

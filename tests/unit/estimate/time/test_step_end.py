@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.hardware import Hardware, Link, load_hardware
-from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.step_times import (
     StepEndSizes,
@@ -18,7 +18,7 @@ from plait.estimate.time.step_times import (
     optimizer_seconds,
     step_seconds,
 )
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 H100 = load_hardware("h100-sxm")

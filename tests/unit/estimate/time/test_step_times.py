@@ -9,8 +9,8 @@ import pytest
 from one_second_kernels import DECODER, HARDWARE
 
 from plait.estimate.prediction.prediction import Prediction, predict
+from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.hardware import Hardware, Link
-from plait.estimate.time.layer_operations import MicrobatchShape
 from plait.estimate.time.layer_times import LayerTimer
 from plait.estimate.time.step_times import stage_kinds, stage_modes
 from plait.plan.plan import Plan

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.proof.position_dims import PositionDim
-from plait.proof.position_operations import RULES, UNIFORM
 from plait.proof.position_proof import PositionTracker, arguments_of, tracking
+from plait.proof.position_rules import RULES, UNIFORM
 
 ROWS, LENGTH, HIDDEN = 3, 5, 4
 Step = Callable[[Tensor, int, int], Tensor]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import ScheduleError
-from plait.pictures.timelines.files import picture
 from plait.pictures.timelines.timeline import Timeline, simulate
+from plait.pictures.timelines.timeline_files import picture
 from plait.schedules.action import Action
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, policy_schedule

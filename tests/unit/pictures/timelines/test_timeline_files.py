@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
-from plait.pictures.timelines.files import FORMATS, draw_trace, picture, write_pictures
 from plait.pictures.timelines.timeline import Timeline, simulate
+from plait.pictures.timelines.timeline_files import FORMATS, draw_trace, picture, write_pictures
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import policy_schedule

@@ -15,7 +15,7 @@ from plait.estimate.time.operation_times import (
     Product,
 )
 from plait.plan.context_parallel_heads import sending_less, vectors_sent
-from plait.plan.decoder import Decoder, LayerKind
+from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from plait.estimate.memory.memory_bounds import KINDS
-from plait.estimate.time.layer_operations import MicrobatchShape, context_method, layer_work
+from plait.estimate.time.decoder_operations import MicrobatchShape, context_method, layer_work
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, Collective, Elementwise, FusedAttention, Product
-from plait.plan.decoder import Decoder
+from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 
 LLAMA = Decoder(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from plait.errors import ModelError
-from plait.plan.arguments import require_flag, require_number, require_whole
+from plait.plan.argument_checks import require_flag, require_number, require_whole
 
 LayerKind: TypeAlias = str
 """What the layers that do the same work have in common. Of plait's own models "embedding", "attention", "mlp"

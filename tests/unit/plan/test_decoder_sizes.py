@@ -13,7 +13,7 @@ from plait.app.loop.meter import flops_per_token
 from plait.errors import ModelError
 from plait.estimate.prediction.traced_model import TracedModel
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
-from plait.plan.decoder import Decoder, LayerKind, decoder_of
+from plait.plan.decoder_sizes import Decoder, LayerKind, decoder_of
 
 LLAMA = Decoder(
     layers=3, hidden=96, heads=6, kv_heads=2, inner=176, vocab=500, context=640, gated=True, rotary=True
