@@ -153,3 +153,12 @@ def test_ranks_whose_rows_have_ended_go_on_for_experts(thread_ranks: Any, strate
     plan = Plan(dp=4, ep=4, precision="fp64", strategy=strategy)
     found = thread_ranks.run(generated, plan, ranks=4)
     assert [row for rows in found for row in rows] == alone
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["full", "tp 2 ep 4", "zero bubble"])
+def test_fifty_steps_of_adamw_are_those_of_one_rank(thread_ranks: Any, name: str) -> None:
+    plan = Plan(**{"precision": "fp64", **PLANS[name]})
+    alone = in_a_rank(Plan(precision="fp64"), None, None, range(50))
+    losses = thread_ranks.run(in_a_rank, plan, None, None, range(50), ranks=plan.world)[0]
+    assert losses == pytest.approx(alone, rel=1e-12)

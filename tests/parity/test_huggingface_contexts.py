@@ -104,6 +104,7 @@ def test_declared_families_on_packed_documents(thread_ranks: Any, name: str, pla
         check_parity(thread_ranks, case(name, 8, in_documents=True), MORE_PLANS[plan])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", MORE_PLANS)
 def test_latent_attention_in_graphs(thread_ranks: Any, plan: str) -> None:
     """Of a DeepSeek-V3 without experts, whose layers cannot be compiled."""

@@ -177,6 +177,7 @@ def test_a_plan_is_judged_by_what_the_configuration_trains(
     assert found["step_seconds"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.transformers
 def test_a_folder_with_experts_is_planned_for_balanced_routing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -201,6 +202,7 @@ TINY_SPARSE = (
 )
 
 
+@pytest.mark.full
 def test_a_search_of_a_model_with_experts_chooses_their_division(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

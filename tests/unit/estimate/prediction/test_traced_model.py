@@ -194,6 +194,7 @@ def test_a_search_of_a_sparse_model_divides_experts_in_every_way(
     assert all((one.breakdown["ep communication"] > 0) == one.plan.divides_experts for one in every)
 
 
+@pytest.mark.full
 def test_only_models_with_experts_are_searched_for_their_division() -> None:
     base = Plan()
     dense, sparse = traced_model(llama()), traced_model(llama(**SPARSE))
