@@ -24,7 +24,6 @@ def train(plan: plait.Plan, steps: int) -> tuple[float, float]:
         inputs, targets = batch(step, index * rows, (index + 1) * rows)
         start = time.perf_counter()
         losses.append(engine.forward_backward(inputs, targets))
-        engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)

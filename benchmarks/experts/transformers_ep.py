@@ -27,8 +27,6 @@ def train(model: nn.Module, rank: int, ranks: int, steps: int) -> None:
         logits = model(input_ids=inputs, use_cache=False).logits
         loss = functional.cross_entropy(logits.view(-1, VOCAB), targets.flatten())
         loss.backward()
-        if ranks == 1:  # it does not take gradients over two meshes
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
