@@ -102,9 +102,16 @@ def dropping_by_hand(model: nn.Module, inputs: Any, step: int) -> Tensor:
 
 
 def explicitly(
-    query: Tensor, keys: SharedKeys, *, scale: float, dropout: ByHand, softcap: float | None = None
+    query: Tensor,
+    keys: SharedKeys,
+    *,
+    scale: float,
+    dropout: ByHand,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention to the shared keys of one device, with the weights of all pairs."""
+    assert sinks is None, "families with sinks have no dropout in these cases"
     groups, length = query.shape[1] // keys.key.shape[1], query.shape[2]
     key, value = (one.repeat_interleave(groups, 1) for one in (keys.key, keys.value))
     distance = torch.arange(length)[:, None] - torch.arange(length)
