@@ -191,7 +191,9 @@ def test_a_search_of_a_sparse_model_divides_experts_in_every_way(
 ) -> None:
     every = search_and_predict_all(traced_model(llama(**SPARSE)), ranks, 2)
     assert {(one.plan.ep, one.plan.etp) for one in every} == tried
-    assert all((one.breakdown["ep communication"] > 0) == one.plan.divides_experts for one in every)
+    # Of several stages the slowest, whose times are told, may have no experts.
+    alone = (one for one in every if one.plan.pp == 1 or not one.plan.divides_experts)
+    assert all((one.breakdown["ep communication"] > 0) == one.plan.divides_experts for one in alone)
 
 
 @pytest.mark.full
