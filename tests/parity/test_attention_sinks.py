@@ -128,7 +128,7 @@ def test_runs_with_sinks_equal_a_softmax_with_one_more_score(
     check_parity(thread_ranks, CASES[case], Plan(**PLANS[plan], microbatches=2, precision="fp64"))
 
 
-@pytest.mark.parametrize("mode", ["exact", "float64"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("float64", marks=pytest.mark.full)])
 def test_verify_finds_sinks_equal(thread_ranks: RankPool, mode: Any) -> None:
     plan = Plan(tp=2, cp=2, microbatches=2, context_parallel="ring")
     options = VerifyOptions(mode=mode, steps=1)

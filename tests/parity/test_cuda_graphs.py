@@ -136,7 +136,7 @@ def test_replayed_segments_add_to_the_gradients_of_earlier_calls(
     check_replayed(thread_ranks, gpt2(layers=3, tied=True), plan, recipe)
 
 
-@pytest.mark.parametrize("completion", ["late", 1])
+@pytest.mark.parametrize("completion", ["late", pytest.param(1, marks=pytest.mark.full)])
 def test_replayed_segments_train_as_one_rank_under_nccl_stream_rules(
     thread_ranks: Any, completion: Any
 ) -> None:

@@ -117,7 +117,7 @@ FACTORS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=str)
 def test_balance_of_any_plan_equals_one_device(thread_ranks: Any, row: dict[str, Any]) -> None:
     plan, balance = plan_of(row), SETTINGS[row["name"]]

@@ -76,7 +76,7 @@ def sparse(choose: Choose, experts: int = EXPERTS) -> Case:
     return Case("sparse", partial(routed, choose, experts), draw)
 
 
-@pytest.mark.parametrize("name", in_quick(PLANS, "dp 2 ep 2", "keep", "recompute"))
+@pytest.mark.parametrize("name", in_quick(PLANS, "dp 2 ep 2"))
 def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
     check(rank_pool, sparse(every_choice, UNEVEN.get(name, EXPERTS)), name)
 

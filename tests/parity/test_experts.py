@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import plait
 from parity.case import Batch, Case
 from parity.parity import check_parity
+from parity.resumed_steps import in_a_rank
 from plait.plan import rules
 from plait.plan.plan import Plan
 from plait.tensor.experts.experts import Experts
@@ -79,29 +80,6 @@ def test_a_sparse_model_trains_as_on_one_rank(thread_ranks: Any, name: str) -> N
     check_parity(thread_ranks, CASE, Plan(precision="fp64", **PLANS[name]))
 
 
-def train(engine: plait.Engine, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        inputs, targets = draw(8, torch.Generator().manual_seed(step))
-        rows = slice(*(8 // engine.plan.dp * (engine.mesh.index("dp") + end) for end in (0, 1)))
-        losses.append(engine.forward_backward(inputs[rows], targets[rows]).item())
-        engine.step(optimizer, 1.0)
-        optimizer.zero_grad()
-    return losses
-
-
-def in_a_rank(plan: Plan, source: Path | None, target: Path | None, steps: range) -> list[float]:
-    engine = plait.parallelize(build(), plan, plait.Mesh(plan), CASE.loss, seed=3)
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    if source is not None:
-        plait.load(engine, optimizer, source)
-    losses = train(engine, optimizer, steps)
-    engine.check_replicas(optimizer)
-    if target is not None:
-        plait.save(engine, optimizer, target)
-    return losses
-
-
 def test_checkpoints_go_from_any_division_of_experts_to_any_other(thread_ranks: Any, tmp_path: Path) -> None:
     """ep 4 → 1 → ep 2 × etp 2 → pp 2 × ep 2: as in one run on one rank."""
     plans = (
@@ -111,17 +89,17 @@ def test_checkpoints_go_from_any_division_of_experts_to_any_other(thread_ranks: 
         Plan(pp=2, dp=2, ep=2, precision="fp64"),
         Plan(tp=2, dp=2, ep=2, precision="fp64", strategy="gradients"),
     )
-    alone = in_a_rank(Plan(precision="fp64"), None, None, range(2 * len(plans)))
+    alone = in_a_rank(CASE, Plan(precision="fp64"), None, None, range(2 * len(plans)))
     losses, before = list[float](), None
     for number, plan in enumerate(plans):
         after = tmp_path / str(number)
         steps = range(2 * number, 2 * number + 2)
-        losses += thread_ranks.run(in_a_rank, plan, before, after, steps, ranks=plan.world)[0]
+        losses += thread_ranks.run(in_a_rank, CASE, plan, before, after, steps, ranks=plan.world)[0]
         before = after
     assert losses == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["full", "tp 2 ep 4"])
+@pytest.mark.parametrize("name", ["full", pytest.param("tp 2 ep 4", marks=pytest.mark.full)])
 def test_verify_finds_it_right(name: str) -> None:
     model = build().to_empty(device="cpu")
     for number, parameter in enumerate(model.parameters()):
@@ -159,6 +137,6 @@ def test_ranks_whose_rows_have_ended_go_on_for_experts(thread_ranks: Any, strate
 @pytest.mark.parametrize("name", ["full", "tp 2 ep 4", "zero bubble"])
 def test_fifty_steps_of_adamw_are_those_of_one_rank(thread_ranks: Any, name: str) -> None:
     plan = Plan(**{"precision": "fp64", **PLANS[name]})
-    alone = in_a_rank(Plan(precision="fp64"), None, None, range(50))
-    losses = thread_ranks.run(in_a_rank, plan, None, None, range(50), ranks=plan.world)[0]
+    alone = in_a_rank(CASE, Plan(precision="fp64"), None, None, range(50))
+    losses = thread_ranks.run(in_a_rank, CASE, plan, None, None, range(50), ranks=plan.world)[0]
     assert losses == pytest.approx(alone, rel=1e-12)

@@ -129,7 +129,7 @@ SPARSE_QUICK = (
 )
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(4)
 @pytest.mark.usefixtures("norms_in_float64")
 @pytest.mark.parametrize(("name", "plan"), in_quick(product(cases.SPARSE, SPARSE_WOVEN), *SPARSE_QUICK))
 def test_mixtures_of_experts_of_transformers_train_as_one_rank(

@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_sparse_llama_trains_as_on_one_rank(thread_ranks: Any, name: str) -> None:
     check_parity(thread_ranks, sparse_llama(), Plan(precision="fp64", **PLANS[name]))

@@ -15,6 +15,7 @@ import plait
 from parity.case import Batch, Case
 from parity.live_bytes import LiveBytes
 from parity.parity import check_parity
+from parity.resumed_steps import in_a_rank
 from plait.engine import blueprint
 from plait.errors import PlanError
 from plait.estimate.memory.predicted_memory import MemoryEstimator
@@ -93,36 +94,13 @@ def test_equal_gradients_are_not_added_over_tp() -> None:
         _ = blueprint.build_blueprint(build(), plan).buffer_specs
 
 
-def train(engine: plait.Engine, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        inputs, targets = draw(8, torch.Generator().manual_seed(step))
-        rows = slice(*(8 // engine.plan.dp * (engine.mesh.index("dp") + end) for end in (0, 1)))
-        losses.append(engine.forward_backward(inputs[rows], targets[rows]).item())
-        engine.step(optimizer, 1.0)
-        optimizer.zero_grad()
-    return losses
-
-
-def in_a_rank(plan: Plan, source: Path | None, target: Path | None, steps: range) -> list[float]:
-    engine = plait.parallelize(build(), plan, plait.Mesh(plan), CASE.loss, seed=3)
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    if source is not None:
-        plait.load(engine, optimizer, source)
-    losses = train(engine, optimizer, steps)
-    engine.check_replicas(optimizer)
-    if target is not None:
-        plait.save(engine, optimizer, target)
-    return losses
-
-
 def test_a_checkpoint_of_it_is_loaded_under_other_plans(thread_ranks: Any, tmp_path: Path) -> None:
     plan = plan_of(**PLANS["full"])
-    alone = in_a_rank(Plan(precision="fp64"), None, None, range(4))
-    first = thread_ranks.run(in_a_rank, plan, None, tmp_path / "half", range(2), ranks=4)
+    alone = in_a_rank(CASE, Plan(precision="fp64"), None, None, range(4))
+    first = thread_ranks.run(in_a_rank, CASE, plan, None, tmp_path / "half", range(2), ranks=4)
     others = {plan: 4, Plan(precision="fp64"): 1, plan_of(dp=1, strategy="none"): 2}
     for other, ranks in others.items():
-        last = thread_ranks.run(in_a_rank, other, tmp_path / "half", None, range(2, 4), ranks=ranks)
+        last = thread_ranks.run(in_a_rank, CASE, other, tmp_path / "half", None, range(2, 4), ranks=ranks)
         assert first[0] + last[0] == pytest.approx(alone, rel=1e-12)
 
 

@@ -14,7 +14,7 @@ from plait.tensor.experts.step_balance import RouterPlace, StepBalance
 
 
 def build_step_balance(blueprint: Blueprint, mesh: Mesh) -> StepBalance | None:
-    """Return the losses and loads of this rank's routers; None for a model without routers.
+    """Return what computes the losses and loads of this rank's routers; None for a model without routers.
 
     Raises ModelError for routers with unlike settings, and PlanError for settings that the schedule does not
     allow. Communication: a group, the first time, over which counts are summed.

@@ -155,7 +155,7 @@ def _require_like(current: Tensor, place: str, value: object) -> None:
 
 
 def _outermost_reset(layer: nn.Module, path: str, name: str) -> str:
-    """Return the name in `layer` of the outermost module around tensor `name` with `reset_parameters`."""
+    """Return the path in `layer` of the outermost module with `reset_parameters` that has tensor `name`."""
     parts = name.split(".")[:-1]
     for count in range(len(parts) + 1):
         found = ".".join(parts[:count])

@@ -78,7 +78,7 @@ class OperationCall:
         return self.of(name) if len(known) == 1 else None
 
     def dims(self, name: str, count: int) -> list[int]:
-        """Return the dims that the argument `name` lists, for a tensor of `count` dims, as numbers from 0."""
+        """Return the dims that the call's argument `name` lists, from 0, for a tensor of `count` dims."""
         given = self.arguments.get(name)
         return [dim % max(count, 1) for dim in ([given] if isinstance(given, int) else given or [])]
 

@@ -44,7 +44,7 @@ class Grid:
 
 
 def fill_grid(rows: ActionRows, stages: int) -> Grid:
-    """Return the time step of each action in `rows`, if each takes one step and runs as early as possible."""
+    """Return when each action of `rows` runs, in steps: each takes one, and starts as early as it can."""
     ones, zeros = (1,) * stages, (0,) * stages
     known = [list(takewhile(lambda action: 0 <= action.stage < stages, row)) for row in rows]
     order = event_order(known, stages)

@@ -41,7 +41,7 @@ def wide(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalTargets:
-    """For each of `n` targets, whether this rank has its class, and in which column of the logits."""
+    """Of `n` target classes, which ones this rank has logits of, and in which column."""
 
     counted: Tensor
     """bool `[n]`: not `ignore_index`."""

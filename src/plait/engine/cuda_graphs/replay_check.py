@@ -29,7 +29,7 @@ INPUT_GRADIENT = "the gradient of input"
 
 @dataclass(frozen=True)
 class ReplayDifference:
-    """A result of a graph that is not that of its segment."""
+    """A result of a replayed graph that differs from what its segment computes eagerly."""
 
     segment: str
     """Its name, such as `0F3`: stage, kind and micro-batch."""

@@ -1,4 +1,4 @@
-"""Which segments of a program can be recorded, and which of its micro-batch's at a stage each is."""
+"""Which segments of a program can be recorded, and to which stage and micro-batch each belongs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Handlers = dict[type, Callable[[Any], None]]
 
 
 class PartLedger(MemoryLedger):
-    """A ledger that passes on the blocks of activations only, with temporaries, or all but these."""
+    """Passes on to another ledger only activations and temporary memory, or only the rest."""
 
     def __init__(self, ledger: MemoryLedger, *, activations: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def pool_bytes(
 
 
 def _is_of_first(instruction: Instruction, stage: int) -> bool:
-    """Return whether an instruction is the first micro-batch's at a stage."""
+    """Return whether an instruction belongs to the first micro-batch at a stage."""
     if not isinstance(instruction, ActionInstruction):
         return False
     return instruction.action.stage == stage and instruction.action.microbatch == 0

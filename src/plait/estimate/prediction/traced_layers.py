@@ -194,7 +194,7 @@ class TracedSizes(MicrobatchSizes):
         return self.layers.traces(plan, rows, on_cpu=self.on_cpu)
 
     def extrapolated(self, number: Callable[[ModelTraces], float]) -> float:
-        """Return `number(traces)` at this micro-batch's rows, extrapolated linearly from few rows."""
+        """Return `number(traces)` for this micro-batch's rows, extrapolated from traces of few rows."""
         if self.rows <= FEW_ROWS[0]:
             return number(self._traces(self.plan, ceil(self.rows)))
         few, more = (number(self._traces(self.plan, rows)) for rows in FEW_ROWS)

@@ -47,7 +47,7 @@ class ExpertNames:
         return None if found is None else (f"{found[1]}.mlp.experts", int(found[2]), found[3])
 
     def key(self, path: str, number: int, matrix: str) -> str:
-        """Return the key of a matrix of expert `number`; `path`: of all experts in the model."""
+        """Return the name in weight files of one expert's `matrix`; `path`: of the experts in the model."""
         return f"{self.in_files(path)}.{number}.{matrix}.weight"
 
     def in_model(self, key: str) -> str:
@@ -83,7 +83,7 @@ def expert_names_in(keys: Iterable[str]) -> ExpertNames | None:
 
 
 def joined_experts(folder: Path, slices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the slices of the files in `folder` by the names of the model, those of experts as one for all.
+    """Return the tensors of a folder by the model's names; those of single experts are joined into one.
 
     Raises ModelError where a matrix of an expert is missing, or is unlike those of the other experts.
     """

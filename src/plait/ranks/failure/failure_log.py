@@ -221,7 +221,7 @@ def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """Return the earliest failure that is not a consequence of another rank's, else the earliest."""
+    """Return the failure that caused the others: the earliest that no other rank's has caused, if any."""
     return min(failures, key=lambda failure: (failure.secondary, failure.at))
 
 

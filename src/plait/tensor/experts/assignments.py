@@ -39,7 +39,7 @@ class Assignments:
 
 
 def assign(indices: Tensor, experts: range, sizes: tuple[int, ...] | None = None) -> Assignments:
-    """Return the pairs of tokens and `experts`, given the experts' numbers `[T, k]` of each token.
+    """Return the pairs of a token and an expert, given the experts' numbers `[T, k]` of each token.
 
     Other numbers, of experts elsewhere or -1 for none, are no pairs. `sizes`: how many pairs each expert has,
     where that is known; else it is read from the device. On meta every expert gets as many.

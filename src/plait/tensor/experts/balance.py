@@ -85,7 +85,7 @@ def count_choices(indices: Tensor, documents: Tensor, count: int, experts: int) 
 
 
 def token_balance(probabilities: Tensor, load: Tensor, documents: Tensor) -> Tensor:
-    """Return `Σ_t E Σ_e load[s(t), e] · p[t, e]`, 0-d: the balance loss times the number of tokens.
+    """Return the balance loss times the number of tokens, 0-d: `Σ_t E Σ_e load[s(t), e] · p[t, e]`.
 
     `probabilities [T, E]`; `load [D, E]`: the share of each document's tokens that chose each expert.
     `documents [T]` as for `count_choices`: padding adds nothing.
@@ -96,7 +96,7 @@ def token_balance(probabilities: Tensor, load: Tensor, documents: Tensor) -> Ten
 
 
 def token_z(logits: Tensor, counted: Tensor) -> Tensor:
-    """Return `Σ_t (log Σ_e exp(logits[t, e]))²`, 0-d: the z-loss times the number of tokens.
+    """Return the z-loss times the number of tokens, 0-d: `Σ_t (log Σ_e exp(logits[t, e]))²`.
 
     `logits [T, E]`; `counted [T]`: bool, False for padding, which adds nothing.
     """

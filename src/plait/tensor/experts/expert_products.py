@@ -273,7 +273,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _meanwhile(queue: WeightGradientQueue | None, pending: PendingTensor) -> Tensor:
-    """Return what travels; compute queued weight gradients meanwhile, where they follow anyway."""
+    """Wait for a tensor that is being sent, and return it; before, compute queued weight gradients."""
     if queue is not None:
         queue.overlap()
     return pending()

@@ -53,7 +53,7 @@ class LowRank:
 def weight_gradients(
     inputs: Rows, narrow: Tensor, of_narrow: Tensor, of_outputs: Rows, groups: Groups
 ) -> tuple[Add, Add]:
-    """Return the work of the gradients of `down` and `up`, which reads no parameter: it may be freed."""
+    """Return functions that compute the gradients of `down` and `up` later, without reading a parameter."""
 
     def add_down(total: Tensor, first: bool) -> None:
         add_grouped_product(total, of_narrow, inputs(), groups, first)

@@ -222,7 +222,7 @@ class StepBalance:
         return torch.cat(parts)
 
     def settle(self, totals: Tensor) -> None:
-        """Take the sum of all ranks' `totals`: the step's losses, and the choices that biases learn from."""
+        """Set the step's losses and loads of experts from the `totals` summed over all ranks."""
         sizes = [2 + place.experts for place in self.places.values()]
         each = dict(zip(self.places, torch.split(totals, sizes), strict=True))
         choices = {path: part[2:].round().long() for path, part in each.items()}

@@ -91,7 +91,7 @@ def _skipped(result: Tensor, rows: Tensor) -> PendingTensor:
 def exchange_of(
     indices: Tensor, experts: int, group: Group, etp: int, takes_all: bool = False
 ) -> TokenExchange:
-    """Return the exchange of tokens with the experts' numbers `indices [T, k]`, of -1 for none to `experts`.
+    """Return how tokens travel to the ranks of their experts `indices [T, k]`, where -1 stands for none.
 
     Each `etp` neighbours of `group` hold parts of the same experts; the first hold the first experts, as
     `divide` cuts them. Communication: one all-gather of an int64 for each of `ep` parts and each expert, for
@@ -111,7 +111,7 @@ def exchange_of(
 
 
 def _visits(indices: Tensor, experts: int, parts: int) -> Tensor:
-    """Return whether each token has experts in each of the `parts`, as `divide` cuts them: `[T, parts]`."""
+    """Return in which of the `parts` of all experts each token has experts: bool `[T, parts]`."""
     each, more = divmod(experts, parts)
     in_first = indices // (each + 1)
     part = torch.where(in_first < more, in_first, (indices - more) // max(each, 1))
@@ -158,7 +158,7 @@ def _uniform_counts(indices: Tensor, experts: int, group: Group, etp: int) -> Ro
 
 
 def _counts_of_one(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
-    """Return the counts of routing that chooses this rank's experts for all tokens, as many of each rank.
+    """Return the counts for the worst case, in which all tokens choose this rank's experts.
 
     Where these are fewer than k, a token has others of the parts that follow, of the first ones at last.
     """

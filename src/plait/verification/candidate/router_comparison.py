@@ -38,7 +38,7 @@ def compare_corrections(comparison: StepComparison, step: int) -> None:
 def _other_corrections(
     expected: Tensor, actual: Tensor, counts: Tensor, rate: float
 ) -> list[tuple[str, Tensor]]:
-    """Return a corrected bias as common mistakes give it."""
+    """Return the biases that common mistakes in their correction give, each after a text that names it."""
     expected = expected.to(actual)
     change = rate * (counts.sum() - len(counts) * counts).sign().to(actual)
     before = expected - change

@@ -139,7 +139,7 @@ def test_plaits_own_models_are_compared_with_those_of_transformers(
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("deepseek-v3", marks=pytest.mark.full)])
 def test_sparse_models_in_a_folder_are_compared_with_those_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,7 +182,7 @@ SPARSE = {"layers": 1, "experts": 3, "top_k": 2, "inner": 24, "shared": 8}
 @pytest.mark.parametrize(
     ("ranks", "tried"),
     [
-        (2, {(1, 1), (2, 1), (1, 2)}),
+        pytest.param(2, {(1, 1), (2, 1), (1, 2)}, marks=pytest.mark.full),
         pytest.param(4, {(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)}, marks=pytest.mark.full),
     ],
 )
