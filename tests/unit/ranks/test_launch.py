@@ -3,6 +3,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from plait.errors import MeshError, RankError
 from plait.ranks.launch import launch as launch_module
 from plait.ranks.launch.launch import launch
-from plait.ranks.launch.world_membership import leave_world
+from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.transport.joined_world import current_ranks
+from plait.ranks.world import World
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -206,6 +208,29 @@ def test_a_process_of_a_launcher_joins_the_others_and_leaves_them(rank_pool):
             ]
         assert own[:-1] == expected
         assert ("the culprit" in own[-1]) == bool(rank), own[-1]
+
+
+def join_while_rank_0_connects(folder: str) -> bool:
+    """Return whether rank 0 has connected, once this rank has joined a world."""
+    rank, connected = dist.get_rank(), Path(folder, "connected")
+    leave_world()
+    connect = dist.init_process_group
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        connect(*arguments, **options)
+        time.sleep(0.3)
+        connected.touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(dist, "init_process_group", slowly)
+        join_world(World(rank, 2, rank, 2, "plait", f"file://{folder}/store"), 60.0, "cpu")
+    return connected.exists()
+
+
+def test_no_rank_goes_on_while_another_still_connects(rank_pool, tmp_path):
+    """One that left at once ended the other's rendezvous."""
+    assert rank_pool.run(join_while_rank_0_connects, str(tmp_path), ranks=2) == [True, True]
 
 
 def test_a_failure_under_a_launcher_leaves_the_world_within_a_share_of_its_timeout(monkeypatch):

@@ -48,6 +48,8 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks
         dist.init_process_group(
             backend, store=meeting.store, rank=world.rank, world_size=world.world_size, timeout=limit
         )
+        # A rank that goes on, and leaves, while a peer still connects would end that peer's rendezvous.
+        dist.all_reduce(torch.zeros(1))
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
             f"rank {world.rank} of {world.world_size} could not join the world of {world.launcher} at "
