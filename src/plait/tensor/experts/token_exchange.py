@@ -45,6 +45,10 @@ class RowCounts:
     of_experts: tuple[int, ...]
     """Tokens of each expert of this rank."""
 
+    def with_others(self, own: int) -> tuple[int, int]:
+        """Return how many rows go to other ranks than the one with index `own`, and come from them."""
+        return sum(self.sent) - self.sent[own], sum(self.received) - self.received[own]
+
 
 @dataclass(frozen=True)
 class TokenExchange:
