@@ -72,7 +72,7 @@ class StepMetrics:
     expert_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By path of each router: how many tokens of the step chose each expert."""
     tokens_sent: tuple[int, ...] = ()
-    """Of each rank: the tokens that it sent to experts of other ranks, in all layers; empty without experts."""
+    """Of each rank: the tokens it sent to experts of other ranks, in all layers; empty without experts."""
     tokens_received: tuple[int, ...] = ()
     """Of each rank: the tokens that it received from other ranks for its experts."""
 
