@@ -12,49 +12,61 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
 from plait.engine.compilation.weight_gradients import Operand, WeightTerm, WeightTerms
 from plait.tensor.autograd.eager_operations import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
+    AUTOGRAD_CALL,
+    AUTOGRAD_CALL_BACKWARD,
     DROPOUT_MASK,
     EAGER_OPERATION,
     POSITIONS,
     REGATHERED,
+    AutogradCall,
     LayerTrace,
 )
+from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, Tensors
 from plait.tensor.autograd.regather import Gather, Regathered
 from plait.tensor.autograd.torch_calls import run_backward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import Dropout
 from plait.tensor.running_sequence import running_sequence
 
+T = TypeVar("T")
 Values = list[Any]
-"""By slot a tensor, `Regathered` or `AttentionRun`; None before it is computed, and after its last use."""
+"""By slot a tensor, `Regathered` or `AutogradRun`; None before it is computed, and after its last use."""
 
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a layer: gives its operations the masks of its dropouts, and queues weight gradients."""
+    """One call of a layer: gives its operations modules and dropout masks, and queues weight gradients."""
 
     queue: WeightGradientQueue
     parameters: Sequence[nn.Parameter]
-    dropouts: Mapping[str, Dropout]
-    """The layer's dropouts, by name."""
+    modules: Mapping[str, nn.Module]
+    """The modules in the layer, by name."""
     _makers: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
     """Of masks, by number: they make the same mask again."""
+    _repeated: dict[int, RepeatedCall] = field(default_factory=dict, init=False)
+    """Autograd calls that the backward repeats, by number."""
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the mask of call `number` of the dropout `name`; the same one if asked for again."""
         if number not in self._makers:
-            self._makers[number] = self.dropouts[name].next_mask_maker(shape, device)
+            dropout = self.modules[name]
+            assert isinstance(dropout, Dropout)
+            self._makers[number] = dropout.next_mask_maker(shape, device)
         return self._makers[number]()
+
+    def repeated(self, number: int) -> RepeatedCall:
+        """Return the state of an autograd call that the backward repeats."""
+        return self._repeated.setdefault(number, RepeatedCall())
 
     def regathered(self, part: Tensor, gather: Gather) -> Regathered:
         """Return a tensor that is gathered again on first use, or now if weight gradients follow at once."""
@@ -62,6 +74,19 @@ class LayerCall:
         if self.queue.mode.overlaps:
             found.start()
         return found
+
+    def add_gradients(self, parameters: Sequence[nn.Parameter], backward: Callable[[], None]) -> None:
+        """Run a `backward`, and add the gradients of `parameters` that it computes to their buffers."""
+        queue = self.queue
+        held = queue.set_aside(parameters)
+        try:
+            backward()
+        finally:
+            learning, found = queue.put_back(held)
+        if queue.adds_late:
+            queue.add(partial(queue.add_found, learning, found))
+        else:
+            queue.add_found(learning, found)
 
     def defer(self, terms: WeightTerms, operands: Sequence[Tensor | Regathered]) -> None:
         """Queue the computation of `terms`, parts of weight gradients, from `operands`.
@@ -160,17 +185,17 @@ def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:
         level = max((levels.get(one, 0) for one in node.all_input_nodes), default=0)
         if node.target in (DROPOUT_MASK, POSITIONS):
             levels[node] = -1
-        elif node.target in (EAGER_OPERATION, REGATHERED) or _is_attention(node):
+        elif node.target in (EAGER_OPERATION, REGATHERED) or _is_autograd_call(node):
             levels[node] = level + 1 if level % 2 == 0 else level
-        elif node.target == operator.getitem and _is_attention(node.all_input_nodes[0]):
+        elif node.target == operator.getitem and _is_autograd_call(node.all_input_nodes[0]):
             levels[node] = level
         else:
             levels[node] = level + level % 2
     return levels
 
 
-def _is_attention(node: Node) -> bool:
-    return node.target in (ATTENTION, ATTENTION_BACKWARD)
+def _is_autograd_call(node: Node) -> bool:
+    return node.target in (AUTOGRAD_CALL, AUTOGRAD_CALL_BACKWARD)
 
 
 def _graph(
@@ -231,10 +256,10 @@ def _between(
         return _positions(node, slots)
     if node.target == REGATHERED:
         return _regather(node, slots, trace)
-    if node.target == ATTENTION:
-        return _attention(node, slots, trace)
-    if node.target == ATTENTION_BACKWARD:
-        return _attention_backward(node, slots)
+    if node.target == AUTOGRAD_CALL:
+        return _autograd_call(node, slots, trace)
+    if node.target == AUTOGRAD_CALL_BACKWARD:
+        return _autograd_call_backward(node, slots)
     argument: Any = node.args[0]
     copies = node.args[1] in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
     return _collective(node, slots, trace, copies=copies)
@@ -293,7 +318,7 @@ def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: se
     while waiting:
         one = waiting.pop()
         if one in outside or one.op != "call_function" or one.target == operator.getitem:
-            return True  # what attention has returned, its backward may read
+            return True  # what an autograd call has returned, its backward may read
         for user in one.users:
             if user is reader or user not in readers:
                 continue
@@ -303,74 +328,124 @@ def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: se
     return False
 
 
+class RepeatedCall:
+    """The first run of an autograd call, and then the second one, in the backward, which decides the same.
+
+    Of the first run nothing else is kept. See `plait.tensor.autograd.kept_results`.
+    """
+
+    has_results = False
+
+    def __init__(self) -> None:
+        self.is_second = False
+        self.output_is_read = True
+        self._decisions: list[Any] = []
+
+    def result(self, compute: Callable[[], Tensors]) -> Tensors:
+        """Return `compute()`."""
+        return compute()
+
+    def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()`."""
+        return compute()
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`; in the second run what the first one's next `once` returned."""
+        if not self.is_second:
+            self._decisions.append(compute())
+            return self._decisions[-1]  # type: ignore[no-any-return]
+        return self._decisions.pop(0)  # type: ignore[no-any-return]
+
+
 @dataclass
-class AttentionRun:
-    """An eager attention's output with its autograd graph, and the gradients of its inputs."""
+class AutogradRun:
+    """What the backward of an autograd call needs."""
 
-    output: Tensor
-    gradients: list[Tensor | None]
-    """Of the query, the keys, the values and the sinks, if there are any, once the backward has run."""
+    outputs: Sequence[GradientEdge]
+    """The nodes of autograd's graph of the results with a gradient; without the results' memory."""
+    gradients: list[Tensor]
+    """Of the inputs that need one, once the backward has run."""
+    parameters: Sequence[nn.Parameter]
+    """Those of the call's module."""
 
 
-def _attention(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
-    """Return the operation that computes attention, and keeps its autograd graph if a backward reads it."""
-    *given, number, _ = _arguments(node)
-    arguments = [one for one in given if one is not None]
-    recorded = trace.attentions[number]
-    output, saved = (_results(node, index, slots) for index in range(2))
+def _autograd_call(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
+    """Return the operation that computes a call, and keeps its autograd graph if a backward reads it."""
+    inputs, number, once, shapes, *_ = _arguments(node)
+    recorded: AutogradCall = trace.calls[number]
+    *results, saved = (_results(node, index, slots) for index in range(len(shapes)))
+    output_is_read = any(one.slots for one in results)
+
+    def compute(module: nn.Module | None, given: Sequence[Tensor], call: LayerCall) -> Sequence[Tensor]:
+        if once:
+            return recorded.compute(module, *given)
+        run = call.repeated(number)
+        run.output_is_read = output_is_read
+        token = RECOMPUTED_RUN.set(run)
+        try:
+            return recorded.compute(module, *given)
+        finally:
+            RECOMPUTED_RUN.reset(token)
+            run.is_second = True
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
-        query, key, value, *sinks = given
-        dropout = None if recorded.dropout is None else call.dropouts[recorded.dropout]
+        module = None if recorded.module is None else call.modules[recorded.module]
         if not saved.slots:
-            output.store(values, recorded.attention(query, key, value, *(sinks or [None]), dropout))
-            return
-        gradients: list[Tensor | None] = []
-        with torch.enable_grad():
-            anchor = query.new_empty(0).requires_grad_()
-            arguments = anchor, gradients, recorded.learns, *given
-            query, key, value, *sinks = _Given.apply(*arguments)  # type: ignore[no-untyped-call]
-            made = recorded.attention(query, key, value, *(sinks or [None]), dropout)
-        output.store(values, made.detach())
-        for slot in saved.slots:
-            values[slot] = AttentionRun(made, gradients)
+            made = compute(module, given, call)
+        else:
+            with torch.enable_grad():
+                given, gradients = _with_gradients(given, recorded.learns)
+                made = compute(module, given, call)
+            edges = [get_gradient_edge(one) for one in made if one.is_floating_point()]
+            parameters = () if module is None else tuple(module.parameters())
+            for slot in saved.slots:
+                values[slot] = AutogradRun(edges, gradients, parameters)
+        for one, result in zip(made, results, strict=True):
+            result.store(values, one.detach())
 
-    return LayerOperation([slots[one] for one in arguments], run)
+    return LayerOperation([slots[one] for one in inputs], run)
 
 
-def _attention_backward(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
-    """Return the operation that computes the gradients of attention's query, keys, values and sinks."""
-    gradient, saved, *_, sinks = _arguments(node)
-    results = [_results(node, index, slots) for index in range(4 if sinks else 3)]
+def _autograd_call_backward(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
+    """Return the operation that computes the gradients of a call's inputs, and adds those of parameters."""
+    gradients, saved, inputs, *_ = _arguments(node)
+    results = [_results(node, index, slots) for index in range(inputs)]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
-        gradient, attention = given
-        run_backward([attention.output], [gradient])
-        for gradient, result in zip(attention.gradients, results, strict=True):
+        *gradients, made = given
+        call.add_gradients(made.parameters, partial(run_backward, made.outputs, gradients))
+        for gradient, result in zip(made.gradients, results, strict=True):
             result.store(values, gradient)
 
-    return LayerOperation([slots[gradient], slots[saved]], run)
+    return LayerOperation([slots[one] for one in (*gradients, saved)], run)
+
+
+def _with_gradients(tensors: Sequence[Tensor], learns: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return `tensors`, as views that need a gradient if they learn; and a list that is to hold these."""
+    gradients: list[Tensor] = []
+    learning = [one for one, learn in zip(tensors, learns, strict=True) if learn]
+    if not learning:
+        return list(tensors), gradients
+    anchor = learning[0].new_empty(0).requires_grad_()
+    views = iter(_Given.apply(anchor, gradients, *learning))  # type: ignore[no-untyped-call]
+    return [next(views) if learn else one for one, learn in zip(tensors, learns, strict=True)], gradients
 
 
 class _Given(torch.autograd.Function):
     """Autograd function that returns views of tensors, and appends their gradients to a list in its backward.
 
-    Leaves with `.grad` would stay in memory until then, also those that attention does not save.
+    Leaves with `.grad` would stay in memory until then, also those that the call does not save.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, gradients: list[Tensor | None], learns: Sequence[bool], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.gradients = gradients
-        given = tuple(one.view_as(one) for one in tensors)
-        ctx.mark_non_differentiable(*(one for one, learn in zip(given, learns, strict=True) if not learn))
-        return given
+        return tuple(one.view_as(one) for one in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         ctx.gradients += gradients
-        return (None,) * (3 + len(gradients))
+        return (None,) * (2 + len(gradients))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from plait.plan.layout.layout import Shard, divide
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import defers
+from plait.tensor.autograd.eager_operations import TRACE, TensorForm
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, kept
 from plait.tensor.autograd.paired_collectives import gather, split
 from plait.tensor.autograd.regather import own_range
@@ -150,6 +151,11 @@ class Experts(nn.Module):
     @keeps_positions_later("hidden")
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
+        trace = TRACE.get()
+        if trace is not None:
+            form = TensorForm.contiguous(hidden.shape, hidden.dtype)
+            (output,) = trace.call(_output, self, [hidden, indices, weights], [form])
+            return lambda: output
         hidden, ranks = hidden.to(_autocast_dtype(hidden) or hidden.dtype), self.ranks
         if ranks is None:
             return partial(self._computed, hidden, indices, weights)
@@ -214,6 +220,10 @@ class Experts(nn.Module):
             queue,
             exchange,
         )
+
+
+def _output(experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor]:
+    return (start_experts(experts, hidden, indices, weights)(),)
 
 
 def _low_rank(adapter: ExpertAdapter | None) -> LowRank | None:
