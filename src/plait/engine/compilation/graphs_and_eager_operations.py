@@ -8,17 +8,21 @@ before a collective that overlaps them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
+from plait.engine.compilation.autograd_calls import autograd_call, autograd_call_backward
+from plait.engine.compilation.layer_call import LayerCall
+from plait.engine.compilation.layer_operations import (
+    LayerOperation,
+    LayerOperations,
+    StoredResult,
+    Values,
+    arguments_of,
+)
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
 from plait.engine.compilation.weight_gradients import Operand, WeightTerm, WeightTerms
 from plait.tensor.autograd.eager_operations import (
@@ -28,112 +32,9 @@ from plait.tensor.autograd.eager_operations import (
     EAGER_OPERATION,
     POSITIONS,
     REGATHERED,
-    AutogradCall,
     LayerTrace,
 )
-from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, Tensors
-from plait.tensor.autograd.regather import Gather, Regathered
-from plait.tensor.autograd.torch_calls import run_backward
-from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.dropout import Dropout
 from plait.tensor.running_sequence import running_sequence
-
-T = TypeVar("T")
-Values = list[Any]
-"""By slot a tensor, `Regathered` or `AutogradRun`; None before it is computed, and after its last use."""
-
-
-@dataclass(eq=False)
-class LayerCall:
-    """One call of a layer: gives its operations modules and dropout masks, and queues weight gradients."""
-
-    queue: WeightGradientQueue
-    parameters: Sequence[nn.Parameter]
-    modules: Mapping[str, nn.Module]
-    """The modules in the layer, by name."""
-    _makers: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
-    """Of masks, by number: they make the same mask again."""
-    _repeated: dict[int, RepeatedCall] = field(default_factory=dict, init=False)
-    """Autograd calls that the backward repeats, by number."""
-
-    def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the mask of call `number` of the dropout `name`; the same one if asked for again."""
-        if number not in self._makers:
-            dropout = self.modules[name]
-            assert isinstance(dropout, Dropout)
-            self._makers[number] = dropout.next_mask_maker(shape, device)
-        return self._makers[number]()
-
-    def repeated(self, number: int) -> RepeatedCall:
-        """Return the state of an autograd call that the backward repeats."""
-        return self._repeated.setdefault(number, RepeatedCall())
-
-    def regathered(self, part: Tensor, gather: Gather) -> Regathered:
-        """Return a tensor that is gathered again on first use, or now if weight gradients follow at once."""
-        found = self.queue.gathered.again(part, gather)
-        if self.queue.mode.overlaps:
-            found.start()
-        return found
-
-    def add_gradients(self, parameters: Sequence[nn.Parameter], backward: Callable[[], None]) -> None:
-        """Run a `backward`, and add the gradients of `parameters` that it computes to their buffers."""
-        queue = self.queue
-        held = queue.set_aside(parameters)
-        try:
-            backward()
-        finally:
-            learning, found = queue.put_back(held)
-        if queue.adds_late:
-            queue.add(partial(queue.add_found, learning, found))
-        else:
-            queue.add_found(learning, found)
-
-    def defer(self, terms: WeightTerms, operands: Sequence[Tensor | Regathered]) -> None:
-        """Queue the computation of `terms`, parts of weight gradients, from `operands`.
-
-        An output gradient that was gathered is gathered again, unless the weight gradients follow at once.
-        """
-        if self.queue.gathered.is_used:
-            operands = [self._later(operand) for operand in operands]
-        self.queue.add(partial(terms.add_to, self.queue, self.parameters, operands))
-
-    def _later(self, operand: Tensor | Regathered) -> Tensor | Regathered:
-        if isinstance(operand, Regathered) or self.queue.mode.overlaps:
-            return operand
-        source = self.queue.gathered.of(operand)
-        return operand if source is None else self.queue.gathered.again(*source)
-
-
-@dataclass
-class LayerOperation:
-    """One operation of a compiled layer: a compiled graph, or what runs eagerly around graphs."""
-
-    arguments: Sequence[int]
-    """The slots whose values it is given."""
-    run: Callable[[list[Any], Values, LayerCall], None]
-    """Computes from the values of `arguments`, and stores the results among the values of all slots."""
-    done: Sequence[int] = ()
-    """The arguments that no later operation reads, whose references are dropped, so that graphs free them."""
-
-
-@dataclass(frozen=True)
-class LayerOperations:
-    """The operations of a compiled layer's forward or backward, in order, which share a list of values."""
-
-    operations: Sequence[LayerOperation]
-    slots: int
-    results: Sequence[int]
-    """A slot beyond the last: no result."""
-
-    def run(self, values: Values, call: LayerCall) -> list[Any]:
-        """Run the operations on the arguments `values`, a list that is emptied; return the results."""
-        values += [None] * (self.slots + 1 - len(values))
-        for operation in self.operations:
-            taken = list(map(values.__getitem__, operation.arguments))
-            for slot in operation.done:
-                values[slot] = None
-            operation.run(taken, values, call)
-        return list(map(values.__getitem__, self.results))
 
 
 def operations_of(
@@ -257,9 +158,9 @@ def _between(
     if node.target == REGATHERED:
         return _regather(node, slots, trace)
     if node.target == AUTOGRAD_CALL:
-        return _autograd_call(node, slots, trace)
+        return autograd_call(node, slots, trace)
     if node.target == AUTOGRAD_CALL_BACKWARD:
-        return _autograd_call_backward(node, slots)
+        return autograd_call_backward(node, slots)
     argument: Any = node.args[0]
     copies = node.args[1] in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
     return _collective(node, slots, trace, copies=copies)
@@ -267,7 +168,7 @@ def _between(
 
 def _dropout_mask(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
     """Return the operation that computes the mask of a dropout, before the first graph."""
-    number, shape, device = _arguments(node)
+    number, shape, device = arguments_of(node)
     name, slot = trace.masks[number], slots[node]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
@@ -278,7 +179,7 @@ def _dropout_mask(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> L
 
 def _positions(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
     """Return the operation that stores the positions of the running sequence, before the first graph."""
-    _, device = _arguments(node)
+    _, device = arguments_of(node)
     slot = slots[node]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
@@ -291,7 +192,7 @@ def _positions(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
 
 def _regather(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
     """Return the operation that prepares to repeat an all-gather of the forward, for a weight gradient."""
-    part, number = _arguments(node)
+    part, number = arguments_of(node)
     gather, slot = trace.gathers[number], slots[node]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
@@ -302,8 +203,8 @@ def _regather(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> Layer
 
 def _collective(node: Node, slots: Mapping[Node, int], trace: LayerTrace, *, copies: bool) -> LayerOperation:
     """Return the operation that runs a collective between two graphs; `copies`: on a copy of its argument."""
-    argument, number, _ = _arguments(node)
-    collective, result = trace.operations[number], _Results([slots[node]], example_of(node).stride())
+    argument, number, _ = arguments_of(node)
+    collective, result = trace.operations[number], StoredResult([slots[node]], example_of(node).stride())
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
         result.store(values, collective(given[0].clone() if copies else given[0]))
@@ -326,155 +227,3 @@ def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: se
                 return True
             waiting.append(user)
     return False
-
-
-class RepeatedCall:
-    """The first run of an autograd call, and then the second one, in the backward, which decides the same.
-
-    Of the first run nothing else is kept. See `plait.tensor.autograd.kept_results`.
-    """
-
-    has_results = False
-
-    def __init__(self) -> None:
-        self.is_second = False
-        self.output_is_read = True
-        self._decisions: list[Any] = []
-
-    def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()`."""
-        return compute()
-
-    def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return `compute()`."""
-        return compute()
-
-    def once(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`; in the second run what the first one's next `once` returned."""
-        if not self.is_second:
-            self._decisions.append(compute())
-            return self._decisions[-1]  # type: ignore[no-any-return]
-        return self._decisions.pop(0)  # type: ignore[no-any-return]
-
-
-@dataclass
-class AutogradRun:
-    """What the backward of an autograd call needs."""
-
-    outputs: Sequence[GradientEdge]
-    """The nodes of autograd's graph of the results with a gradient; without the results' memory."""
-    gradients: list[Tensor]
-    """Of the inputs that need one, once the backward has run."""
-    parameters: Sequence[nn.Parameter]
-    """Those of the call's module."""
-
-
-def _autograd_call(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
-    """Return the operation that computes a call, and keeps its autograd graph if a backward reads it."""
-    inputs, number, once, shapes, *_ = _arguments(node)
-    recorded: AutogradCall = trace.calls[number]
-    *results, saved = (_results(node, index, slots) for index in range(len(shapes)))
-    output_is_read = any(one.slots for one in results)
-
-    def compute(module: nn.Module | None, given: Sequence[Tensor], call: LayerCall) -> Sequence[Tensor]:
-        if once:
-            return recorded.compute(module, *given)
-        run = call.repeated(number)
-        run.output_is_read = output_is_read
-        token = RECOMPUTED_RUN.set(run)
-        try:
-            return recorded.compute(module, *given)
-        finally:
-            RECOMPUTED_RUN.reset(token)
-            run.is_second = True
-
-    def run(given: list[Any], values: Values, call: LayerCall) -> None:
-        module = None if recorded.module is None else call.modules[recorded.module]
-        if not saved.slots:
-            made = compute(module, given, call)
-        else:
-            with torch.enable_grad():
-                given, gradients = _with_gradients(given, recorded.learns)
-                made = compute(module, given, call)
-            edges = [get_gradient_edge(one) for one in made if one.is_floating_point()]
-            parameters = () if module is None else tuple(module.parameters())
-            for slot in saved.slots:
-                values[slot] = AutogradRun(edges, gradients, parameters)
-        for one, result in zip(made, results, strict=True):
-            result.store(values, one.detach())
-
-    return LayerOperation([slots[one] for one in inputs], run)
-
-
-def _autograd_call_backward(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
-    """Return the operation that computes the gradients of a call's inputs, and adds those of parameters."""
-    gradients, saved, inputs, *_ = _arguments(node)
-    results = [_results(node, index, slots) for index in range(inputs)]
-
-    def run(given: list[Any], values: Values, call: LayerCall) -> None:
-        *gradients, made = given
-        call.add_gradients(made.parameters, partial(run_backward, made.outputs, gradients))
-        for gradient, result in zip(made.gradients, results, strict=True):
-            result.store(values, gradient)
-
-    return LayerOperation([slots[one] for one in (*gradients, saved)], run)
-
-
-def _with_gradients(tensors: Sequence[Tensor], learns: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return `tensors`, as views that need a gradient if they learn; and a list that is to hold these."""
-    gradients: list[Tensor] = []
-    learning = [one for one, learn in zip(tensors, learns, strict=True) if learn]
-    if not learning:
-        return list(tensors), gradients
-    anchor = learning[0].new_empty(0).requires_grad_()
-    views = iter(_Given.apply(anchor, gradients, *learning))  # type: ignore[no-untyped-call]
-    return [next(views) if learn else one for one, learn in zip(tensors, learns, strict=True)], gradients
-
-
-class _Given(torch.autograd.Function):
-    """Autograd function that returns views of tensors, and appends their gradients to a list in its backward.
-
-    Leaves with `.grad` would stay in memory until then, also those that the call does not save.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.gradients = gradients
-        return tuple(one.view_as(one) for one in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.gradients += gradients
-        return (None,) * (2 + len(gradients))
-
-
-@dataclass(frozen=True)
-class _Results:
-    """The slots that store one result of an operation, and the strides that later graphs expect of it."""
-
-    slots: Sequence[int]
-    stride: tuple[int, ...]
-
-    def store(self, values: Values, tensor: Tensor) -> None:
-        """Store a result among `values`; a copy of it if its strides differ from the trace's."""
-        if self.slots:
-            made = tensor if tensor.stride() == self.stride else with_strides(tensor, self.stride)
-            for slot in self.slots:
-                values[slot] = made
-
-
-def with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a copy of `tensor` with the strides `stride`."""
-    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
-
-
-def _results(node: Node, number: int, slots: Mapping[Node, int]) -> _Results:
-    """Return where one result of a node that has several is stored."""
-    users = [user for user in node.users if user.args[1] == number]
-    found = [slots[user] for user in users if user in slots]
-    return _Results(found, example_of(users[0]).stride() if found else ())
-
-
-def _arguments(node: Node) -> tuple[Any, ...]:
-    return node.args

@@ -129,6 +129,8 @@ class AutogradCall:
     """The name in the layer of the module that `compute` is given; None: it is given None."""
     learns: tuple[bool, ...]
     """Whether each input needs a gradient."""
+    has_parameters: bool
+    """Whether the backward adds gradients to parameters of the layer."""
 
 
 @dataclass
@@ -193,16 +195,17 @@ class LayerTrace:
         inputs: Sequence[Tensor],
         results: Sequence[TensorForm],
         *,
+        parameters: Sequence[Tensor] = (),
         once: bool = False,
     ) -> tuple[Tensor, ...]:
         """Record `compute(module, *inputs)`, and return tensors in place of its results.
 
-        Gradients of the module's parameters are left to `compute`: autograd sets `.grad`, or what is
-        recorded queues them. `once`: recomputation does not repeat the call.
+        `parameters`: those that `compute` reads, whose gradients it queues, or leaves in their `.grad`.
+        `once`: recomputation does not repeat the call.
         """
         name = None if module is None else self.names[id(module)]
-        self.calls.append(AutogradCall(compute, name, tuple(one.requires_grad for one in inputs)))
-        parameters = () if module is None else tuple(module.parameters())
+        learns = tuple(one.requires_grad for one in inputs)
+        self.calls.append(AutogradCall(compute, name, learns, bool(parameters)))
         call = len(self.calls) - 1, once, tuple(results), len(inputs)
         made: tuple[Tensor, ...] = _RecordedCall.apply(*call, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return made

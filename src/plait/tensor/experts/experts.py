@@ -6,6 +6,7 @@ Letters: T tokens, H hidden features, E experts, F inner features of one expert,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,12 +152,13 @@ class Experts(nn.Module):
     @keeps_positions_later("hidden")
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
-        trace = TRACE.get()
+        dtype, ranks, trace = _autocast_dtype(hidden), self.ranks, TRACE.get()
+        hidden = hidden.to(dtype or hidden.dtype)
         if trace is not None:
             form = TensorForm.contiguous(hidden.shape, hidden.dtype)
-            (output,) = trace.call(_output, self, [hidden, indices, weights], [form])
+            given, parameters = [hidden, indices, weights], list(self.parameters())
+            (output,) = trace.call(partial(_output, dtype), self, given, [form], parameters=parameters)
             return lambda: output
-        hidden, ranks = hidden.to(_autocast_dtype(hidden) or hidden.dtype), self.ranks
         if ranks is None:
             return partial(self._computed, hidden, indices, weights)
         size = hidden.shape[0]
@@ -222,8 +224,12 @@ class Experts(nn.Module):
         )
 
 
-def _output(experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor]:
-    return (start_experts(experts, hidden, indices, weights)(),)
+def _output(
+    dtype: torch.dtype | None, experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor
+) -> tuple[Tensor]:
+    """Return the output of experts that a compiled layer has recorded, under `torch.autocast` to `dtype`."""
+    with nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype):
+        return (experts.start(hidden, indices, weights)(),)
 
 
 def _low_rank(adapter: ExpertAdapter | None) -> LowRank | None:

@@ -71,6 +71,8 @@ class Router(nn.Module):
         """Set by the engine: see `StepBalance.attach`."""
         self.given: Choose | None = None
         """Gives the experts, for a replay, or balanced for timings; None: those that `routing` chooses."""
+        self.note: Callable[[Tensor, Tensor], None] | None = None
+        """Called with the logits and the experts of each call, for a verification."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -100,7 +102,10 @@ class Router(nn.Module):
         weights = self.routing.weights(scores, indices)
         if self.attach_losses is not None:
             weights = self.attach_losses(logits, weights, indices)
-        return weights.to(dtype), without_padding(indices, self.sequence_part)
+        indices = without_padding(indices, self.sequence_part)
+        if self.note is not None:
+            self.note(logits, indices)
+        return weights.to(dtype), indices
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the experts of each token, chosen by their scores unless they are `given`."""
