@@ -49,6 +49,7 @@ from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, portions
 from plait.errors import CheckpointError, terminal_text
 from plait.plan.argument_checks import require_choice, require_instance
 from plait.plan.layout.layout import Layout
+from plait.plan.layout.shards import intersection, shard_boxes
 from plait.ranks.collectives import all_reduce
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
@@ -96,10 +97,10 @@ def load_checkpoint(
     """Load a checkpoint as `load` does, but return what differs instead of printing it."""
     require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
     optimizers, mesh = checked_optimizers(engine, optimizer, options), engine.mesh
-    with _raising_on_all_ranks(mesh):
+    with raising_on_all_ranks(mesh):
         found = str(resolve(Path(path))) if mesh.rank == 0 else ""
     folder = Path(first_nonempty_text(found, mesh.group("world"), mesh.device))
-    with _raising_on_all_ranks(mesh):
+    with raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
     return load_files(engine, optimizers, manifest, folder, options, range(mesh.world))
 
@@ -134,7 +135,7 @@ def load_files(
     mesh, shards = engine.mesh, dict(engine.named_parameters())
     names = {id(shard): name for name, shard in shards.items()}
     saved = manifest.optimizer or {}
-    with _raising_on_all_ranks(mesh):
+    with raising_on_all_ranks(mesh):
         require_compatible(manifest, engine, optimizers)
         if optimizers is not None:
             require_option_types(optimizers, names, saved, options)
@@ -178,7 +179,7 @@ def _check_files(folder: Path, share: Iterable[Portion]) -> Iterator[int]:
 
 
 @contextmanager
-def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
+def raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
     """Context: where ranks raise CheckpointError or OSError in it, all raise that of the lowest such rank."""
     own = ""
     try:
@@ -202,7 +203,7 @@ def _do_in_rounds(sizes: Iterator[int], mesh: Mesh, remark: str = "") -> None:
     all_done, world = False, mesh.group("world")
     while not all_done:
         read, done = 0, False
-        with _raising_on_all_ranks(mesh, remark):
+        with raising_on_all_ranks(mesh, remark):
             while read < BETWEEN_SYNCS and not done:
                 size = next(sizes, None)
                 read, done = read + (size or 0), size is None
@@ -242,6 +243,30 @@ def _read(
         boxes.fill(values, parameter_key(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
         buffer.copy_(values)
         yield values.nbytes
+
+
+def missing_tensor(engine: Checkpointable, optimizers: OptimizerSet | None, manifest: Manifest) -> str:
+    """Return the first tensor of which this rank needs elements that no file holds; "" if there is none."""
+    stored, coordinate = manifest.boxes_by_tensor(), engine.mesh.coordinate
+    states = {} if optimizers is None else state_keys(manifest.tensors)
+    wanted: list[tuple[str, Layout]] = []
+    for name, _ in engine.named_parameters():
+        layout = engine.shard_plan.layouts[name]
+        keys = (state_key(name, key) for key in states.get(name, ()))
+        of_state = (
+            (key, layout_of_state(key.rpartition(".")[2], manifest.tensors[key].shape, layout))
+            for key in keys
+        )
+        wanted += [(parameter_key(name), layout), *of_state]
+    for key, layout in wanted:
+        for part in shard_boxes(layout, coordinate):
+            found = (intersection(part.box, box.box).numel for _, box in stored.get(key, ()))
+            if sum(found) != part.box.numel:
+                return key
+    buffers = ((parameter_key(name), buffer.numel()) for name, buffer in engine.named_buffers())
+    return next(
+        (key for key, size in buffers if size != sum(box.box.numel for _, box in stored.get(key, ()))), ""
+    )
 
 
 def _empty_state(
