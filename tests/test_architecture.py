@@ -43,6 +43,7 @@ PUBLIC = [
     "MixtureOfExperts",
     "PlaitError",
     "Plan",
+    "Snapshots",
     "Stream",
     "attention",
     "check",

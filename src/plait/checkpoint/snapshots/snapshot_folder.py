@@ -138,8 +138,8 @@ class SnapshotFolder:
             return CheckpointError(f"{reason}: mend it, or take no snapshots.")
         usage = shutil.disk_usage(self.base)
         return CheckpointError(
-            f"the snapshots of a rank take two files of {size:,} bytes, and {self.base} has {usage.free:,} of "
-            f"{usage.total:,} bytes left: make it larger (docker run --shm-size, or a memory-backed volume in "
+            f"a rank's snapshots take two files of {size:,} bytes, and {self.base} has {usage.free:,} of "
+            f"{usage.total:,} bytes left: make it larger (docker run --shm-size, a memory-backed volume in "
             "Kubernetes), give another folder in memory, or take no snapshots."
         )
 

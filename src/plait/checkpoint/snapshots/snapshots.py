@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -86,7 +86,7 @@ class Snapshots:
             require_instance("the name of a run", name, str, "give a text", CheckpointError)
         elif not agent:
             raise CheckpointError(
-                "snapshots have no name, and torchrun, which would restart these ranks, has not started them: "
+                "snapshots have no name, and torchrun, which would restart the ranks, has not started them: "
                 "give Snapshots a name, by which a later run finds them."
             )
         self._engine, self._optimizer, self._every = engine, optimizer, every
@@ -106,6 +106,10 @@ class Snapshots:
         """This host's folder of the run's snapshots."""
         return self._folder.path
 
+    def is_due(self, number: int) -> bool:
+        """Return whether a snapshot is taken after `number` finished steps."""
+        return number % self._every == 0
+
     @property
     def bytes_copied(self) -> int:
         """The bytes that this rank has copied into shared memory so far."""
@@ -120,7 +124,7 @@ class Snapshots:
         `CheckpointError` on all ranks where one has no room, or could not write the snapshot before; an older
         one is then unchanged. Communication: an all-reduce of 8 bytes over `world`; in the first two, four.
         """
-        if number % self._every:
+        if not self.is_due(number):
             return False
         about = {"step": number, "attempt": self._attempt, "ranks": self._engine.mesh.world}
         about |= {"rank": self._engine.mesh.rank, "restarted_by": self._owner}
@@ -173,19 +177,25 @@ class Snapshots:
         which parts are on other hosts, is left out; rank 0 prints why. Raises `CheckpointError` on all ranks
         where it is of another model or optimizer. Communication: names of snapshots and error messages.
         """
-        loaded, lines = self.load_newest(options, own_launch=own_launch)
-        if loaded is not None and loaded[1].options:
-            lines.append(option_line(loaded[1].options, options))
-        for line in lines if self._engine.mesh.rank == 0 else ():
-            print(terminal_text(line))
-        return None if loaded is None else Restored(loaded[0], loaded[1].state)
+        is_first = self._engine.mesh.rank == 0
+
+        def tell(line: str) -> None:
+            print(terminal_text(line)) if is_first else None
+
+        found = self.load_newest(options, tell, own_launch=own_launch)
+        if found is None:
+            return None
+        step, loaded = found
+        if loaded.options:
+            tell(option_line(loaded.options, options))
+        return Restored(step, loaded.state)
 
     def load_newest(
-        self, options: Options, *, own_launch: bool, after: int = -1
-    ) -> tuple[tuple[int, Loaded] | None, list[str]]:
-        """Load as `restore` does; return the step and what was loaded, and lines for the user.
+        self, options: Options, tell: Callable[[str], None], *, own_launch: bool, after: int = -1
+    ) -> tuple[int, Loaded] | None:
+        """Load as `restore` does; return the number of finished steps, and what differs. None: nothing.
 
-        `after`: only a snapshot of more steps.
+        `tell` is called with lines for the user. `after`: only a snapshot of more steps.
         """
         self.finish()
         optimizers = checked_optimizers(self._engine, self._optimizer, options)
@@ -195,7 +205,6 @@ class Snapshots:
         names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
         everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
         found = ((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
-        lines: list[str] = []
         for name in complete_names(found):
             if name.step <= after:
                 break
@@ -210,11 +219,11 @@ class Snapshots:
             except CheckpointError as error:
                 if not error.damaged:
                     raise
-                lines.append(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
+                tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
             self._half = own[0].half
-            return (name.step, loaded), lines
-        return None, lines
+            return name.step, loaded
+        return None
 
     def close(self) -> None:
         """Remove the run's snapshots, when it has ended as planned. Called on all ranks."""
