@@ -1,4 +1,4 @@
-"""The state of a training run besides its tensors, as checkpoints and snapshots hold it; resuming from one."""
+"""The state of a training run besides its tensors, which checkpoints and snapshots hold; resuming."""
 
 from __future__ import annotations
 

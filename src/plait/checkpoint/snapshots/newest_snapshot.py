@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plait.checkpoint.manifest import Manifest, read_manifest, section
 from plait.checkpoint.save_task import ManifestPart, merge_parts
-from plait.checkpoint.snapshots.rank_buffer import manifest_name
+from plait.checkpoint.snapshots.snapshot_buffer import manifest_name
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError
 from plait.files import adapter_of

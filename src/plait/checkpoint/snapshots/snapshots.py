@@ -33,7 +33,7 @@ from plait.checkpoint.snapshots.newest_snapshot import (
     parts_of_text,
     text_of_parts,
 )
-from plait.checkpoint.snapshots.rank_buffer import RankBuffer, RankContents
+from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer
 from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder
 from plait.errors import CheckpointError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
@@ -93,7 +93,7 @@ class Snapshots:
         self._owner = agent or process_identity(os.getpid())
         self._folder = SnapshotFolder(Path(folder), agent if name is None else f"run {name}")
         self._ranks_here, self._attempt = self._take_folder()
-        self._buffer = RankBuffer(self._folder, engine.mesh.rank)
+        self._buffer = SnapshotBuffer(self._folder, engine.mesh.rank)
         self._half = 1
         """The half that was written last."""
         self._cleared: set[int] = set()

@@ -1,4 +1,4 @@
-"""`RankBuffer`: the two files of one rank in a `SnapshotFolder`: one is complete while the other is written.
+"""`SnapshotBuffer`: the two files of one rank in a `SnapshotFolder`: one is complete while the other is written.
 
     withdraw   remove the manifest of the half that is written next: it is incomplete from now on
     copy       the header, then each box
@@ -52,7 +52,7 @@ class RankContents:
         return RankContents(boxes, FileLayout.of([item for item, _ in boxes]), manifest)
 
 
-class RankBuffer:
+class SnapshotBuffer:
     """Writes one rank's part of snapshots into the halves of a double buffer."""
 
     def __init__(self, folder: SnapshotFolder, rank: int) -> None:
