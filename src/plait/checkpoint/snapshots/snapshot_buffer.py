@@ -1,4 +1,4 @@
-"""`SnapshotBuffer`: the two files of one rank in a `SnapshotFolder`: one is complete while the other is written.
+"""`SnapshotBuffer`: two files of one rank in a `SnapshotFolder`: one is complete while the other is written.
 
     withdraw   remove the manifest of the half that is written next: it is incomplete from now on
     copy       the header, then each box

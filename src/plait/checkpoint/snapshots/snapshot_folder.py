@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import stat
+import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -104,7 +105,7 @@ class SnapshotFolder:
                 path.unlink()
 
     def take(self, owner: str) -> None:
-        """Lock the folder until this process ends, or removes it; record its owner's `process_identity`.
+        """Lock the folder until this process ends, or releases it; record its owner's `process_identity`.
 
         Raises CheckpointError where another process has the lock, OSError where it cannot be written.
         """
@@ -114,6 +115,7 @@ class SnapshotFolder:
                 f"{self.path} is used by {owner_of(self.path / _LOCK)}: end that run, or give this one "
                 "another name."
             )
+        weakref.finalize(self, self._lock.close)
         text = json.dumps({"process": owner, "namespace": _pid_namespace()})
         (self.path / _OWNER).unlink(missing_ok=True)
         write_text(Disk(), self.path / _OWNER, text)
@@ -121,6 +123,10 @@ class SnapshotFolder:
     def remove(self) -> None:
         """Remove the folder and all that it holds, as far as possible."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let another process take the folder."""
         if self._lock is not None:
             self._lock.close()
 

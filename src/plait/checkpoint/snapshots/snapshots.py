@@ -231,15 +231,21 @@ class Snapshots:
         if self._leads:
             self._folder.remove()
 
+    def release(self) -> None:
+        """Keep the run's snapshots, and let another object or process use its name; without communication."""
+        self._folder.release()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the snapshots, unless by an error, after which ranks may be restarted."""
+        """Remove the snapshots; after an error, after which ranks may be restarted, keep them."""
         if error is None:
             self.close()
+        else:
+            self.release()
 
     @property
     def _leads(self) -> bool:
