@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from plait.app.loop.stream import Stream
     from plait.checkpoint.loading import load
     from plait.checkpoint.saving import save
+    from plait.checkpoint.snapshots.snapshots import Snapshots
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
     from plait.errors import PlaitError
@@ -65,6 +66,7 @@ _HOME = {
     "MixtureOfExperts": "plait.tensor.experts.mixture",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
+    "Snapshots": "plait.checkpoint.snapshots.snapshots",
     "Stream": "plait.app.loop.stream",
     "attention": "plait.tensor.attention.attention",
     "check": "plait.schedules.check",
@@ -95,6 +97,7 @@ __all__ = [
     "MixtureOfExperts",
     "PlaitError",
     "Plan",
+    "Snapshots",
     "Stream",
     "attention",
     "check",
