@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.plan.layout.layout import Box
-from plait.plan.layout.routes import Transfer
+from plait.plan.layout.routes import BoxTransfer
 from plait.plan.layout.shards import ShardBox, full_box, intersection, slices_within
 from plait.ranks.collectives import all_to_all_uneven
 from plait.ranks.group import Group
@@ -37,7 +37,7 @@ class LocalBoxes:
 
 @torch.no_grad()
 def exchange_boxes(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[BoxTransfer],
     sources: Mapping[str, LocalBoxes],
     targets: Mapping[str, LocalBoxes],
     group: Group,
@@ -60,9 +60,9 @@ def exchange_boxes(
         _exchange(chosen, sources, targets, group, dtype, device)
 
 
-def _rounds(transfers: Sequence[Transfer], most: int | None) -> Iterator[list[Transfer]]:
+def _rounds(transfers: Sequence[BoxTransfer], most: int | None) -> Iterator[list[BoxTransfer]]:
     """Yield the transfers in order, so many at a time that no rank moves more elements than `most`."""
-    chosen, loads = list[Transfer](), dict[int, int]()
+    chosen, loads = list[BoxTransfer](), dict[int, int]()
     for one in transfers:
         ends = (one.sender, one.receiver)
         if chosen and most is not None and any(loads.get(r, 0) + one.box.numel > most for r in ends):
@@ -76,7 +76,7 @@ def _rounds(transfers: Sequence[Transfer], most: int | None) -> Iterator[list[Tr
 
 
 def _exchange(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[BoxTransfer],
     sources: Mapping[str, LocalBoxes],
     targets: Mapping[str, LocalBoxes],
     group: Group,
@@ -102,7 +102,7 @@ def _exchange(
         targets[one.tensor].view_of(one.box).copy_(packed)
 
 
-def _packed(by_rank: Sequence[Sequence[Transfer]], flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+def _packed(by_rank: Sequence[Sequence[BoxTransfer]], flat: Tensor) -> Iterator[tuple[BoxTransfer, Tensor]]:
     """Yield each transfer with the view of `flat` that has its box: one after another, by rank."""
     start = 0
     for one in chain.from_iterable(by_rank):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.plan.layout.layout import Flat, Layout, Placement, Shard
-from plait.plan.layout.routes import Router, Transfer, boxes_by_rank
+from plait.plan.layout.routes import Router, BoxTransfer, boxes_by_rank
 from plait.plan.layout.shards import shard, shard_boxes
 from plait.ranks import Count, Mesh
 from plait.ranks.box_exchange import LocalBoxes, exchange_boxes
@@ -25,7 +25,7 @@ def layout_of(placement: Placement) -> Layout:
     return Layout((7, 6), AXES, {"all": placement})
 
 
-def routed() -> list[Transfer]:
+def routed() -> list[BoxTransfer]:
     router, found = Router(), []
     places = [(rank, {"all": rank}) for rank in range(4)]
     for name, both in LAYOUTS.items():

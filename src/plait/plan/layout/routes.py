@@ -22,7 +22,7 @@ RankBoxes = Mapping[int, Sequence[Box]]
 
 
 @dataclass(frozen=True)
-class Transfer:
+class BoxTransfer:
     """A box of a tensor that one rank sends to another, or that a rank has already (`is_local`)."""
 
     tensor: str
@@ -45,14 +45,14 @@ class Router:
 
     def transfers(
         self, tensor: str, held: RankBoxes, needed: RankBoxes, itemsize: int
-    ) -> tuple[Transfer, ...]:
+    ) -> tuple[BoxTransfer, ...]:
         """Return transfers that give each rank the boxes it needs, each element once, of `itemsize` bytes.
 
         `held`: the boxes that ranks hold; a box may be held by several, also in part. Raises LayoutError
         where a rank needs elements that none holds.
         """
         cells = list(_cells(held))
-        found: list[Transfer] = []
+        found: list[BoxTransfer] = []
         for receiver, boxes in sorted(needed.items()):
             for box in boxes:
                 missing = box.numel
@@ -60,7 +60,7 @@ class Router:
                     common = intersection(box, cell)
                     if common.numel:
                         sender = self._sender(holders, receiver, common.numel * itemsize)
-                        found.append(Transfer(tensor, common, sender, receiver))
+                        found.append(BoxTransfer(tensor, common, sender, receiver))
                         missing -= common.numel
                 if missing:
                     raise LayoutError(
