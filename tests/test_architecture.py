@@ -58,6 +58,7 @@ PUBLIC = [
     "plans",
     "positions",
     "predict",
+    "reshard",
     "save",
     "schedule",
     "sequence_part",
