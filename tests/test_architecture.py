@@ -59,6 +59,7 @@ PUBLIC = [
     "plans",
     "positions",
     "predict",
+    "reshard",
     "save",
     "schedule",
     "sequence_part",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from plait.checkpoint.snapshots.snapshots import Snapshots
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
+    from plait.engine.resharding.reshard import reshard
     from plait.errors import PlaitError
     from plait.estimate.memory.predicted_memory import memory
     from plait.estimate.prediction.prediction import predict
@@ -81,6 +82,7 @@ _HOME = {
     "plans": "plait.estimate.search.plan_search",
     "positions": "plait.tensor.running_sequence",
     "predict": "plait.estimate.prediction.prediction",
+    "reshard": "plait.engine.resharding.reshard",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",
@@ -113,6 +115,7 @@ __all__ = [
     "plans",
     "positions",
     "predict",
+    "reshard",
     "save",
     "schedule",
     "sequence_part",
