@@ -326,7 +326,7 @@ class Engine:
     @property
     def forces_routing(self) -> bool:
         """Whether training steps send tokens to experts in turn, for timings: see `balance_experts`."""
-        balance = self._runtime.balance
+        balance = self.runtime.balance
         return balance is not None and balance.settings.forced_routing
 
     @property

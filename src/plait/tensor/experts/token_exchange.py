@@ -102,14 +102,14 @@ def exchange_of(
     which the host waits. On meta routing is assumed to be uniform, or, where this rank `takes_all`, to choose
     its experts for all tokens.
     """
-    ep = group.size // etp
+    parts = divide(experts, group.size // etp)
     chosen = indices.masked_fill((indices < 0) | (indices >= experts), experts)
-    visits = _visits(chosen, divide(experts, ep))
+    visits = _visits(chosen, parts)
     if indices.is_meta:
-        group.skip("all_gather", indices.new_empty(ep + experts))
+        group.skip("all_gather", indices.new_empty(len(parts) + experts))
         counts = (_counts_of_one if takes_all else _uniform_counts)(indices, experts, group, etp)
     else:
-        counts = _gathered_counts(visits, chosen, experts, group, etp)
+        counts = _gathered_counts(visits, chosen, parts, group, etp)
     if etp > 1:
         visits = visits.repeat_interleave(etp, 1)
     tokens = max(1, indices.shape[0])
@@ -128,13 +128,16 @@ def _visits(chosen: Tensor, parts: Sequence[range]) -> Tensor:
     return visits.scatter_(1, torch.searchsorted(ends, chosen, right=True), True)[:, : len(parts)]
 
 
-def _gathered_counts(visits: Tensor, chosen: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
-    ep, part = group.size // etp, group.index // etp
+def _gathered_counts(
+    visits: Tensor, chosen: Tensor, parts: Sequence[range], group: Group, etp: int
+) -> RowCounts:
+    """Return the counts of all ranks' tokens; for the `parts` of all experts and `chosen`, see `_visits`."""
+    ep, part, experts = len(parts), group.index // etp, parts[-1].stop
     of_experts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
     of_experts.scatter_add_(0, chosen.flatten(), of_experts.new_ones(()).expand(chosen.numel()))
     own = torch.cat([visits.sum(0), of_experts[:experts]])
     every = all_gather(own, group, checked=False).wait().view(group.size, ep + experts)
-    rows, mine = every[:, :ep], divide(experts, ep)[part]
+    rows, mine = every[:, :ep], parts[part]
     most = torch.stack([rows.sum(1).max() * etp, rows.sum(0).max()])
     loads = every[:, ep + mine.start : ep + mine.stop].sum(0)
     read = torch.cat([rows[group.index], rows[:, part], most, loads]).tolist()  # the only wait of the host
