@@ -1,7 +1,8 @@
-"""What does a sparse layer cost besides its products? Prints counts of one layer and micro-batch, on one rank.
+"""What does a sparse layer cost besides its products? Prints counts of a layer and micro-batch, on one rank.
 
 Operations below autograd that are no views, the bytes that they write, and Python's calls but those of the
-transport, forward and backward: the difference between a step with four layers and one with two, so that the rest drops out.
+transport, forward and backward: the difference between a step with four layers and one with two, so that the
+rest drops out.
 """
 
 import argparse

@@ -25,11 +25,11 @@ class TokenRows:
         """`is_row`: bool `[T, columns]`, true once for each row; `places [rows]`: where, in it flattened."""
         count, columns = len(places), is_row.shape[1]
         numbers = is_row.flatten().cumsum(0)  # from 1, in order of the token
-        by_token = torch.empty(count + 1, dtype=torch.int32, device=places.device)
+        by_token = torch.empty(count, dtype=torch.int32, device=places.device)
         rows = torch.arange(count, dtype=torch.int32, device=places.device)
-        by_token.scatter_(0, numbers.index_select(0, places), rows)
-        starts = numbers.view(-1, columns)[:, 0] - is_row[:, 0]
-        return TokenRows((places // columns).int(), by_token[1:], starts.int())
+        by_token.scatter_(0, numbers.index_select(0, places).sub_(1), rows)
+        starts = numbers.view(-1, columns)[:, 0].int() - is_row[:, 0].int()
+        return TokenRows((places // columns).int(), by_token, starts)
 
     def copies(self, tokens: Tensor) -> Tensor:
         """Return the rows `[rows, width]` of tokens `[T, width]`."""
