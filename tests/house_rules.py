@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "loop", "rules"),
     ("app",),
     ("estimate", "verification"),
+    ("optimizers",),
     ("engine",),
     ("proof", "checkpoint"),
     ("models",),
