@@ -1,4 +1,4 @@
-"""The mathematics of Muon: the orthogonalization of matrices by Newton–Schulz iterations, its cost, its rates.
+"""The mathematics of Muon: matrices orthogonalized by Newton–Schulz iterations, the cost, learning rates.
 
     X ← X / ‖X‖          A = X Xᵀ          X ← a X + (b A + c A²) X       a few times, with few rows
 

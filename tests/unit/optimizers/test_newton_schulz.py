@@ -76,6 +76,8 @@ def test_the_cost_of_an_iteration_is_half_of_its_counted_operations(shape: tuple
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (8, 8)], ids=str)
 def test_learning_rates_are_scaled_as_in_torch(shape: tuple[int, int]) -> None:
     for scaling in ("original", "match_rms_adamw"):
-        assert math.isclose(learning_rate_factor(scaling, *shape), _adjust_lr(1.0, scaling, torch.Size(shape)))
+        assert math.isclose(
+            learning_rate_factor(scaling, *shape), _adjust_lr(1.0, scaling, torch.Size(shape))
+        )
     with pytest.raises(PlanError, match="choose 'original'"):
         learning_rate_factor("rms", *shape)  # type: ignore[arg-type]
