@@ -74,19 +74,27 @@ def own_parts(
     held = held_shards(shard_plan, mesh.sizes, dict.fromkeys(part.parameter for part in parts))
     owned = assign_owners(parts, held)
     group = group_of_holders(held, shard_plan, mesh)
-    members = set(group.ranks)
-    mine = [part for part in owned if members.intersection(held[part.parameter][0].ranks)]
+    members = set() if group is None else set(group.ranks)
+    mine = [part for part in owned if part.owner in members]
     by_dtype: dict[torch.dtype, list[OwnedPart]] = {}
     for part in sorted(mine, key=lambda part: str(dtypes[part.parameter])):
         by_dtype.setdefault(dtypes[part.parameter], []).append(part)
-    exchanges = [PartExchange(each, held, group, dtype, mesh.device) for dtype, each in by_dtype.items()]
-    return OwnedParts(owned, exchanges)
+    exchanges = (
+        PartExchange(each, held, group, dtype, mesh.device) for dtype, each in by_dtype.items() if group
+    )
+    return OwnedParts(owned, list(exchanges))
 
 
-def group_of_holders(names: Iterable[str], shard_plan: ShardPlan, mesh: Mesh) -> Group:
-    """Return the group of all ranks with which this rank shares parameters `names`.
+def group_of_holders(names: Iterable[str], shard_plan: ShardPlan, mesh: Mesh) -> Group | None:
+    """Return the group of all ranks with which this rank shares parameters `names`; None where it has none.
 
-    Those of its stage; all ranks where a parameter is tied across stages.
+    Those of its stage; where a parameter is tied across stages, those of all stages that have any.
     """
-    tied = any(len(shard_plan.owners[name]) > 1 for name in names)
-    return mesh.group("world" if tied or mesh.size("pp") == 1 else STAGE_AXES)
+    stages_of = [shard_plan.owners[name] for name in names]
+    stages = sorted({stage for stages in stages_of for stage in stages})
+    if all(len(each) == 1 for each in stages_of):
+        return mesh.group(STAGE_AXES) if mesh.size("pp") > 1 else mesh.group("world")
+    if len(stages) == mesh.size("pp"):
+        return mesh.group("world")
+    ranks = [rank for rank in range(mesh.world) if mesh.coordinate_of(rank)["pp"] in stages]
+    return mesh.new_group([ranks], "optimizer")

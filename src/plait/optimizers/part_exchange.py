@@ -107,7 +107,7 @@ class PartExchange:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`parts`: those of which ranks of `group` hold shards, the same on all of them; `held`: the shards."""
+        """`parts`: those that ranks of `group` own, on all of them alike; `held`: shards of parameters."""
         self.parts, self._group = {part.number: part for part in parts}, group
         owned = [part for part in parts if part.owner == group.rank]
         self.wholes = _whole_parts(owned, dtype, device)
