@@ -252,11 +252,12 @@ class Partitioning:
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:
     """Raise PlanError if `optimizer`'s updates depend on parameters or elements that other ranks hold.
 
-    A class can declare `elementwise = True` or `parameterwise = True` (for itself, not for subclasses). A
-    class that does not, and is none of torch's, is tested, see `probe`.
+    A class can declare `elementwise = True` or `parameterwise = True` (for itself, not for subclasses), or
+    `communicates = True`, where its steps get from other ranks what they need. A class that does not, and is
+    none of torch's, is tested, see `probe`.
     """
     kind = type(optimizer)
-    if not partitioning.sharded and partitioning.pp == 1:
+    if vars(kind).get("communicates") is True or (not partitioning.sharded and partitioning.pp == 1):
         return
     if kind is torch.optim.SparseAdam:
         raise PlanError("SparseAdam takes sparse gradients, but plait's are dense: take torch.optim.AdamW.")

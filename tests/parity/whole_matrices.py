@@ -1,0 +1,116 @@
+"""Optimizers of whole matrices and parameters on one rank, in plain PyTorch, and on the ranks of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from parity.case import Case
+from parity.reference import materialise
+from parity.woven import shares, weave
+from plait.engine import Engine
+from plait.plan.layout import Layout
+from plait.plan.plan import Plan
+
+STEPS = 20
+BOUND = 1e-10
+"""Of the difference after `STEPS` steps, relative to the largest change of the parameter."""
+CLIP = 0.05
+OTHERS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+MUON = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}
+
+
+def orthogonalized_in_double(gradient: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
+    """What `torch.optim.Muon` calls, in float64 instead of bfloat16."""
+    a, b, c = coefficients
+    tall = gradient.size(0) > gradient.size(1)
+    x = (gradient.T if tall else gradient).clone()
+    x /= x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+Divide = Callable[[str, Tensor], Sequence[Tensor]]
+"""Returns views of a parameter's values that are its matrices `[out, in]`; none: AdamW updates it."""
+
+
+def whole_weights(name: str, values: Tensor) -> Sequence[Tensor]:
+    """The weights of plait's linears in blocks: each is one matrix."""
+    return [values] if values.dim() == 2 and name.startswith("blocks.") else []
+
+
+class MuonOnOneRank:
+    """The hidden matrices of a model by `torch.optim.Muon`, in float64, and the rest by `AdamW`."""
+
+    def __init__(self, model: nn.Module, divide: Divide, options: Mapping[str, Any]) -> None:
+        self._divide, rest = divide, []
+        self._matrices: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                made = [nn.Parameter(one.clone()) for one in divide(name, parameter.detach())]
+                self._matrices += [(name, parameter, made)] if made else []
+                rest += [] if made else [parameter]
+        self._muon = torch.optim.Muon([one for *_, made in self._matrices for one in made], **options)
+        vectors = {"params": [one for one in rest if one.dim() < 2], "weight_decay": 0.0}
+        self._adamw = torch.optim.AdamW(
+            [{"params": [one for one in rest if one.dim() >= 2]}, vectors], **OTHERS
+        )
+
+    def step(self) -> None:
+        for name, parameter, made in self._matrices:
+            for matrix, gradient in zip(made, self._divide(name, parameter.grad), strict=True):
+                matrix.grad = gradient.clone()
+        with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonalized_in_double):
+            self._muon.step()
+        for name, parameter, made in self._matrices:
+            for matrix, values in zip(made, self._divide(name, parameter.detach()), strict=True):
+                values.copy_(matrix.detach())
+        self._adamw.step()
+
+
+MakeOptimizer = Callable[[nn.Module], Any]
+
+
+def train_on_one_rank(case: Case, make: MakeOptimizer, rows: int, steps: int = STEPS) -> dict[str, Tensor]:
+    """Return the parameters of `case` after `steps` steps in plain PyTorch."""
+    model = materialise(case.build(), torch.float64)
+    optimizer = make(model)
+    for inputs, targets in case.batches(rows, steps, torch.float64):
+        model.zero_grad()
+        case.mean(case.reference(model, inputs), targets).backward()
+        nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], CLIP)
+        optimizer.step()
+    return {name: one.detach() for name, one in model.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has after its steps."""
+
+    coordinate: dict[str, int]
+    layouts: dict[str, Layout]
+    parameters: dict[str, Tensor]
+    traffic: list[dict[str, Any]]
+    """Of each call of the optimizer's step: by axis and kind."""
+
+
+def train(case: Case, plan: Plan, make: Callable[[Engine], Any], steps: int = STEPS) -> Trained:
+    """Train `case` on this rank of `plan` by the optimizer that `make` makes."""
+    engine = weave(case, plan)
+    optimizer, traffic = make(engine), []
+    for batch in shares(case, engine, steps):
+        optimizer.zero_grad()
+        engine.forward_backward(*batch)
+        engine.clip_grad_norm_(CLIP)
+        before = engine.mesh.traffic.snapshot()
+        optimizer.step()
+        traffic.append(engine.mesh.traffic.since(before))
+    parameters = {name: one.detach().clone() for name, one in engine.named_parameters()}
+    return Trained(engine.mesh.coordinate, dict(engine.layouts), parameters, traffic)
