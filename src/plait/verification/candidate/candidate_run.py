@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plait.engine.runner import Runtime
 from plait.models.initial_values import initial_value
+from plait.optimizers.made_for_engine import optimizer_for
 from plait.schedules.lowering.program import Instruction
 from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
@@ -32,7 +33,8 @@ class CandidateRun:
         self.recording = comparison.recording
         self.parameters = comparison.parameters
         self.checker: InstructionChecker | None = None
-        self.optimizer = options.optimizer(self.engine.parameter_groups(options.weight_decay))
+        groups = self.engine.parameter_groups(options.weight_decay)
+        self.optimizer = optimizer_for(self.engine, options.make_optimizer, groups)
         self.norm_type = options.norm_type
         self.norm_kind = "norm" if self.norm_type == 2 else "largest"
         """Kind of the recorded norm that gradients are clipped by."""
