@@ -1,11 +1,10 @@
-"""Muon under every plan: the same parameters as `torch.optim.Muon` on one rank, with iterations in float64."""
+"""Muon under every plan: the same parameters as by `torch.optim.Muon` on one rank, both in float64."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
 import plait
