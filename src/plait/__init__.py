@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from plait.estimate.time.hardware import Hardware
     from plait.models.lora import lora
     from plait.optimizers.muon import Muon
+    from plait.optimizers.owned import Owned
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
     from plait.ranks.launch.launch import launch
@@ -66,6 +67,7 @@ _HOME = {
     "Mesh": "plait.ranks.mesh",
     "MixtureOfExperts": "plait.tensor.experts.mixture",
     "Muon": "plait.optimizers.muon",
+    "Owned": "plait.optimizers.owned",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
     "Stream": "plait.app.loop.stream",
@@ -97,6 +99,7 @@ __all__ = [
     "Mesh",
     "MixtureOfExperts",
     "Muon",
+    "Owned",
     "PlaitError",
     "Plan",
     "Stream",

@@ -1,4 +1,4 @@
-"""Muon under every plan: the same parameters as `torch.optim.Muon` on one rank, with iterations in float64."""
+"""Muon under every plan: the same parameters as by `torch.optim.Muon` on one rank, both in float64."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 import plait
 from parity.case import Case
-from parity.cases import gpt2
 from parity.norm import assert_equal
 from parity.parity import merged
+from parity.rows import name_of
 from parity.whole_matrices import (
     BOUND,
     MUON,
     OTHERS,
+    ROWS,
     MuonOnOneRank,
+    plan_and_case,
     train,
     train_on_one_rank,
     whole_weights,
@@ -38,5 +40,10 @@ def check(pool: Any, case: Case, plan: Plan, divide: Any = whole_weights) -> Non
     assert_equal(merged(ranks, "parameters"), expected, BOUND, "the value")
 
 
-def test_fully_sharded(thread_ranks: Any) -> None:
-    check(thread_ranks, gpt2(), Plan(dp=2, strategy="full", precision="fp64"))
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_muon_equals_torchs_on_one_rank_for_every_pair_of_factors(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
+    plan, case = plan_and_case(row)
+    check(thread_ranks, case, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from parity.case import Case
+from parity.cases import gpt2, llama
+from parity.pairs import covering_rows
 from parity.reference import materialise
+from parity.rows import plan_of
 from parity.woven import shares, weave
 from plait.engine import Engine
 from plait.plan.layout import Layout
@@ -35,6 +39,35 @@ def orthogonalized_in_double(gradient: Tensor, coefficients: Any, steps: int, ep
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
+
+
+FACTORS = {
+    "case": ("gpt2", "llama", "odd"),
+    "strategy": ("full", "none", "optimizer"),
+    "model": ((1, 1), (2, 1), (1, 2), (2, 2)),
+    "data": ((2, 1), (2, 2), (4, 2), (3, 1)),
+    "cp": (1, 2),
+}
+"""`model`: pp and tp; `data`: dp and replicate."""
+CASES = {
+    "gpt2": gpt2(layers=2),  # tied
+    "llama": llama(layers=2, tied=False),  # two heads of keys and values for four of queries
+    "odd": gpt2(layers=3, hidden=18, vocab=35),
+}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    """At most eight ranks."""
+    return prod(row.get("model", ())) * row.get("data", (2, 1))[0] * row.get("cp", 1) <= 8
+
+
+ROWS = covering_rows(FACTORS, allowed)
+
+
+def plan_and_case(row: dict[str, Any]) -> tuple[Plan, Case]:
+    """Of a row, in float64."""
+    fields = {name: value for name, value in row.items() if name != "case"}
+    return plan_of(fields), CASES[row["case"]]
 
 
 Divide = Callable[[str, Tensor], Sequence[Tensor]]

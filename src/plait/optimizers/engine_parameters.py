@@ -43,8 +43,8 @@ class EngineParameters:
             for one in group["params"]:
                 if id(one) not in self.names:
                     raise PlanError(
-                        f"{self._optimizer} was given a parameter {list(one.shape)} of another model than the "
-                        "engine's: give those of engine.parameters()."
+                        f"{self._optimizer} was given a parameter {list(one.shape)} that the engine does not "
+                        "have: give those of engine.parameters()."
                     )
             group["params"] = [one for one in group["params"] if one.requires_grad]
         return groups

@@ -293,6 +293,27 @@ def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, 
     return "parameter", (probe(optimizer, "element") or "") if partitioning.sharded else ""
 
 
+def require_parameterwise(optimizer: Optimizer) -> None:
+    """Raise PlanError if `optimizer` updates a parameter by more than that parameter's gradient and state.
+
+    For optimizers that have whole parameters, but not all of the model's. What a class may declare, and how
+    others are tested, is as for `require_elementwise`.
+    """
+    kind = type(optimizer)
+    declared = any(vars(kind).get(name) is True for name in ("elementwise", "parameterwise"))
+    if declared or kind in ELEMENTWISE or kind in PARAMETERWISE:
+        return
+    reason = COUPLING[kind] if kind in COUPLING else probe(optimizer, "parameter")
+    if reason:
+        way_out = "take an optimizer that updates each parameter by itself"
+        if kind not in COUPLING:
+            way_out += f", or declare `parameterwise = True` in class {kind.__name__}"
+        raise PlanError(
+            f"{kind.__name__} {reason}, but with plait.Owned an optimizer has the parameters that its rank "
+            f"owns only: {way_out}."
+        )
+
+
 def is_free_of_order(optimizer: Optimizer) -> bool:
     """Return whether the order of the parameters is known not to matter to the updates of `optimizer`."""
     kind = type(optimizer)
