@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from plait.errors import PlanError
 from plait.models.layers.layer_sequence import LayerSequence
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
 from plait.optimizers.made_for_engine import MakeOptimizer, class_of
@@ -22,6 +23,7 @@ from plait.optimizers.newton_schulz import (
     learning_rate_factor,
     orthogonalized,
 )
+from plait.optimizers.owned import Owned
 from plait.plan.rules import Rules
 
 MUON_OPTIONS: Mapping[str, Any] = {
@@ -45,6 +47,9 @@ def whole_optimizer(
     rules: Rules | None,
 ) -> Optimizer:
     """Return the optimizer of whole parameters that equals what `make` makes on the ranks of a plan."""
+    if class_of(make) is Owned:
+        kind, settings = of_owners(make)
+        return kind(list(groups), **settings)
     if class_of(make) is not Muon:
         return make(list(groups))
     options = dict(make.keywords) if isinstance(make, partial) else {}
@@ -54,6 +59,15 @@ def whole_optimizer(
         parameters[name]: one for name, one in found.items() if one.parts
     }
     return WholeMuon(groups, matrices, **options)
+
+
+def of_owners(make: MakeOptimizer) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the class and the settings in a `partial` of `plait.Owned`. Raises PlanError without a class."""
+    if not (isinstance(make, partial) and make.args and isinstance(make.args[0], type)):
+        raise PlanError(
+            "the optimizer is plait.Owned without a class: give functools.partial(plait.Owned, CLASS, ...)."
+        )
+    return make.args[0], dict(make.keywords)
 
 
 class WholeMuon(Optimizer):
