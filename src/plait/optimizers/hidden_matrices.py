@@ -12,7 +12,7 @@ Jordan et al. 2024, "Muon" (https://kellerjordan.github.io/posts/muon); Kimi Tea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -177,10 +177,10 @@ def _sections(holder: Holder, rule: Rule, rows: int) -> tuple[int, ...]:
     return sections if len(sections) > 1 else ()
 
 
-def listed_matrices(found: dict[str, ParameterMatrices]) -> str:
-    """Return a table of what updates each parameter: Muon with its matrices, or AdamW and why.
+def listed_matrices(found: Mapping[str, ParameterMatrices]) -> list[str]:
+    """Return lines that say what updates each parameter: Muon with its matrices, or AdamW and why.
 
-    One line for parameters whose names differ in numbers only and that are alike.
+    One for parameters whose names differ in numbers only and that are alike.
     """
     alike: dict[tuple[str, str], int] = {}
     for name, one in found.items():
@@ -188,7 +188,7 @@ def listed_matrices(found: dict[str, ParameterMatrices]) -> str:
         alike[line] = alike.get(line, 0) + 1
     rows = [(name, f"{count} ×" if count > 1 else "", text) for (name, text), count in alike.items()]
     widths = [max(map(len, column), default=0) for column in zip(*(row[:2] for row in rows), strict=True)]
-    return "\n".join(f"{name:<{widths[0]}}  {count:>{widths[1]}}  {text}" for name, count, text in rows)
+    return [f"{name:<{widths[0]}}  {count:>{widths[1]}}  {text}" for name, count, text in rows]
 
 
 def _described(one: ParameterMatrices) -> str:

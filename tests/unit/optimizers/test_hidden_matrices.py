@@ -149,7 +149,7 @@ def test_a_declaration_that_does_not_divide_the_rows_is_refused() -> None:
 
 
 def test_the_listing_has_a_line_for_parameters_that_differ_in_the_number_of_their_layer() -> None:
-    lines = listed_matrices(found_in(plait.models.gpt2(**SIZES))).splitlines()
+    lines = listed_matrices(found_in(plait.models.gpt2(**SIZES)))
     assert "blocks.*.mlp.up.weight            2 ×  Muon   1 of 64 × 16" in lines
     assert "embedding.token.weight                 AdamW  an embedding 20 × 16" in lines
     assert len(lines) == 20
