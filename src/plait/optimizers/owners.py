@@ -10,25 +10,14 @@ a copy of its parameter. Every rank decides for all parts, and so they agree wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.plan.axes import rank_at
-from plait.plan.layout.layout import Box, Coordinate, Layout
-from plait.plan.layout.shards import ShardBox, intersection, shard_boxes
+from plait.plan.layout.layout import Box
+from plait.plan.layout.routes import RankBoxes, boxes_by_rank
+from plait.plan.layout.shards import intersection
 from plait.plan.shard_plan import ShardPlan
-
-
-@dataclass(frozen=True)
-class HeldShard:
-    """A shard of a parameter, and the ranks that hold a copy of it."""
-
-    boxes: tuple[ShardBox, ...]
-    ranks: tuple[int, ...]
-
-    def elements_in(self, box: Box) -> int:
-        """Return how many elements of `box` the shard has."""
-        return sum(intersection(one.box, box).numel for one in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -51,47 +40,48 @@ class OwnedPart:
     cost: int
     owner: int
 
+    @property
+    def name(self) -> str:
+        """The parameter's name, and the number, by which transfers are told apart."""
+        return f"{self.parameter} {self.number}"
 
-def held_shards(
-    shard_plan: ShardPlan, sizes: Mapping[str, int], names: Iterable[str]
-) -> dict[str, tuple[HeldShard, ...]]:
-    """Return for each parameter its different shards, which together are all of it, with their ranks.
+
+def held_boxes(shard_plan: ShardPlan, sizes: Mapping[str, int], names: Iterable[str]) -> dict[str, RankBoxes]:
+    """Return for each parameter the boxes of it that each rank holds, of all ranks that hold a shard.
 
     `sizes`: the number of ranks along each axis of the mesh.
     """
-    known: dict[tuple[Layout, tuple[int, ...]], tuple[HeldShard, ...]] = {}
+    known: dict[object, RankBoxes] = {}
     found = {}
     for name in names:
-        key = shard_plan.layouts[name], shard_plan.owners[name]
+        layout, stages = key = shard_plan.layouts[name], shard_plan.owners[name]
         if key not in known:
-            known[key] = tuple(_held(*key, sizes))
+            coordinates = [dict(zip(layout.axes, where, strict=True)) for where in layout.coordinates()]
+            places = [
+                (rank_at({"pp": stage, **where}, sizes), where) for stage in stages for where in coordinates
+            ]
+            known[key] = boxes_by_rank(layout, places)
         found[name] = known[key]
     return found
 
 
-def _held(layout: Layout, stages: Sequence[int], sizes: Mapping[str, int]) -> Iterator[HeldShard]:
-    ranks: dict[Coordinate, list[int]] = {}
-    for stage in stages:
-        for where in layout.coordinates():
-            place = dict(zip(layout.axes, where, strict=True))
-            ranks.setdefault(layout.owner(where), []).append(rank_at({"pp": stage, **place}, sizes))
-    for where, copies in ranks.items():
-        yield HeldShard(shard_boxes(layout, where), tuple(sorted(copies)))
+def boxes_within(box: Box, held: RankBoxes) -> RankBoxes:
+    """Return what ranks hold of `box`, with an empty entry for a rank that holds nothing of it."""
+    common = {rank: [intersection(box, one) for one in boxes] for rank, boxes in held.items()}
+    return {rank: tuple(one for one in boxes if one.numel) for rank, boxes in common.items()}
 
 
-def assign_owners(
-    parts: Sequence[ParameterPart], held: Mapping[str, Sequence[HeldShard]]
-) -> tuple[OwnedPart, ...]:
+def assign_owners(parts: Sequence[ParameterPart], held: Mapping[str, RankBoxes]) -> tuple[OwnedPart, ...]:
     """Return `parts` with owners: each goes to the least loaded rank that holds a shard of its parameter.
 
-    Of equally loaded ranks to the one that holds most of the part. `held`: the shards of each parameter.
+    Of equally loaded ranks to the one that holds most of the part. `held`: who holds what of a parameter.
     """
     loads: dict[int, int] = {}
     owners: dict[int, int] = {}
     for number in sorted(range(len(parts)), key=lambda number: -parts[number].cost):
-        part, elements = parts[number], dict[int, int]()
-        for shard in held[part.parameter]:
-            elements |= dict.fromkeys(shard.ranks, shard.elements_in(part.box))
+        part = parts[number]
+        within = boxes_within(part.box, held[part.parameter])
+        elements = {rank: sum(box.numel for box in boxes) for rank, boxes in within.items()}
         owner = min(elements, key=lambda rank: (loads.get(rank, 0), -elements[rank], rank))
         loads[owner] = loads.get(owner, 0) + part.cost
         owners[number] = owner
