@@ -122,6 +122,7 @@ def load_checkpoint(
     _read_in_rounds(_read(engine, optimizers, manifest, folder), mesh)
     if optimizers is not None:
         restore_options(optimizers, names, saved, options)
+        optimizers.read_parameters()
     if manifest.run:  # empty in checkpoints that were imported
         engine.run_state = applicable_run_state(engine.shard_plan.plan, manifest)
     return Loaded(dict(manifest.state), unlike, precision)
@@ -198,13 +199,17 @@ def _read(
         boxes.fill(shard.detach(), parameter_key(name), layout, where)
         yield shard.nbytes
         if optimizers is not None and id(shard) in group_of:
+            owner = optimizers.state_rank(shard)
             optimizers.replace_state(shard, {})  # free the memory first
             state: dict[str, Any] = dict(saved["plain"].get(name, {}))
+            if owner not in (None, engine.mesh.rank):
+                continue
             for key in states.get(name, ()):
                 full_key = state_key(name, key)
                 entry, group = manifest.tensors[full_key], group_of[id(shard)]
                 same_dtype = entry.dtype == manifest.tensors[parameter_key(name)].dtype
-                empty, state_layout = _empty_state(key, shard, layout, entry, group, same_dtype=same_dtype)
+                make = _empty_state if owner is None else _empty_whole_state
+                empty, state_layout = make(key, shard, layout, entry, group, same_dtype=same_dtype)
                 boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
                 state[key] = empty
@@ -234,3 +239,19 @@ def _empty_state(
         return torch.empty_like(shard, dtype=dtype, requires_grad=False), found
     assert tuple(shard.shape) == layout.shape, "see _require_states_shardable"
     return torch.empty(found.shape, dtype=dtype, device=shard.device), found
+
+
+def _empty_whole_state(
+    key: str,
+    shard: nn.Parameter,
+    layout: Layout,
+    entry: TensorEntry,
+    group: Mapping[str, Any],
+    *,
+    same_dtype: bool,
+) -> tuple[Tensor, Layout]:
+    """Return a tensor for the state `key` of a parameter whose state this rank has whole, and its layout."""
+    is_number = not entry.shape and layout.shape != ()
+    device = number_device(key, group, shard) if is_number else shard.device
+    dtype = shard.dtype if same_dtype and not is_number else entry.torch_dtype
+    return torch.empty(entry.shape, dtype=dtype, device=device), Layout(entry.shape, layout.axis_degrees)
