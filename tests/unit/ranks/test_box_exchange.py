@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.plan.layout.layout import Flat, Layout, Placement, Shard
-from plait.plan.layout.routes import Router, BoxTransfer, boxes_by_rank
+from plait.plan.layout.routes import BoxTransfer, Router, boxes_by_rank
 from plait.plan.layout.shards import shard, shard_boxes
 from plait.ranks import Count, Mesh
 from plait.ranks.box_exchange import LocalBoxes, exchange_boxes
