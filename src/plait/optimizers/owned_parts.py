@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plait.engine.engine import Engine
-from plait.optimizers.owners import OwnedPart, ParameterPart, assign_owners, held_boxes
 from plait.optimizers.part_exchange import PartExchange, Piece
+from plait.optimizers.part_owners import OwnedPart, ParameterPart, assign_owners, held_boxes
 from plait.plan.axes import STAGE_AXES
 from plait.plan.layout.shards import shard_boxes
 from plait.plan.shard_plan import ShardPlan

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from plait.optimizers.owners import OwnedPart, boxes_within
+from plait.optimizers.part_owners import OwnedPart, boxes_within
 from plait.plan.layout.layout import Box
 from plait.plan.layout.routes import BoxTransfer, RankBoxes, Router
 from plait.plan.layout.shards import ShardBox, intersection, slices_within

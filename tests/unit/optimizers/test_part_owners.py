@@ -10,14 +10,14 @@ import pytest
 import plait
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.optimizers.hidden_matrices import parameter_matrices
-from plait.optimizers.owners import (
+from plait.optimizers.part_exchange import transfers_from_owners, transfers_to_owners
+from plait.optimizers.part_owners import (
     OwnedPart,
     ParameterPart,
     assign_owners,
     boxes_within,
     held_boxes,
 )
-from plait.optimizers.part_exchange import transfers_from_owners, transfers_to_owners
 from plait.plan.axes import sizes_of_plan
 from plait.plan.layout.layout import Box
 from plait.plan.layout.routes import RankBoxes
