@@ -33,23 +33,26 @@ def option_groups(
 ) -> list[dict[str, Any]]:
     """Return the given parameter groups, each divided into hidden matrices, other matrices, and vectors.
 
-    `options` and `others`: those of Muon and of AdamW where a group does not have its own. Vectors are not
-    decayed. Each entry `algorithm` is "muon" or "adamw".
+    `options` and `others`: those of Muon and of AdamW where a group does not have its own, which for AdamW
+    is in the dictionary `others` of the group. Vectors are not decayed, but by a group's own decay in it.
+    What else a group has, such as a factor of its learning rate, all three have, or what its `others` have in
+    place of it. Each entry `algorithm` is "muon" or "adamw".
     """
     found: list[dict[str, Any]] = []
     for group in groups:
-        own = {name: value for name, value in group.items() if name not in ("params", "others")}
-        of_others = {**others, **group.get("others", {})}
-        _require_known(own, options, "Muon")
-        _require_known(of_others, ADAMW_OPTIONS, "AdamW")
+        own = {name: value for name, value in group.items() if name in options}
+        more = {name: group[name] for name in group if name not in (*options, "params", "others")}
+        of_group = group.get("others", {})
+        of_others = {**more, **others, **of_group}
+        _require_known(of_others, (*ADAMW_OPTIONS, *more), "AdamW")
         members: list[nn.Parameter] = list(group["params"])
         hidden = [one for one in members if is_matrix(one)]
         rest = [one for one in members if not is_matrix(one)]
         found += [
-            {"params": hidden, "algorithm": "muon", **muon_options({**options, **own})},
+            {"params": hidden, "algorithm": "muon", **more, **muon_options({**options, **own})},
             {"params": [one for one in rest if one.dim() >= 2], "algorithm": "adamw", **of_others},
             {"params": [one for one in rest if one.dim() < 2], "algorithm": "adamw", **of_others}
-            | {"weight_decay": 0.0},
+            | {"weight_decay": of_group.get("weight_decay", 0.0)},
         ]
     return found
 
