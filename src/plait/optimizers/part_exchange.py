@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.optimizers.part_owners import OwnedPart, boxes_within
 from plait.plan.layout.layout import Box
-from plait.plan.layout.routes import BoxTransfer, RankBoxes, Router
+from plait.plan.layout.routes import BoxRouter, BoxTransfer, RankBoxes
 from plait.plan.layout.shards import ShardBox, intersection, slices_within
 from plait.ranks.collectives import all_to_all_uneven
 from plait.ranks.group import Group
@@ -152,7 +152,7 @@ class PartExchange:
 
 def transfers_to_owners(parts: Iterable[OwnedPart], held: Mapping[str, RankBoxes]) -> list[BoxTransfer]:
     """Return the transfers by which each part's owner gets all of it, from the ranks that hold it."""
-    router = Router()
+    router = BoxRouter()
     each = (
         router.transfers(
             part.name, boxes_within(part.box, held[part.parameter]), {part.owner: (part.box,)}, itemsize=1
