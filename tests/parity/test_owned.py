@@ -31,6 +31,37 @@ def owned_adafactor(engine: Engine) -> torch.optim.Optimizer:
     return plait.Owned(torch.optim.Adafactor, engine, **SETTINGS)
 
 
+class Whitened(torch.optim.Optimizer):
+    """Divides a gradient by the roots of sums of its products over rows and over columns, kept in a list."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for one in group["params"]:
+                matrix = one.grad.view(len(one), -1) if one.dim() else one.grad.view(1, 1)
+                sizes, state = matrix.shape, self.state[one]
+                if not state:
+                    state |= {"products": [torch.eye(size, dtype=one.dtype) for size in sizes], "seen": []}
+                rows, columns = state["products"]
+                rows += matrix @ matrix.T
+                columns += matrix.T @ matrix
+                state["seen"] = [group["step"]]
+                update = torch.linalg.solve(rows, matrix) @ torch.linalg.inv(columns)
+                one.sub_(update.view(one.shape), alpha=group["lr"] / group["step"] ** 0.5)
+
+
+def whitened(model: nn.Module) -> torch.optim.Optimizer:
+    return Whitened([one for one in model.parameters() if one.requires_grad], lr=0.1)
+
+
+def owned_whitened(engine: Engine) -> torch.optim.Optimizer:
+    return plait.Owned(Whitened, engine, lr=0.1)
+
+
 def check(
     pool: Any,
     case: Case,
@@ -49,3 +80,9 @@ def test_adafactor_owned_by_ranks_equals_one_rank_for_every_pair_of_factors(
 ) -> None:
     plan, case = plan_and_case(row)
     check(thread_ranks, case, plan)
+
+
+@pytest.mark.parametrize("row", ROWS[3:7], ids=name_of)
+def test_an_optimizer_with_lists_of_tensors_equals_one_rank(thread_ranks: Any, row: dict[str, Any]) -> None:
+    plan, case = plan_and_case(row)
+    check(thread_ranks, case, plan, whitened, owned_whitened)

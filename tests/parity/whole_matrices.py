@@ -52,7 +52,7 @@ FACTORS = {
 CASES = {
     "gpt2": gpt2(layers=2),  # tied
     "llama": llama(layers=2, tied=False),  # two heads of keys and values for four of queries
-    "odd": gpt2(layers=3, hidden=18, vocab=35),
+    "odd": gpt2(layers=3, hidden=18),
 }
 
 

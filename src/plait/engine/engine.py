@@ -48,8 +48,9 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
-        self.mesh, self._runtime = runtime.mesh, runtime
-        self._runner = Runner(runtime)
+        self.mesh = runtime.mesh
+        self._running: tuple[Runtime, Runner] | None = (runtime, Runner(runtime))
+        """None when another engine has taken the place of this one."""
         self._agreement = StepAgreement(runtime, self._runner.scale)
         self._guard = OptimizerGuard(
             self.parameters(),
@@ -57,6 +58,27 @@ class Engine:
             self._before_step,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
+
+    def hand_over(self) -> Runtime:
+        """Return this rank's layers, units and groups to what takes the engine's place; it runs no more."""
+        runtime, self._running = self._runtime, None
+        return runtime
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._require_running()[0]
+
+    @property
+    def _runner(self) -> Runner:
+        return self._require_running()[1]
+
+    def _require_running(self) -> tuple[Runtime, Runner]:
+        if self._running is None:
+            raise PlanError(
+                "this engine was resharded, and its parameters are elsewhere: use the engine that "
+                "plait.reshard returned."
+            )
+        return self._running
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that `optimizer` is about to step, and correct the biases of routers."""

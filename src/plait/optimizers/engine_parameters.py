@@ -13,7 +13,7 @@ from plait.errors import PlanError
 from plait.plan.argument_checks import require_instance
 from plait.ranks.text_collectives import all_gather_text
 
-Groups: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+GivenGroups: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 """Parameters, or groups of them with options: what torch's optimizers take first."""
 
 
@@ -30,7 +30,7 @@ class EngineParameters:
         self.names = {id(shard): name for name, shard in self.shards.items()}
         """The name of each shard, by its `id`."""
 
-    def groups(self, given: Groups | None) -> list[dict[str, Any]]:
+    def groups(self, given: GivenGroups | None) -> list[dict[str, Any]]:
         """Return `given` as groups of parameters that train; None: one group of all of them.
 
         Raises PlanError for a parameter that is not the engine's.

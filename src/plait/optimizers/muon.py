@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from plait.engine.engine import Engine
-from plait.optimizers.engine_parameters import EngineParameters, Groups
+from plait.optimizers.engine_parameters import EngineParameters, GivenGroups
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
 from plait.optimizers.matrix_parts import MatrixPart
 from plait.optimizers.muon_groups import ADAMW_OPTIONS, muon_options, option_groups
@@ -35,7 +35,7 @@ from plait.optimizers.newton_schulz import (
     orthogonalized,
 )
 from plait.optimizers.owned_parts import own_parts
-from plait.optimizers.owners import ParameterPart
+from plait.optimizers.part_owners import ParameterPart
 
 
 class Muon(Optimizer):
@@ -46,7 +46,7 @@ class Muon(Optimizer):
     def __init__(
         self,
         engine: Engine,
-        params: Groups | None = None,
+        params: GivenGroups | None = None,
         *,
         lr: float = 1e-3,
         weight_decay: float = 0.1,

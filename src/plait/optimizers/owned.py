@@ -19,10 +19,10 @@ from torch.optim.optimizer import Optimizer
 
 from plait.engine.engine import Engine
 from plait.errors import PlanError
-from plait.optimizers.engine_parameters import EngineParameters, Groups
+from plait.optimizers.engine_parameters import EngineParameters, GivenGroups
 from plait.optimizers.listed_state import flat_state, nested_state
 from plait.optimizers.owned_parts import own_parts
-from plait.optimizers.owners import ParameterPart
+from plait.optimizers.part_owners import ParameterPart
 from plait.plan.layout.shards import full_box
 from plait.proof.optimizer_proof import require_parameterwise
 
@@ -40,7 +40,7 @@ class Owned(Optimizer):
     communicates = True
 
     def __init__(
-        self, kind: type[Optimizer], engine: Engine, params: Groups | None = None, **settings: Any
+        self, kind: type[Optimizer], engine: Engine, params: GivenGroups | None = None, **settings: Any
     ) -> None:
         """Make an optimizer of class `kind` with `settings` on each rank, for the parameters that it owns.
 

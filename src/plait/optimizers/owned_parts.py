@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from plait.engine.engine import Engine
-from plait.optimizers.owners import OwnedPart, ParameterPart, assign_owners, held_shards
 from plait.optimizers.part_exchange import PartExchange, Piece
+from plait.optimizers.part_owners import OwnedPart, ParameterPart, assign_owners, held_boxes
 from plait.plan.axes import STAGE_AXES
+from plait.plan.layout.shards import shard_boxes
 from plait.plan.shard_plan import ShardPlan
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
@@ -34,7 +35,7 @@ class OwnedParts:
 
     @cached_property
     def _exchange_of(self) -> Mapping[str, PartExchange]:
-        return {part.parameter: one for one in self.exchanges for part in one.parts.values()}
+        return {part.parameter: one for one in self.exchanges for part in one.parts}
 
     def put(self, parameter: str, shard: Tensor) -> None:
         """Copy what owners need of this rank's contiguous `shard` of a parameter to where it is sent from."""
@@ -71,16 +72,17 @@ def own_parts(
     a group of the ranks of a stage is made.
     """
     mesh, shard_plan = engine.mesh, engine.shard_plan
-    held = held_shards(shard_plan, mesh.sizes, dict.fromkeys(part.parameter for part in parts))
+    held = held_boxes(shard_plan, mesh.sizes, dict.fromkeys(part.parameter for part in parts))
     owned = assign_owners(parts, held)
     group = group_of_holders(held, shard_plan, mesh)
     members = set() if group is None else set(group.ranks)
     mine = [part for part in owned if part.owner in members]
+    own = {part.parameter: shard_boxes(shard_plan.layouts[part.parameter], mesh.coordinate) for part in mine}
     by_dtype: dict[torch.dtype, list[OwnedPart]] = {}
     for part in sorted(mine, key=lambda part: str(dtypes[part.parameter])):
         by_dtype.setdefault(dtypes[part.parameter], []).append(part)
     exchanges = (
-        PartExchange(each, held, group, dtype, mesh.device) for dtype, each in by_dtype.items() if group
+        PartExchange(each, held, own, group, dtype, mesh.device) for dtype, each in by_dtype.items() if group
     )
     return OwnedParts(owned, list(exchanges))
 

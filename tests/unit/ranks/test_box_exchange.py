@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.plan.layout.layout import Flat, Layout, Placement, Shard
-from plait.plan.layout.routes import BoxTransfer, Router, boxes_by_rank
+from plait.plan.layout.routes import BoxRouter, BoxTransfer, boxes_by_rank
 from plait.plan.layout.shards import shard, shard_boxes
 from plait.ranks import Count, Mesh
 from plait.ranks.box_exchange import LocalBoxes, exchange_boxes
@@ -26,7 +26,7 @@ def layout_of(placement: Placement) -> Layout:
 
 
 def routed() -> list[BoxTransfer]:
-    router, found = Router(), []
+    router, found = BoxRouter(), []
     places = [(rank, {"all": rank}) for rank in range(4)]
     for name, both in LAYOUTS.items():
         held, needed = (boxes_by_rank(layout_of(placement), places) for placement in both)

@@ -36,7 +36,7 @@ class BoxTransfer:
         return self.sender == self.receiver
 
 
-class Router:
+class BoxRouter:
     """Chooses the sender of each box that a rank needs, so that ranks send equally many bytes."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from test_layout_flat import flat_layouts
 
 from plait.errors import LayoutError
 from plait.plan.layout.layout import Box, Layout, Replicate, Shard
-from plait.plan.layout.routes import RankBoxes, Router, boxes_by_rank, without
+from plait.plan.layout.routes import BoxRouter, RankBoxes, boxes_by_rank, without
 from plait.plan.layout.shards import full_box, is_tiling
 
 
@@ -31,7 +31,7 @@ def count_of(boxes: tuple[Box, ...] | list[Box], shape: tuple[int, ...]) -> torc
 
 def check(held: RankBoxes, needed: RankBoxes, shape: tuple[int, ...]) -> None:
     """Every rank gets what it needs exactly once, from a rank that has it, and from itself what it has."""
-    router = Router()
+    router = BoxRouter()
     transfers = router.transfers("one", held, needed, itemsize=8)
     sent = Counter[int]()
     for rank, boxes in needed.items():
@@ -43,7 +43,7 @@ def check(held: RankBoxes, needed: RankBoxes, shape: tuple[int, ...]) -> None:
             assert bool(count_of(list(held[one.sender]), shape)[one.box.slices].all())
             sent[one.sender] += 0 if one.is_local else 8 * one.box.numel
     assert Counter(router.sent) == sent
-    assert transfers == Router().transfers("one", held, needed, itemsize=8)
+    assert transfers == BoxRouter().transfers("one", held, needed, itemsize=8)
 
 
 @given(st.data(), layouts(partial=False) | flat_layouts(partial=False), st.booleans())
@@ -78,7 +78,7 @@ def test_a_box_without_another_is_the_boxes_of_its_other_elements(one: Box, othe
 
 def test_copies_share_the_sending_and_the_nearest_sends_first() -> None:
     layout = Layout((8, 2), {"replicate": 4}, {"replicate": Replicate()})
-    router, rows = Router(), {rank: (Box((0, 0), (2, 2)),) for rank in (4, 5, 6, 7)}
+    router, rows = BoxRouter(), {rank: (Box((0, 0), (2, 2)),) for rank in (4, 5, 6, 7)}
     transfers = router.transfers("weight", held_by(layout), rows, itemsize=4)
     assert [(one.sender, one.receiver) for one in transfers] == [(3, 4), (2, 5), (1, 6), (0, 7)]
     assert router.sent == dict.fromkeys(range(4), 16)
@@ -89,4 +89,4 @@ def test_what_no_rank_holds_is_refused_with_its_tensor() -> None:
     with pytest.raises(
         LayoutError, match=r"rank 1 needs 8 elements of norm\.weight, of which no rank holds 4:"
     ):
-        Router().transfers("norm.weight", half, {1: (Box((0,), (8,)),)}, itemsize=8)
+        BoxRouter().transfers("norm.weight", half, {1: (Box((0,), (8,)),)}, itemsize=8)
