@@ -18,6 +18,7 @@ from parity.reference import materialise
 from parity.rows import plan_of
 from parity.woven import shares, weave
 from plait.engine import Engine
+from plait.optimizers.part_owners import OwnedPart
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 
@@ -30,12 +31,12 @@ MUON = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}
 
 
 def orthogonalized_in_double(gradient: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
-    """What `torch.optim.Muon` calls, in float64 instead of bfloat16."""
-    a, b, c = coefficients
+    """What `torch.optim.Muon` calls, in float64 instead of bfloat16, also with a triple for each step."""
+    triples = coefficients if isinstance(coefficients, list) else [coefficients] * steps
     tall = gradient.size(0) > gradient.size(1)
     x = (gradient.T if tall else gradient).clone()
     x /= x.norm().clamp(min=eps)
-    for _ in range(steps):
+    for a, b, c in triples:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
@@ -90,11 +91,16 @@ class MuonOnOneRank:
                 made = [nn.Parameter(one.clone()) for one in divide(name, parameter.detach())]
                 self._matrices += [(name, parameter, made)] if made else []
                 rest += [] if made else [parameter]
-        self._muon = torch.optim.Muon([one for *_, made in self._matrices for one in made], **options)
+        matrices = [one for *_, made in self._matrices for one in made]
+        self._muon = torch.optim.Muon(matrices or [nn.Parameter(torch.zeros(1, 1))], **options)
         vectors = {"params": [one for one in rest if one.dim() < 2], "weight_decay": 0.0}
         self._adamw = torch.optim.AdamW(
             [{"params": [one for one in rest if one.dim() >= 2]}, vectors], **OTHERS
         )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [*self._muon.param_groups, *self._adamw.param_groups]
 
     def step(self) -> None:
         for name, parameter, made in self._matrices:
@@ -115,7 +121,10 @@ def train_on_one_rank(case: Case, make: MakeOptimizer, rows: int, steps: int = S
     """Return the parameters of `case` after `steps` steps in plain PyTorch."""
     model = materialise(case.build(), torch.float64)
     optimizer = make(model)
-    for inputs, targets in case.batches(rows, steps, torch.float64):
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step, (inputs, targets) in enumerate(case.batches(rows, steps, torch.float64)):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate / (1 + step)
         model.zero_grad()
         case.mean(case.reference(model, inputs), targets).backward()
         nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], CLIP)
@@ -131,13 +140,16 @@ class Trained:
     layouts: dict[str, Layout]
     parameters: dict[str, Tensor]
     traffic: list[dict[str, Any]]
-    """Of each call of the optimizer's step: by axis and kind."""
+    """Of each step of the optimizer: by axis and kind."""
+    parts: Sequence[OwnedPart]
+    """What ranks own."""
 
 
 def train(case: Case, plan: Plan, make: Callable[[Engine], Any], steps: int = STEPS) -> Trained:
     """Train `case` on this rank of `plan` by the optimizer that `make` makes."""
     engine = weave(case, plan)
     optimizer, traffic = make(engine), []
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for batch in shares(case, engine, steps):
         optimizer.zero_grad()
         engine.forward_backward(*batch)
@@ -145,5 +157,7 @@ def train(case: Case, plan: Plan, make: Callable[[Engine], Any], steps: int = ST
         before = engine.mesh.traffic.snapshot()
         optimizer.step()
         traffic.append(engine.mesh.traffic.since(before))
+        scheduler.step()
     parameters = {name: one.detach().clone() for name, one in engine.named_parameters()}
-    return Trained(engine.mesh.coordinate, dict(engine.layouts), parameters, traffic)
+    parts = optimizer.owned.parts
+    return Trained(engine.mesh.coordinate, dict(engine.layouts), parameters, traffic, parts)
