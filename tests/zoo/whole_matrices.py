@@ -75,7 +75,7 @@ def query_key_and_value_as_one_matrix() -> Any:
 
 
 def update_of_the_step_before() -> Any:
-    """The second all-to-all of later steps does not take place: other ranks than the owner keep the update."""
+    """The second all-to-all of later steps does not take place: other ranks than the owner keep updates."""
     original, seen = PartExchange.give_back, set[PartExchange]()
 
     def give_back(self: PartExchange) -> None:

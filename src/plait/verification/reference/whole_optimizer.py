@@ -105,15 +105,16 @@ class WholeMuon(Optimizer):
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         mean = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
-        mean += (1 - group["momentum"]) * (gradient - mean)
-        looked_at = gradient + group["momentum"] * (mean - gradient) if group["nesterov"] else mean
+        mean.lerp_(gradient, 1 - group["momentum"])
+        looked_at = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         for part in self.matrices[parameter].parts:
             updates = [
-                learning_rate_factor(group["adjust_lr_fn"], *matrix.shape) * self._orthogonal(matrix, group)
+                self._orthogonal(matrix, group).to(parameter.dtype)
+                * learning_rate_factor(group["adjust_lr_fn"], *matrix.shape)
                 for matrix in part.split(looked_at[part.box.slices])
             ]
-            parameter[part.box.slices] -= group["lr"] * part.join(updates).to(parameter.dtype)
+            parameter[part.box.slices] -= group["lr"] * part.join(updates)
 
     def _orthogonal(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the matrix after Newton–Schulz iterations, by their formula; in 16 bits as plait rounds."""
