@@ -113,7 +113,7 @@ SOAP_SETTINGS: dict[str, Any] = {
     "precondition_frequency": 100,
     "max_precondition_dim": 16,
 }
-"""Its bases come from one decomposition in float64, as later ones are in float32, of products of full rank."""
+"""Its bases come from one decomposition, in float64, of products of full rank: later ones are in float32."""
 
 
 def soap(model: nn.Module) -> torch.optim.Optimizer:
