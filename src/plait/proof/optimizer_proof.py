@@ -323,7 +323,8 @@ def require_parameterwise(optimizer: Optimizer, given: Settings) -> None:
 def is_free_of_order(optimizer: Optimizer) -> bool:
     """Return whether the order of the parameters is known not to matter to the updates of `optimizer`."""
     kind = type(optimizer)
-    declared = any(vars(kind).get(name) is True for name in ("elementwise", "parameterwise"))
+    names = ("elementwise", "parameterwise", "communicates")
+    declared = any(vars(kind).get(name) is True for name in names)
     return declared or kind in ELEMENTWISE or kind in PARAMETERWISE
 
 
