@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import plait
+from parity import data, lora_cases, models
 from parity.case import Case
+from parity.cases import case, llama, sparse_llama
 from parity.norm import assert_equal
 from parity.parity import merged
 from parity.rows import name_of
-from parity.whole_matrices import BOUND, ROWS, plan_and_case, train, train_on_one_rank
+from parity.whole_matrices import BOUND, CASES, ROWS, plan_and_case, train, train_on_one_rank
 from parity.woven import global_rows
 from plait.engine import Engine
 from plait.plan.plan import Plan
@@ -86,3 +88,49 @@ def test_adafactor_owned_by_ranks_equals_one_rank_for_every_pair_of_factors(
 def test_an_optimizer_with_lists_of_tensors_equals_one_rank(thread_ranks: Any, row: dict[str, Any]) -> None:
     plan, case = plan_and_case(row)
     check(thread_ranks, case, plan, whitened, owned_whitened)
+
+
+VARIANTS: dict[str, Any] = {
+    "experts": (sparse_llama(), {"dp": 2, "tp": 2, "ep": 2, "strategy": "full"}),
+    "lora": (lora_cases.LLAMA, {"tp": 2, "pp": 2}),
+    "offload": (CASES["gpt2"], {"dp": 2, "strategy": "full", "offload": "full"}),
+    "frozen": (case(models.half_frozen, data.draw_vectors), {"dp": 3, "strategy": "full"}),
+    "scalars": (case(models.repeated, data.draw_vectors), {"dp": 3, "strategy": "optimizer", "pp": 2}),
+}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_adafactor_owned_by_ranks_equals_one_rank_for_other_models(thread_ranks: Any, name: str) -> None:
+    case, fields = VARIANTS[name]
+    check(thread_ranks, case, Plan(precision="fp64", **fields))
+
+
+SOAP_SETTINGS: dict[str, Any] = {
+    "lr": 1e-2,
+    "eps": 1e-6,
+    "weight_decay": 0.1,
+    "precondition_frequency": 100,
+    "max_precondition_dim": 16,
+}
+"""Its bases come from one decomposition, in float64, of products of full rank: later ones are in float32."""
+
+
+def soap(model: nn.Module) -> torch.optim.Optimizer:
+    from pytorch_optimizer import SOAP
+
+    return SOAP([one for one in model.parameters() if one.requires_grad], **SOAP_SETTINGS)
+
+
+def owned_soap(engine: Engine) -> torch.optim.Optimizer:
+    from pytorch_optimizer import SOAP
+
+    return plait.Owned(SOAP, engine, **SOAP_SETTINGS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", ROWS[1:8], ids=name_of)
+def test_soap_owned_by_ranks_equals_one_rank(rank_pool: Any, row: dict[str, Any]) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    plan, _ = plan_and_case(row)
+    check(rank_pool, llama(kv_heads=4, tied=False), plan, soap, owned_soap)

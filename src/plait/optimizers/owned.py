@@ -69,7 +69,7 @@ class Owned(Optimizer):
             for group in groups
         )
         self._of_owner = kind(list(owned_groups), **settings)
-        require_parameterwise(self._of_owner)
+        require_parameterwise(self._of_owner, settings)
         pairs = zip(self._of_owner.param_groups, groups, strict=True)
         super().__init__(
             [{**options, "params": group["params"]} for options, group in pairs], self._of_owner.defaults
