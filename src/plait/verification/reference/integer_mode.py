@@ -9,6 +9,8 @@ of attention works on each head by itself, and is a sum over keys, which blocks 
     softmax               fold(x)
     attention             Σ (fold(q) + |fold(k)| + 2 |fold(v)|) over the positions that may be seen
     its sinks             are added, folded, to each head
+    weights of experts    the scores, folded, which are not divided by their sum
+    their activation      relu(fold(gate)) · (up + offset)
     sin, cos, …           rounded; rotary angles need no gradient
     the loss              a weighted sum of the output; weights per position add up to a power of two
 
@@ -41,9 +43,12 @@ from plait.tensor.attention.kernels import (
     sinks_gradient,
 )
 from plait.tensor.autograd.paired_collectives import reduce
+from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.experts.routing import normalized_weights
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 from plait.tensor.parallel.partition import Vocabulary
+from plait.verification.definitions.experts import activated, gate_and_up, weights_over_their_sum
 from plait.verification.definitions.functions import masked_attention
 
 PERIOD = 16.0
@@ -226,6 +231,25 @@ def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *arguments, **options: function(*arguments, **options).round()
 
 
+def _gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
+    gate, up = gate_and_up(activation, gate_up)
+    return fold(gate).clamp(min=0) * (up + activation.offset)
+
+
+def _gated_with_gradient(
+    activation: GatedActivation, gate_up: Tensor
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    given = gate_up.detach().requires_grad_()
+    with torch.enable_grad():
+        result = _gated(activation, given)
+
+    def gradient(of_activated: Tensor) -> Tensor:
+        (of_gate_up,) = torch.autograd.grad(result, given, of_activated)
+        return of_gate_up
+
+    return result.detach().clone(), gradient
+
+
 STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
@@ -238,6 +262,9 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     merge: _merge,
     merge_sinks: _merge_sinks,
     sinks_gradient: _sinks_gradient,
+    **dict.fromkeys((normalized_weights, weights_over_their_sum), fold),
+    **dict.fromkeys((GatedActivation.__call__, activated), _gated),
+    GatedActivation.with_gradient: _gated_with_gradient,
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), lambda input, *_, **__: fold(input)),
     **dict.fromkeys(
         (
