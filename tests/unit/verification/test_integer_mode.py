@@ -449,7 +449,7 @@ def test_every_layout_of_experts_in_exact_mode_is_equal_bit_by_bit(
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
-ACTIVATIONS = (GatedActivation(), GatedActivation(slope=1.5, offset=1.0, limit=7.0, interleaved=True))
+ACTIVATIONS = (GatedActivation(), GatedActivation(slope=2.0, offset=1.0, limit=12.0, interleaved=True))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "of GPT-OSS"])

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,7 @@ class GatedActivation:
     """Whether features of gate and up take turns, in place of all of the gate before all of `up`."""
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """Return the activation `[rows, F]` of gate and up, `[rows, 2F]`, in new memory.
-
-        Overridable by a `TorchFunctionMode`, as `with_gradient` is.
-        """
-        if has_torch_function_variadic(gate_up):
-            replaced: Tensor = handle_torch_function(GatedActivation.__call__, (gate_up,), self, gate_up)
-            return replaced
+        """Return the activation `[rows, F]` of gate and up, `[rows, 2F]`, in new memory."""
         gate, up = self._split(gate_up)
         return self._swish(self._scaled(gate)).mul_(self._factor(up))
 
@@ -38,11 +31,6 @@ class GatedActivation:
 
         The function overwrites its argument.
         """
-        if has_torch_function_variadic(gate_up):
-            replaced: tuple[Tensor, Callable[[Tensor], Tensor]] = handle_torch_function(
-                GatedActivation.with_gradient, (gate_up,), self, gate_up
-            )
-            return replaced
         gate, up = self._split(gate_up)
         inner, factor = self._scaled(gate), self._factor(up)
         swish = self._swish(inner)

@@ -10,7 +10,7 @@ of attention works on each head by itself, and is a sum over keys, which blocks 
     attention             Σ (fold(q) + |fold(k)| + 2 |fold(v)|) over the positions that may be seen
     its sinks             are added, folded, to each head
     weights of experts    the scores, folded, which are not divided by their sum
-    their activation      relu(fold(gate)) · (up + offset)
+    their activation      relu(fold(slope · gate)) / slope · (up + offset)
     sin, cos, …           rounded; rotary angles need no gradient
     the loss              a weighted sum of the output; weights per position add up to a power of two
 
@@ -231,23 +231,30 @@ def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *arguments, **options: function(*arguments, **options).round()
 
 
-def _gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
+class _Swish(torch.autograd.Function):
+    """`relu(fold(slope · gate)) / slope`, with the gradient that plait's activation computes by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, slope: float) -> Tensor:
+        inner = gate * slope
+        ctx.save_for_backward(inner)
+        return _folded(inner).clamp(min=0) / slope
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (inner,) = ctx.saved_tensors
+        return _silu_backward(gradient, inner), None
+
+
+def _silu_backward(gradient: Tensor, inner: Tensor, *, grad_input: Tensor | None = None) -> Tensor:
+    result = _folded(gradient.where(_folded(inner) >= 0, 0))
+    return result if grad_input is None else grad_input.copy_(result)
+
+
+def _activated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
     gate, up = gate_and_up(activation, gate_up)
-    return fold(gate).clamp(min=0) * (up + activation.offset)
-
-
-def _gated_with_gradient(
-    activation: GatedActivation, gate_up: Tensor
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    given = gate_up.detach().requires_grad_()
-    with torch.enable_grad():
-        result = _gated(activation, given)
-
-    def gradient(of_activated: Tensor) -> Tensor:
-        (of_gate_up,) = torch.autograd.grad(result, given, of_activated)
-        return of_gate_up
-
-    return result.detach().clone(), gradient
+    swish: Tensor = _Swish.apply(gate, activation.slope)  # type: ignore[no-untyped-call]
+    return swish * (up + activation.offset)
 
 
 STAND_INS: Mapping[Any, Callable[..., Any]] = {
@@ -263,8 +270,8 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     merge_sinks: _merge_sinks,
     sinks_gradient: _sinks_gradient,
     **dict.fromkeys((normalized_weights, weights_over_their_sum), fold),
-    **dict.fromkeys((GatedActivation.__call__, activated), _gated),
-    GatedActivation.with_gradient: _gated_with_gradient,
+    activated: _activated,
+    torch.ops.aten.silu_backward.grad_input: _silu_backward,
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), lambda input, *_, **__: fold(input)),
     **dict.fromkeys(
         (
