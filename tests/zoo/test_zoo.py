@@ -114,6 +114,7 @@ UNSEEN_BY_EXACT = {
     "correction_left_out": "corrections are rounded, here to 0",
     "experts_of_all_groups": "the largest of few whole numbers are in the groups that are chosen",
     "groups_by_their_largest_score": "likewise",
+    "adapters_not_summed_over_etp": "its adapters are scaled by 5 / 3, so that it is refused",
     "tokens_beyond_a_capacity_dropped": "no expert has so many tokens by these scores",
     "idle_experts_lose_their_state": "there is one step",
     "moments_of_another_rank_of_ep": "nothing is saved and loaded",
