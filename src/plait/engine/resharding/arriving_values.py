@@ -138,7 +138,7 @@ class ArrivingValues:
             tensor.shape,
             dtype,
             shard,
-            tensor.after,
+            self.after.blueprint.layouts[tensor.parameter],
             self.options[tensor.parameter],
             same_dtype=dtype == self.dtypes[parameter_key(tensor.parameter)],
         )

@@ -202,6 +202,9 @@ def _carried_out(change: _Change, own: RankContribution, mesh: Mesh) -> tuple[En
     blueprint = change.after.blueprint
     engine = assemble_engine(own.model, blueprint, mesh, own.loss, values, rules=own.rules, seed=change.seed)
     engine.run_state = change.run_state
+    if engine.runtime.balance is not None:
+        choices = {path: one for report in change.reports for path, one in report.router_choices.items()}
+        engine.runtime.balance.load_uncorrected_choices(choices)
     optimizers = list(own.optimizers)
     for number, saved in enumerate(change.optimizers):
         members = members_of_groups(engine, saved)
