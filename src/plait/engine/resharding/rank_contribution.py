@@ -47,6 +47,12 @@ class RankContribution:
         """Return a rank of the old run. Raises PlaitError for state that cannot move."""
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
+        for one in optimizers:
+            if getattr(one, "communicates", False):
+                raise PlanError(
+                    f"{type(one).__name__} exchanges whole parameters between the ranks of its engine, which "
+                    "plait.reshard does not move: save a checkpoint, and load it under the other plan."
+                )
         model = meta_model(engine.blueprint.sequence, runtime.context)
         refuse_lost_settings(model, runtime.loss)
         return RankContribution(

@@ -27,7 +27,6 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.device import sent
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.experts.balance import Balance, corrected_bias, count_choices, token_balance, token_z
 from plait.tensor.experts.router import Router
@@ -181,8 +180,6 @@ class StepBalance:
         """
         if not torch.is_grad_enabled() or not self._tokens:
             return weights
-        if TRACE.get() is not None:
-            raise ModelError("a layer with experts cannot be compiled yet: set plan.compile to False.")
         run = RECOMPUTED_RUN.get()
         call = None if run is not None and run.is_second else self._count(path, logits, indices)
         if not self.settings.has_losses:
