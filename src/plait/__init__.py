@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from plait import estimate as estimate
     from plait import loop as loop
     from plait import models as models
+    from plait import optimizers as optimizers
     from plait import pictures as pictures
     from plait import plan as plan
     from plait import ranks as ranks
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from plait.estimate.search.plan_search import plans
     from plait.estimate.time.hardware import Hardware
     from plait.models.lora import lora
+    from plait.optimizers.muon import Muon
+    from plait.optimizers.owned import Owned
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
     from plait.ranks.launch.launch import launch
@@ -65,6 +68,8 @@ _HOME = {
     "Loader": "plait.app.data.loader",
     "Mesh": "plait.ranks.mesh",
     "MixtureOfExperts": "plait.tensor.experts.mixture",
+    "Muon": "plait.optimizers.muon",
+    "Owned": "plait.optimizers.owned",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
     "Snapshots": "plait.checkpoint.snapshots.snapshots",
@@ -97,6 +102,8 @@ __all__ = [
     "Loader",
     "Mesh",
     "MixtureOfExperts",
+    "Muon",
+    "Owned",
     "PlaitError",
     "Plan",
     "Snapshots",

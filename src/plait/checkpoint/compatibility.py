@@ -49,7 +49,8 @@ def require_compatible(manifest: Manifest, engine: Checkpointable, optimizers: O
         for name, keys in state_keys(manifest.tensors).items()
     }
     _require_same_parameters(optimizers, shards, manifest.optimizer, shapes)
-    _require_states_shardable(shards, engine.shard_plan.layouts, shapes)
+    sharded = {name: shard for name, shard in shards.items() if optimizers.state_rank(shard) is None}
+    _require_states_shardable(sharded, engine.shard_plan.layouts, shapes)
 
 
 def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:

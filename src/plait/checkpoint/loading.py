@@ -38,6 +38,7 @@ from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import (
     Checkpointable,
     empty_state,
+    empty_whole_state,
     layout_of_state,
     parameter_key,
     require_engine,
@@ -150,6 +151,7 @@ def load_files(
     _do_in_rounds(_read(engine, optimizers, manifest, folder), mesh, remark)
     if optimizers is not None:
         restore_options(optimizers, names, saved, options)
+        optimizers.read_parameters()
     if manifest.run:  # empty in checkpoints that were imported
         engine.run_state = applicable_run_state(engine.shard_plan.plan, manifest)
     return Loaded(dict(manifest.state), unlike, precision)
@@ -226,14 +228,18 @@ def _read(
         boxes.fill(shard.detach(), parameter_key(name), layout, where)
         yield shard.nbytes
         if optimizers is not None and id(shard) in group_of:
+            owner = optimizers.state_rank(shard)
             optimizers.replace_state(shard, {})  # free the memory first
             state: dict[str, Any] = dict(saved["plain"].get(name, {}))
+            if owner not in (None, engine.mesh.rank):
+                continue
             for key in states.get(name, ()):
                 full_key = state_key(name, key)
                 entry, group = manifest.tensors[full_key], group_of[id(shard)]
                 same_dtype = entry.dtype == manifest.tensors[parameter_key(name)].dtype
                 kind = key, entry.shape, entry.torch_dtype
-                empty, state_layout = empty_state(*kind, shard, layout, group, same_dtype=same_dtype)
+                make = empty_state if owner is None else empty_whole_state
+                empty, state_layout = make(*kind, shard, layout, group, same_dtype=same_dtype)
                 boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
                 state[key] = empty

@@ -40,8 +40,7 @@ def state_of(
     """
     found: dict[str, tuple[Layout, Tensor]] = {}
     for key, value in optimizers.state_of(shard).items():
-        if "." in str(key):
-            raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
+        _require_no_dot(key, name)
         if not isinstance(value, Tensor):
             continue
         number = _is_number(key, value.shape, layout.shape)
@@ -59,10 +58,25 @@ def state_of(
     return found
 
 
+def whole_state_of(
+    optimizers: OptimizerSet, name: str, shard: nn.Parameter, layout: Layout
+) -> Iterator[tuple[str, Layout, Tensor]]:
+    """Yield key, layout and value of a parameter's state tensors that this rank has whole, others none."""
+    for key, value in optimizers.state_of(shard).items():
+        _require_no_dot(key, name)
+        if isinstance(value, Tensor):
+            yield key, Layout(value.shape, layout.axis_degrees), value.detach()
+
+
 def layout_of_state(key: str, shape: tuple[int, ...], parameter: Layout) -> Layout:
     """Return the layout of optimizer state of a global `shape`: its parameter's, or whole on each rank."""
     alike = shape == parameter.shape and not _is_number(key, shape, parameter.shape)
     return parameter if alike else Layout(shape, parameter.axis_degrees)
+
+
+def _require_no_dot(key: object, name: str) -> None:
+    if "." in str(key):
+        raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
 
 
 def _is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
@@ -156,6 +170,23 @@ def empty_state(
     return torch.empty(found.shape, dtype=dtype, device=shard.device), found
 
 
+def empty_whole_state(
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    shard: nn.Parameter,
+    layout: Layout,
+    group: Mapping[str, Any],
+    *,
+    same_dtype: bool,
+) -> tuple[Tensor, Layout]:
+    """Return a tensor for state that this rank has whole, and its layout; arguments as of `empty_state`."""
+    whole = Layout(shape, layout.axis_degrees)
+    if _is_number(key, shape, layout.shape):
+        return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), whole
+    return torch.empty(shape, dtype=shard.dtype if same_dtype else dtype, device=shard.device), whole
+
+
 def _plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -239,7 +270,10 @@ def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> It
     for name, shard in engine.named_parameters():
         layout, stages = shard_plan.layouts[name], shard_plan.owners[name]
         yield held(parameter_key(name), layout, shard.detach(), stages)
-        if optimizers is not None:
+        if optimizers is not None and (rank := optimizers.state_rank(shard)) is not None:
+            for key, state_layout, tensor in whole_state_of(optimizers, name, shard, layout):
+                yield RankShard(state_key(name, key), state_layout, tensor, (rank,))
+        elif optimizers is not None:
             for key, (state_layout, tensor) in state_of(optimizers, name, shard, layout).items():
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():

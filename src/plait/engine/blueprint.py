@@ -110,6 +110,8 @@ class Blueprint:
 
     plan: Plan
     sequence: LayerSequence
+    rules: Rules
+    """The rules given to `parallelize`, or the model's own; empty without any."""
     module_rules: Mapping[str, Rule]
     """The rule of each module that is partitioned over `tp`."""
     whole_layouts: Mapping[str, Layout]
@@ -330,7 +332,17 @@ def build_blueprint(
         cut=plan.layers_per_stage,
     )
     return Blueprint(
-        plan, sequence, module_rules, whole_layouts, dims, units, schedule, counts, recompute, output_linear
+        plan,
+        sequence,
+        chosen_rules(model, rules) or {},
+        module_rules,
+        whole_layouts,
+        dims,
+        units,
+        schedule,
+        counts,
+        recompute,
+        output_linear,
     )
 
 
@@ -358,10 +370,10 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
 def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
     """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced."""
     of_experts = {
-        id(parameter)
+        id(parameter): name in module.summed_over_etp
         for layer in sequence.layers
         for _, module in experts_in(layer.module)
-        for parameter in module.parameters()
+        for name, parameter in module.named_parameters()
     }
     if plan.divides_experts and not of_experts:
         raise PlanError(
@@ -375,6 +387,7 @@ def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> 
             one.requires_grad,
             summed[name],
             is_expert=id(one) in of_experts,
+            is_summed_over_etp=of_experts.get(id(one), False),
         )
         for name, one in sequence.parameters.items()
     }

@@ -123,7 +123,7 @@ def _recorded(
     kept = microbatches, linear
     if not broadcast_object(kept in recordings, mesh):
         arguments = sequence, case.loss, options, case.change, formats, mesh.device
-        make = partial(ReferenceRun, *arguments, output_linear=linear)
+        make = partial(ReferenceRun, *arguments, output_linear=linear, rules=case.rules)
         runs = 1 + options.perturbed_runs(formats)
         scopes = 1 + (len(batches) + 1) * (microbatches + 1)  # initial values, steps and the evaluation
         with _barrier_per_scope(mesh, runs * scopes) as tick:

@@ -47,6 +47,7 @@ class RankContribution:
         """Return a rank of the old run. Raises PlaitError for state that cannot move."""
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
+        _refuse_owners(optimizers)
         model = meta_model(engine.blueprint.sequence, runtime.context)
         refuse_lost_settings(model, runtime.loss)
         return RankContribution(
@@ -84,6 +85,16 @@ class RankContribution:
             makers=makers,
             is_list=isinstance(maker, list | tuple),
         )
+
+
+def _refuse_owners(optimizers: Sequence[Optimizer]) -> None:
+    """Raise PlanError for an optimizer whose ranks own parts of parameters under the plan it was made for."""
+    for one in optimizers:
+        if vars(type(one)).get("communicates") is True:
+            raise PlanError(
+                f"plait.reshard does not move {type(one).__name__}, whose parameters have owners under the "
+                "old plan: save a checkpoint, and load it under the new one."
+            )
 
 
 def _tried(make: object, device: torch.device) -> Optimizer:

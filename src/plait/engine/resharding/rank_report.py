@@ -63,6 +63,8 @@ class RankReport:
     """The old one."""
     run_state: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    router_choices: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The choices of experts by which the next step of the optimizer corrects biases, by router."""
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The global shape of each tensor that it holds, by key."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -75,12 +77,14 @@ class RankReport:
     def of(engine: Engine, optimizers: Sequence[Optimizer]) -> RankReport:
         """Return the report of a rank of the old run."""
         names = {id(shard): name for name, shard in engine.named_parameters()}
+        balance = engine.runtime.balance
         held = dict(held_tensors(engine.runtime, optimizers))
         return RankReport(
             engine.mesh.rank,
             engine.plan,
             engine.run_state,
             engine.runtime.dropout.seed,
+            {} if balance is None else balance.uncorrected_choices(),
             {key: one.layout.shape for key, one in held.items()},
             {key: str(one.shard.dtype).removeprefix("torch.") for key, one in held.items()},
             [describe(OptimizerSet((one,)), names) for one in optimizers],

@@ -183,10 +183,7 @@ def _blueprint(own: RankContribution, plan: Plan, mesh: Mesh) -> Blueprint:
 
 def _carried_out(change: _Change, own: RankContribution, mesh: Mesh) -> tuple[Engine | None, Any]:
     """Move everything, and return the new engine and its optimizers; this rank may have none."""
-    leaving = None
-    if own.engine is not None:
-        leaving = LeavingValues(own.engine.runtime, own.optimizers, own.engine.mesh.coordinate)
-        own.engine.retire()
+    leaving = None if own.engine is None else LeavingValues(own.engine, own.optimizers)
     dtypes = {key: one.dtype_of(key) for one in reversed(change.reports) for key in one.dtypes}
     options = {
         name: saved["groups"][number]
@@ -202,6 +199,9 @@ def _carried_out(change: _Change, own: RankContribution, mesh: Mesh) -> tuple[En
     blueprint = change.after.blueprint
     engine = assemble_engine(own.model, blueprint, mesh, own.loss, values, rules=own.rules, seed=change.seed)
     engine.run_state = change.run_state
+    if engine.runtime.balance is not None:
+        choices = {path: one for report in change.reports for path, one in report.router_choices.items()}
+        engine.runtime.balance.load_uncorrected_choices(choices)
     optimizers = list(own.optimizers)
     for number, saved in enumerate(change.optimizers):
         members = members_of_groups(engine, saved)

@@ -76,6 +76,9 @@ class Experts(nn.Module):
     transformers. Expert e computes `down_proj[e] (silu(gate) · up)`. First-order gradients only.
     """
 
+    summed_over_etp = frozenset({"gate_up_proj_adapter.down", "down_proj_adapter.up"})
+    """Parameters that each rank of `etp` has whole, and of whose gradients it computes a summand."""
+
     def __init__(
         self,
         hidden: int,
@@ -120,6 +123,10 @@ class Experts(nn.Module):
             "down_proj": Shard(columns),
             "gate_up_proj_bias": Shard(1, blocks=blocks),
             "down_proj_bias": None,
+            "gate_up_proj_adapter.down": None,
+            "gate_up_proj_adapter.up": Shard(1, blocks=blocks),
+            "down_proj_adapter.down": Shard(2),
+            "down_proj_adapter.up": None,
         }
         """By parameter, how `etp` divides its inner features; None: each rank has all of it."""
         self.reset_parameters()

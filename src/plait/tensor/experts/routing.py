@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.errors import ModelError
 from plait.plan.argument_checks import require_choice, require_flag, require_number, require_whole
@@ -153,8 +154,16 @@ class Routing:
         if self.scores == "softmax_of_chosen":
             weights = weights.softmax(-1)
         elif self.normalized:
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+            weights = normalized_weights(weights)
         return weights if self.scale == 1.0 else weights * self.scale
+
+
+def normalized_weights(weights: Tensor) -> Tensor:
+    """Return the weights `[T, k]` over the sum of each token's. Overridable by a `TorchFunctionMode`."""
+    if has_torch_function_variadic(weights):
+        replaced: Tensor = handle_torch_function(normalized_weights, (weights,), weights)
+        return replaced
+    return weights / (weights.sum(-1, keepdim=True) + _TINY)
 
 
 def balanced_indices(positions: Tensor, experts: int, top_k: int) -> Tensor:

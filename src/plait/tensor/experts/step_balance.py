@@ -283,6 +283,18 @@ class StepBalance:
             for path, one in (counts.items() if known else ())
         }
 
+    def uncorrected_choices(self) -> dict[str, list[int]]:
+        """Return this rank's choices since the last correction of biases, by path; none after a step."""
+        return {path: one.tolist() for path, one in self._uncorrected.items()}
+
+    def load_uncorrected_choices(self, choices: Mapping[str, Sequence[int]]) -> None:
+        """Set the choices by which the next step corrects biases; `choices` may have other ranks' too."""
+        self._uncorrected = {
+            path: torch.tensor(one, dtype=torch.int64, device=self.device)
+            for path, one in choices.items()
+            if path in self.routers
+        }
+
     def drop(self) -> None:
         """Forget the choices of a step whose gradients are dropped: its biases are not corrected either."""
         self._uncorrected = {}
