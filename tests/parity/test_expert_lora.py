@@ -33,6 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "everything": {"pp": 2, "tp": 2, "ep": 2, "etp": 2, "dp": 2, "schedule": "zb-h1", "microbatches": 2},
     "hybrid": {"dp": 4, "replicate": 2, "etp": 2, "strategy": "optimizer"},
     "recompute": {"dp": 2, "ep": 2, "recompute": "full", "strategy": "full"},
+    "compiled": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 2, "compile": "graphs"},
     "zero bubble": {
         **{"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 4},
         **{"strategy": "full", "reduce": "each"},

@@ -151,7 +151,7 @@ def test_engines_queue_the_communication_that_mesh_calls_lists(
 
     engine, *_ = thread_ranks.under_rules("late", lambda: rules).run(body, ranks=plan.world)
     sizes = axes.sizes_of_plan(plan)
-    blueprint = engine._runtime.blueprint
+    blueprint = engine.runtime.blueprint
     told = MeshCalls(sizes, engine._runner.steps, workload_of(blueprint), device_bound=rules.device_bound)
     for mode in MODES:
         told.add(mode)

@@ -37,6 +37,7 @@ from zoo.sinks_and_latents import SINKS_AND_LATENTS
 from zoo.stepping import STEPPING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
+from zoo.whole_matrices import WHOLE_MATRICES
 
 TABLES = (
     FORWARD,
@@ -67,6 +68,7 @@ TABLES = (
     EXCHANGE_OF_TOKENS,
     EXPERT_GRADIENTS,
     ROUTER_LOSSES,
+    WHOLE_MATRICES,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)

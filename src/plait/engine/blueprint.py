@@ -110,6 +110,8 @@ class Blueprint:
 
     plan: Plan
     sequence: LayerSequence
+    rules: Rules
+    """The rules given to `parallelize`, or the model's own; empty without any."""
     module_rules: Mapping[str, Rule]
     """The rule of each module that is partitioned over `tp`."""
     whole_layouts: Mapping[str, Layout]
@@ -330,7 +332,17 @@ def build_blueprint(
         cut=plan.layers_per_stage,
     )
     return Blueprint(
-        plan, sequence, module_rules, whole_layouts, dims, units, schedule, counts, recompute, output_linear
+        plan,
+        sequence,
+        chosen_rules(model, rules) or {},
+        module_rules,
+        whole_layouts,
+        dims,
+        units,
+        schedule,
+        counts,
+        recompute,
+        output_linear,
     )
 
 
