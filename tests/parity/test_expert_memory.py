@@ -87,7 +87,9 @@ def adapted() -> nn.Module:
     return plait.lora(sparse(every_choice).build(), rank=8, targets=("experts.*", "query"))
 
 
-@pytest.mark.parametrize("name", in_quick(("dp 2 ep 2", "full, each", "recompute", "bf16", "ep 2 etp 2"), "dp 2 ep 2"))
+@pytest.mark.parametrize(
+    "name", in_quick(("dp 2 ep 2", "full, each", "recompute", "bf16", "ep 2 etp 2"), "dp 2 ep 2")
+)
 def test_predicted_memory_of_adapted_experts_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
     check(rank_pool, Case("adapted", adapted, draw), name)
 
