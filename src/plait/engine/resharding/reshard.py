@@ -183,10 +183,7 @@ def _blueprint(own: RankContribution, plan: Plan, mesh: Mesh) -> Blueprint:
 
 def _carried_out(change: _Change, own: RankContribution, mesh: Mesh) -> tuple[Engine | None, Any]:
     """Move everything, and return the new engine and its optimizers; this rank may have none."""
-    leaving = None
-    if own.engine is not None:
-        leaving = LeavingValues(own.engine.runtime, own.optimizers, own.engine.mesh.coordinate)
-        own.engine.retire()
+    leaving = None if own.engine is None else LeavingValues(own.engine, own.optimizers)
     dtypes = {key: one.dtype_of(key) for one in reversed(change.reports) for key in one.dtypes}
     options = {
         name: saved["groups"][number]
