@@ -33,7 +33,7 @@ from house_rules import (
     units_are_computed_once,
 )
 
-MOST_PUBLIC_NAMES = 30
+MOST_PUBLIC_NAMES = 32
 PUBLIC = [
     "Costs",
     "Dropout",
@@ -45,6 +45,7 @@ PUBLIC = [
     "Owned",
     "PlaitError",
     "Plan",
+    "Snapshots",
     "Stream",
     "attention",
     "check",
@@ -60,6 +61,7 @@ PUBLIC = [
     "plans",
     "positions",
     "predict",
+    "reshard",
     "save",
     "schedule",
     "sequence_part",

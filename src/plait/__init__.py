@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from plait.app.loop.stream import Stream
     from plait.checkpoint.loading import load
     from plait.checkpoint.saving import save
+    from plait.checkpoint.snapshots.snapshots import Snapshots
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
+    from plait.engine.resharding.reshard import reshard
     from plait.errors import PlaitError
     from plait.estimate.memory.predicted_memory import memory
     from plait.estimate.prediction.prediction import predict
@@ -70,6 +72,7 @@ _HOME = {
     "Owned": "plait.optimizers.owned",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
+    "Snapshots": "plait.checkpoint.snapshots.snapshots",
     "Stream": "plait.app.loop.stream",
     "attention": "plait.tensor.attention.attention",
     "check": "plait.schedules.check",
@@ -84,6 +87,7 @@ _HOME = {
     "plans": "plait.estimate.search.plan_search",
     "positions": "plait.tensor.running_sequence",
     "predict": "plait.estimate.prediction.prediction",
+    "reshard": "plait.engine.resharding.reshard",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",
@@ -102,6 +106,7 @@ __all__ = [
     "Owned",
     "PlaitError",
     "Plan",
+    "Snapshots",
     "Stream",
     "attention",
     "check",
@@ -117,6 +122,7 @@ __all__ = [
     "plans",
     "positions",
     "predict",
+    "reshard",
     "save",
     "schedule",
     "sequence_part",

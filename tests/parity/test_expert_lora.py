@@ -29,6 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "full": {"dp": 4, "ep": 2, "strategy": "full", "reduce": "each", "microbatches": 2},
     "keep": {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": "keep"},
     "recompute": {"dp": 2, "ep": 2, "recompute": "full", "strategy": "full"},
+    "compiled": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 2, "compile": "graphs"},
     "zero bubble": {
         **{"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 4},
         **{"strategy": "full", "reduce": "each"},

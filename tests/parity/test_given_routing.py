@@ -23,6 +23,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "keep": {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": "keep"},
     "cp": {"cp": 2, "ep": 2, "strategy": "full"},
     "pp": {"pp": 2, "dp": 2, "etp": 2, "microbatches": 4, "schedule": "zb-h1"},
+    "compiled": {"dp": 2, "ep": 2, "microbatches": 2, "recompute": "full", "compile": "graphs"},
 }
 
 
@@ -50,7 +51,7 @@ def in_a_rank(plan: Plan, routing: dict[str, Tensor] | None) -> tuple[Tensor, di
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "pp")) for name in PLANS]
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("pp", "compiled"))) for name in PLANS]
 )
 def test_tokens_go_to_the_given_experts_in_every_layout(thread_ranks: Any, name: str) -> None:
     plan = Plan(**PLANS[name], precision="fp64")

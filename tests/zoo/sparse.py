@@ -131,6 +131,7 @@ BALANCED = balanced(weight=0.5, z_weight=0.1)
 OF_THE_STEP = balanced(weight=0.5, counts="step")
 COUPLED = balanced(weight=0.5, counts="step", coupled=True)
 PREVIOUS = balanced(weight=0.5, counts="previous")
+SIGMOIDS = balanced(corrected=True, weight=0.5)
 LEARNING = balanced(corrected=True, bias_rate=0.01)
 
 EP = Plan(dp=2, ep=2, microbatches=2)

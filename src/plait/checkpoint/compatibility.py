@@ -96,9 +96,14 @@ def precision_change(manifest: Manifest, shards: Mapping[str, nn.Parameter]) -> 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
     """Return the saved `Engine.run_state`, without `order` if `plan` differs in schedule or memory limit."""
+    return applicable_order(manifest.run, manifest.plan, plan)
+
+
+def applicable_order(run: Mapping[str, Any], before: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return a run's state, without `order` if the plan `before` has another schedule or memory limit."""
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
-    same = all(manifest.plan.get(name, value) == value for name, value in wanted.items())
-    return {key: value for key, value in manifest.run.items() if same or key != "order"}
+    same = all(before.get(name, value) == value for name, value in wanted.items())
+    return {key: value for key, value in run.items() if same or key != "order"}
 
 
 def require_same_class(optimizers: OptimizerSet, saved: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ Letters: T tokens, H hidden features, E experts, F inner features of one expert,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from plait.plan.layout.layout import Shard, divide
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import defers
+from plait.tensor.autograd.eager_operations import TRACE, TensorForm
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, kept
 from plait.tensor.autograd.paired_collectives import gather, split
 from plait.tensor.autograd.regather import own_range
@@ -150,7 +152,13 @@ class Experts(nn.Module):
     @keeps_positions_later("hidden")
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
-        hidden, ranks = hidden.to(_autocast_dtype(hidden) or hidden.dtype), self.ranks
+        dtype, ranks, trace = _autocast_dtype(hidden), self.ranks, TRACE.get()
+        hidden = hidden.to(dtype or hidden.dtype)
+        if trace is not None:
+            form = TensorForm.contiguous(hidden.shape, hidden.dtype)
+            given, parameters = [hidden, indices, weights], list(self.parameters())
+            (output,) = trace.call(partial(_output, dtype), self, given, [form], parameters=parameters)
+            return lambda: output
         if ranks is None:
             return partial(self._computed, hidden, indices, weights)
         size = hidden.shape[0]
@@ -214,6 +222,14 @@ class Experts(nn.Module):
             queue,
             exchange,
         )
+
+
+def _output(
+    dtype: torch.dtype | None, experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor
+) -> tuple[Tensor]:
+    """Return the output of experts that a compiled layer has recorded, under `torch.autocast` to `dtype`."""
+    with nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype):
+        return (experts.start(hidden, indices, weights)(),)
 
 
 def _low_rank(adapter: ExpertAdapter | None) -> LowRank | None:

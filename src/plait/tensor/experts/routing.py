@@ -166,6 +166,22 @@ def balanced_indices(tokens: int, experts: int, top_k: int, device: torch.device
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest scores in the last dim; of equal ones the lowest."""
-    # `torch.topk` returns any of equal ones.
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    """Return the indices of the `count` largest scores in the last dim; of equal ones the lowest.
+
+    NaN counts as infinite.
+    """
+    if (
+        scores.dtype == torch.float64
+    ):  # its bits leave no room for an index; `torch.topk` returns any of equal ones
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return _distinct_keys(scores).topk(count, -1).indices
+
+
+def _distinct_keys(scores: Tensor) -> Tensor:
+    """Return int64 keys in the order of float32 `scores [..., E]`, and of equal ones in that of `-index`."""
+    numbers = (scores + 0.0).nan_to_num(torch.inf, torch.inf, -torch.inf)  # 0.0 in place of -0.0
+    bits = numbers.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of negative numbers a larger magnitude is less
+    experts = scores.shape[-1]
+    later_last = torch.arange(experts, 0, -1, device=scores.device)
+    return later_last.add(ordered, alpha=experts)

@@ -27,7 +27,6 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.device import sent
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.experts.balance import Balance, corrected_bias, count_choices, token_balance, token_z
 from plait.tensor.experts.router import Router
@@ -181,8 +180,6 @@ class StepBalance:
         """
         if not torch.is_grad_enabled() or not self._tokens:
             return weights
-        if TRACE.get() is not None:
-            raise ModelError("a layer with experts cannot be compiled yet: set plan.compile to False.")
         run = RECOMPUTED_RUN.get()
         call = None if run is not None and run.is_second else self._count(path, logits, indices)
         if not self.settings.has_losses:
@@ -259,6 +256,18 @@ class StepBalance:
         self.previous = {
             path: torch.tensor(one, dtype=torch.int64, device=self.device)
             for path, one in (counts.items() if known else ())
+        }
+
+    def uncorrected_choices(self) -> dict[str, list[int]]:
+        """Return this rank's choices since the last correction of biases, by path; none after a step."""
+        return {path: one.tolist() for path, one in self._uncorrected.items()}
+
+    def load_uncorrected_choices(self, choices: Mapping[str, Sequence[int]]) -> None:
+        """Set the choices by which the next step corrects biases; `choices` may have other ranks' too."""
+        self._uncorrected = {
+            path: torch.tensor(one, dtype=torch.int64, device=self.device)
+            for path, one in choices.items()
+            if path in self.routers
         }
 
     def drop(self) -> None:

@@ -1,4 +1,4 @@
-"""`Routing`: what is refused, each in a sentence."""
+"""`Routing`: which experts are chosen, and what is refused, each in a sentence."""
 
 from __future__ import annotations
 
@@ -51,6 +51,35 @@ def test_sizes_that_do_not_fit_a_routing_are_refused(
 def test_no_option_that_is_refused_is_a_part_of_a_routing() -> None:
     assert Routing(capacity_factor=None, jitter=0.0) == Routing()
     assert "jitter" not in repr(Routing())
+
+
+@pytest.mark.parametrize("experts", [1, 4, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_experts_of_the_largest_scores_are_the_first_of_a_stable_sort(
+    experts: int, dtype: torch.dtype
+) -> None:
+    """With ties, zeros of both signs, infinities, numbers that differ in one bit, and NaN alone in a row."""
+    torch.manual_seed(0)
+    drawn = torch.randn(200, experts, dtype=dtype)
+    near = torch.full_like(drawn, 0.1).where(
+        drawn > 0, torch.nextafter(drawn.new_tensor(0.1), drawn.new_tensor(1))
+    )
+    signed_zeros = torch.zeros_like(drawn).copysign(drawn)
+    infinite = (drawn / 0).where(drawn.abs() > 1, drawn)
+    nan = torch.full_like(drawn, torch.nan).copysign(drawn[:, :1])
+    rows = [drawn, drawn.round(), -drawn.square().round(), drawn * 1e-42, near, signed_zeros, infinite, nan]
+    scores = torch.cat(rows)
+    for top_k in {1, min(3, experts), experts}:
+        expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        chosen = Routing().choose(scores, None, top_k)
+        assert chosen.dtype == torch.int64
+        assert torch.equal(chosen, expected)
+
+
+def test_an_expert_with_a_score_of_nan_is_chosen_first() -> None:
+    scores = torch.tensor([[1.0, 2.0, torch.nan, 3.0]])
+    for each in (scores, -scores, scores.double()):
+        assert Routing().choose(each, None, 1).item() == 2
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(7, 5, 3), (8, 4, 4), (1, 6, 2), (0, 6, 2)])
