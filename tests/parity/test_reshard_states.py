@@ -141,34 +141,31 @@ def test_experts_move_between_all_their_divisions(thread_ranks: RankPool, tmp_pa
 
 
 def accumulated(plans: list[Plan], balance: Balance) -> dict[str, Tensor]:
-    """Gradients of two calls, with a move between them, and the parameters and biases after a step."""
+    """Gradients of a call under each plan, and the parameters and biases after a step under the last."""
     engine: Any = None
-    optimizer: Any = torch.optim.SGD
+    optimizer: Any = None
     for number, plan in enumerate(plans):
-        mesh = mesh_of(plan)
-        if number == 0:
-            engine = plait.parallelize(balanced.build(balance), plan, mesh, loss=plait.cross_entropy)
+        if engine is None:
+            engine = plait.parallelize(balanced.build(balance), plan, mesh_of(plan), loss=plait.cross_entropy)
             optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
-        else:
-            engine, optimizer = plait.reshard(engine, optimizer, plan, mesh)
-        tokens, targets = balanced.batch(number, None)
+        elif plan != plans[number - 1]:
+            engine, optimizer = plait.reshard(engine, optimizer, plan, mesh_of(plan))
+        tokens, targets = balanced.batch(number // 2, None)
         share = balanced.ROWS // plan.dp
-        rows = slice(share * mesh.index("dp"), share * (mesh.index("dp") + 1))
-        engine.forward_backward(tokens[rows], targets[rows])
-    engine, optimizer = plait.reshard(engine, optimizer, plans[0], mesh_of(plans[0]))
+        rows = slice(share * engine.mesh.index("dp"), share * (engine.mesh.index("dp") + 1))
+        if number % 2 == 0:
+            engine.forward_backward(tokens[rows], targets[rows])
     gradients = {f"gradient of {name}": one.clone() for name, one in engine.named_gradients()}
     engine.step(optimizer, 1.0)
     return gradients | engine.state_dict(everywhere=True)
 
 
 def test_gradients_and_choices_of_experts_move_between_backward_and_step(thread_ranks: RankPool) -> None:
-    plans = [
-        Plan(pp=2, dp=2, microbatches=2, precision="fp64", strategy="full"),
-        Plan(dp=4, precision="fp64", microbatches=1),
-    ]
-    balance = Balance(0.2, bias_rate=0.05)
-    still = thread_ranks.run(accumulated, plans[:1] * 2, balance, ranks=4)[0]
-    found = thread_ranks.run(accumulated, plans, balance, ranks=4)[0]
+    """There after one call, back and there again after the second: as under the first plan alone."""
+    first = Plan(pp=2, dp=2, microbatches=2, precision="fp64", strategy="full")
+    other, balance = Plan(dp=4, precision="fp64"), Balance(0.2, bias_rate=0.05)
+    still = thread_ranks.run(accumulated, [first] * 4, balance, ranks=4)[0]
+    found = thread_ranks.run(accumulated, [first, other, other, first], balance, ranks=4)[0]
     assert found.keys() == still.keys()
     for name, one in found.items():
         torch.testing.assert_close(one, still[name], rtol=1e-11, atol=1e-13, msg=name)
