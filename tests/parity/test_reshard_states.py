@@ -248,6 +248,39 @@ def test_groups_of_single_stages_and_several_optimizers_move(thread_ranks: RankP
         assert kinds == ["SGD", "AdamW"]
 
 
+def with_muon(plans: list[Plan]) -> dict[str, Tensor] | None:
+    """The parameters after two steps of Muon under each plan."""
+    make = partial(plait.Muon, lr=0.02, dtype=torch.float64, others={"lr": 1e-2})
+    engine: Any = None
+    optimizer: Any = None
+    for number, plan in enumerate(plans):
+        mesh = mesh_of(plan)
+        if number == 0 and mesh.has_this_rank:
+            engine = plait.parallelize(language_model(), plan, mesh, loss=plait.cross_entropy)
+            optimizer = make(engine)
+        elif engine is not None:
+            engine, optimizer = plait.reshard(engine, optimizer, plan, mesh)
+        elif number:
+            engine, optimizer = plait.reshard(language_model(), make, plan, mesh, loss=plait.cross_entropy)
+        for _ in range(2 if engine is not None else 0):
+            train_tokens(engine)
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+    return None if engine is None else engine.state_dict(everywhere=True)
+
+
+def test_muon_goes_on_in_another_layout_and_on_a_rank_that_joins(thread_ranks: RankPool) -> None:
+    plans = [
+        Plan(precision="fp64", **options)  # type: ignore[arg-type]
+        for options in ({"dp": 2, "strategy": "full"}, {"tp": 3}, {"pp": 2, "microbatches": 2})
+    ]
+    found = thread_ranks.run(with_muon, plans, ranks=3)
+    alone = thread_ranks.run(with_muon, [Plan(precision="fp64")] * 3, ranks=1)[0]
+    assert found[2] is None
+    for name, one in found[0].items():
+        torch.testing.assert_close(one, alone[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
 def refusals() -> list[str]:
     plan, other = Plan(dp=2), Plan(tp=2)
     mesh, elsewhere = mesh_of(plan), mesh_of(other)
@@ -272,6 +305,8 @@ def refusals() -> list[str]:
     ]
     whole: Any = torch.optim.Adafactor(engine.parameters())
     said.append(told(engine, whole, other, elsewhere))
+    owned = plait.Owned(torch.optim.Adafactor, engine)
+    said.append(told(engine, owned, other, elsewhere))
     engine.forward_backward(*[tokens_of(engine)[:, :-1]] * 2)  # nothing has changed
     assert plait.reshard(engine, optimizer, other, elsewhere)[1] is optimizer
     with pytest.raises(PlanError, match=r"this engine was resharded, and its parameters are elsewhere: use"):
@@ -290,6 +325,7 @@ def test_what_cannot_move_is_refused_on_every_rank_before_anything_moves(thread_
         "was given no engine on any rank: give it on those that have one",
         "plan.layers_per_stage",
         "Adafactor",
+        "Owned keeps whole parameters and their state with single ranks, which plait.reshard does not move",
     ]
     for said, part in zip(first, wanted, strict=True):
         assert part in said, said

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
+from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet, whole_states
 from plait.engine.blueprint import chosen_rules
 from plait.engine.engine import Engine
 from plait.engine.resharding.meta_model import meta_model
-from plait.engine.resharding.optimizer_groups import OptimizerMaker
+from plait.engine.resharding.optimizer_groups import OptimizerMaker, class_made
 from plait.engine.resharding.rank_report import RankReport
 from plait.errors import PlanError
 from plait.models.layers.layer_sequence import sequence_of, without_values
@@ -48,9 +48,9 @@ class RankContribution:
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
         for one in optimizers:
-            if getattr(one, "communicates", False):
+            if whole_states(one) is not None:
                 raise PlanError(
-                    f"{type(one).__name__} exchanges whole parameters between the ranks of its engine, which "
+                    f"{type(one).__name__} keeps whole parameters and their state with single ranks, which "
                     "plait.reshard does not move: save a checkpoint, and load it under the other plan."
                 )
         model = meta_model(engine.blueprint.sequence, runtime.context)
@@ -86,7 +86,9 @@ class RankContribution:
             meta_model(without_values(sequence_of(model)), getattr(model, "context", None)),
             as_loss(loss),
             chosen_rules(model, rules),
-            RankReport(classes=[type(_tried(make, device)).__name__ for make in makers]),
+            RankReport(
+                classes=[(class_made(make) or type(_tried(make, device))).__name__ for make in makers]
+            ),
             makers=makers,
             is_list=isinstance(maker, list | tuple),
         )

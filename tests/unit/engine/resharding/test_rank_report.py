@@ -15,5 +15,5 @@ def test_a_report_is_the_same_after_it_was_text() -> None:
     )
     again = RankReport.from_text(report.to_text())
     assert again == RankReport(**{**vars(report), "optimizers": [], "classes": []})
-    assert again.dtype_of("model.w") == torch.bfloat16
+    assert again.dtype_of("w") == torch.bfloat16
     assert RankReport.from_text(RankReport(classes=["SGD"]).to_text()).plan is None
