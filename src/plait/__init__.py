@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from plait import estimate as estimate
     from plait import loop as loop
     from plait import models as models
+    from plait import optimizers as optimizers
     from plait import pictures as pictures
     from plait import plan as plan
     from plait import ranks as ranks
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
     from plait.checkpoint.snapshots.snapshots import Snapshots
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
+    from plait.engine.resharding.reshard import reshard
     from plait.errors import PlaitError
     from plait.estimate.memory.predicted_memory import memory
     from plait.estimate.prediction.prediction import predict
     from plait.estimate.search.plan_search import plans
     from plait.estimate.time.hardware import Hardware
     from plait.models.lora import lora
+    from plait.optimizers.muon import Muon
+    from plait.optimizers.owned import Owned
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
     from plait.ranks.launch.launch import launch
@@ -64,6 +68,8 @@ _HOME = {
     "Loader": "plait.app.data.loader",
     "Mesh": "plait.ranks.mesh",
     "MixtureOfExperts": "plait.tensor.experts.mixture",
+    "Muon": "plait.optimizers.muon",
+    "Owned": "plait.optimizers.owned",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
     "Snapshots": "plait.checkpoint.snapshots.snapshots",
@@ -81,6 +87,7 @@ _HOME = {
     "plans": "plait.estimate.search.plan_search",
     "positions": "plait.tensor.running_sequence",
     "predict": "plait.estimate.prediction.prediction",
+    "reshard": "plait.engine.resharding.reshard",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",
@@ -95,6 +102,8 @@ __all__ = [
     "Loader",
     "Mesh",
     "MixtureOfExperts",
+    "Muon",
+    "Owned",
     "PlaitError",
     "Plan",
     "Snapshots",
@@ -113,6 +122,7 @@ __all__ = [
     "plans",
     "positions",
     "predict",
+    "reshard",
     "save",
     "schedule",
     "sequence_part",

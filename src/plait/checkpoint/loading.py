@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
 
 from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
 from plait.checkpoint.compatibility import (
@@ -26,7 +25,7 @@ from plait.checkpoint.compatibility import (
     require_same_groups,
 )
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import Manifest, TensorEntry
+from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.optimizer_options import (
     Options,
     differences,
@@ -38,8 +37,9 @@ from plait.checkpoint.optimizer_options import (
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import (
     Checkpointable,
+    empty_state,
+    empty_whole_state,
     layout_of_state,
-    number_device,
     parameter_key,
     require_engine,
     state_key,
@@ -151,6 +151,7 @@ def load_files(
     _do_in_rounds(_read(engine, optimizers, manifest, folder), mesh, remark)
     if optimizers is not None:
         restore_options(optimizers, names, saved, options)
+        optimizers.read_parameters()
     if manifest.run:  # empty in checkpoints that were imported
         engine.run_state = applicable_run_state(engine.shard_plan.plan, manifest)
     return Loaded(dict(manifest.state), unlike, precision)
@@ -227,13 +228,18 @@ def _read(
         boxes.fill(shard.detach(), parameter_key(name), layout, where)
         yield shard.nbytes
         if optimizers is not None and id(shard) in group_of:
+            owner = optimizers.state_rank(shard)
             optimizers.replace_state(shard, {})  # free the memory first
             state: dict[str, Any] = dict(saved["plain"].get(name, {}))
+            if owner not in (None, engine.mesh.rank):
+                continue
             for key in states.get(name, ()):
                 full_key = state_key(name, key)
                 entry, group = manifest.tensors[full_key], group_of[id(shard)]
                 same_dtype = entry.dtype == manifest.tensors[parameter_key(name)].dtype
-                empty, state_layout = _empty_state(key, shard, layout, entry, group, same_dtype=same_dtype)
+                kind = key, entry.shape, entry.torch_dtype
+                make = empty_state if owner is None else empty_whole_state
+                empty, state_layout = make(*kind, shard, layout, group, same_dtype=same_dtype)
                 boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
                 state[key] = empty
@@ -267,23 +273,3 @@ def missing_tensor(engine: Checkpointable, optimizers: OptimizerSet | None, mani
     return next(
         (key for key, size in buffers if size != sum(box.box.numel for _, box in stored.get(key, ()))), ""
     )
-
-
-def _empty_state(
-    key: str,
-    shard: nn.Parameter,
-    layout: Layout,
-    entry: TensorEntry,
-    group: Mapping[str, Any],
-    *,
-    same_dtype: bool,
-) -> tuple[Tensor, Layout]:
-    """Return a tensor for the state `key`, and its layout; `same_dtype`: it was saved in its parameter's."""
-    found, dtype = layout_of_state(key, entry.shape, layout), entry.torch_dtype
-    if found is not layout and not found.shape:
-        return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), found
-    dtype = shard.dtype if same_dtype else dtype
-    if found is layout:
-        return torch.empty_like(shard, dtype=dtype, requires_grad=False), found
-    assert tuple(shard.shape) == layout.shape, "see _require_states_shardable"
-    return torch.empty(found.shape, dtype=dtype, device=shard.device), found

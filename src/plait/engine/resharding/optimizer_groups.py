@@ -1,0 +1,75 @@
+"""The optimizer of a new engine: that of the old one with other parameters, or one made by a joining rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.checkpoint.optimizer_options import set_options
+from plait.checkpoint.rank_contents import NOT_RESTORED, number_device
+from plait.engine.engine import Engine
+
+OptimizerMaker = Callable[[list[dict[str, Any]]], Optimizer]
+"""Returns an optimizer of parameter groups; options that the groups do not have are its own."""
+Members = Sequence[Sequence[nn.Parameter]]
+"""The parameters of each group."""
+
+
+def members_of_groups(engine: Engine, saved: Mapping[str, Any]) -> list[list[nn.Parameter]]:
+    """Return this rank's parameters in each group of a described optimizer, in the order of the model."""
+    found: list[list[nn.Parameter]] = [[] for _ in saved["groups"]]
+    for name, parameter in engine.named_parameters():
+        if name in saved["group_of"]:
+            found[saved["group_of"][name]].append(parameter)
+    return found
+
+
+def regroup(optimizer: Optimizer, saved: Mapping[str, Any], numbers: Sequence[int], members: Members) -> None:
+    """Give an optimizer the groups `saved` with other parameters, in place; its schedulers go on with it.
+
+    `numbers`: which of them its own groups are; others are added, with their options.
+    """
+    own = dict(zip(numbers, optimizer.param_groups[:], strict=True))
+    optimizer.state.clear()
+    optimizer.param_groups.clear()
+    for number, options in enumerate(saved["groups"]):
+        if number in own:
+            own[number]["params"] = list(members[number])
+            optimizer.param_groups.append(own[number])
+        else:
+            optimizer.add_param_group({"params": list(members[number])})
+            _restore(optimizer.param_groups[-1], options)
+
+
+def made_optimizer(make: OptimizerMaker, saved: Mapping[str, Any], members: Members) -> Optimizer:
+    """Return an optimizer of the groups `saved`, as `make` makes it, with their options."""
+    optimizer = make([{"params": list(each)} for each in members])
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        _restore(group, options)
+    return optimizer
+
+
+def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    set_options(group, {key: value for key, value in options.items() if key not in NOT_RESTORED})
+
+
+def set_state(
+    optimizer: Optimizer,
+    engine: Engine,
+    saved: Mapping[str, Any],
+    arrived: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Set the state of each parameter: tensors that have `arrived`, and plain values that were described."""
+    group_of = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+    for name, parameter in engine.named_parameters():
+        if id(parameter) not in group_of:
+            continue
+        state: dict[str, Any] = dict(saved["plain"].get(name, {}))
+        for key, value in arrived.get(name, {}).items():
+            device = value.device if value.dim() else number_device(key, group_of[id(parameter)], parameter)
+            state[key] = value.to(device)
+        if state:
+            optimizer.state[parameter] = state
