@@ -95,13 +95,14 @@ def segments_of_ranks_exchanged() -> Any:
 
 
 def tokens_of_the_micro_batch_before() -> Any:
-    """The buffer of tokens that arrive is that of the call before."""
+    """The features of tokens that arrive are those of the call before."""
     kept: dict[int, Tensor] = {}
 
     def change(exchange: TokenExchange, rows: Tensor) -> Tensor:
-        before = kept.get(rank(), rows)
-        kept[rank()] = rows.clone()
-        return before if before.shape == rows.shape else rows.flip(0)
+        own, rest = rows.split([sparse.WIDTH, rows.shape[1] - sparse.WIDTH], 1)  # weights, and experts
+        before = kept.get(rank(), own)
+        kept[rank()] = own.clone()
+        return torch.cat([before if before.shape == own.shape else own.flip(0), rest], 1)
 
     return during("forward", lambda: _travelling("start", after=change), layer="1")
 

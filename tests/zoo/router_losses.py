@@ -86,7 +86,7 @@ def load_of_one_rank_shown() -> Any:
 
     def settle(self: StepBalance, totals: Tensor) -> None:
         own = [torch.cat([self._losses[path], self._choices[path].double()]) for path in self.places]
-        original(self, torch.cat(own))
+        original(self, torch.cat([*own, totals[sum(map(len, own)) :]]))
 
     return patch.object(StepBalance, "settle", settle)
 
