@@ -86,7 +86,7 @@ def test_exactly_the_bytes_that_differ_are_sent_and_the_way_back_gives_the_same_
 def test_between_all_of_twelve_layouts_exactly_the_bytes_that_differ_are_sent(
     thread_ranks: RankPool, before: str
 ) -> None:
-    check_trips(thread_ranks, before, TWELVE)
+    check_trips(thread_ranks, before, TWELVE[TWELVE.index(before) :])
 
 
 CHANGING = {

@@ -6,6 +6,7 @@ shards of one unit more than it needs for what is left of the old run and what i
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.checkpoint.rank_contents import empty_state, parameter_key
+from plait.engine.engine import Engine
 from plait.engine.resharding.moves import GRADIENT, MovedTensor, Moves, PlacedBlueprint, Round
 from plait.engine.resharding.rank_report import HeldTensor, held_tensors
-from plait.engine.runner import Runtime
 from plait.engine.sharding.unit import Unit
 from plait.engine.whole_tensors import TensorLocation
 from plait.plan.layout.routes import BoxTransfer
@@ -26,38 +27,37 @@ from plait.ranks.box_exchange import LocalBoxes, exchange_boxes
 from plait.ranks.mesh import Mesh
 
 
-@dataclass(eq=False)
 class LeavingValues:
     """What this rank holds of the old run, until it has moved."""
 
-    runtime: Runtime
-    optimizers: tuple[Optimizer, ...]
-    coordinate: Mapping[str, int]
-    """This rank's, in the old mesh."""
-
-    def __post_init__(self) -> None:
-        self._held: dict[str, HeldTensor] = dict(held_tensors(self.runtime, self.optimizers))
+    def __init__(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+        """Take the engine's units; it runs no more steps, and its layers are freed."""
+        self._units, self._optimizers = engine.runtime.units, optimizers
+        self._parameters = dict(engine.named_parameters())
+        self._coordinate = engine.mesh.coordinate
+        self._held: dict[str, HeldTensor] = dict(held_tensors(engine.runtime, optimizers))
+        engine.retire()
+        gc.collect()  # layers refer to each other, and to views of the units' memory
 
     def boxes(self, key: str) -> LocalBoxes | None:
         """Return this rank's shard of a tensor with its boxes; None where it has none."""
         held = self._held.get(key)
         if held is None:
             return None
-        where = {"world": 0} if held.layout.axes == ("world",) else self.coordinate
+        where = {"world": 0} if held.layout.axes == ("world",) else self._coordinate
         return LocalBoxes(held.shard.contiguous(), shard_boxes(held.layout, where))
 
     def discard_round(self, tensors: Round) -> None:
         """Free optimizer state that has moved."""
-        parameters = dict(self.runtime.named_parameters())
         for one in tensors.tensors:
             held = self._held.pop(one.key, None)
             if held is not None and one.entry not in ("", GRADIENT):
-                for optimizer in self.optimizers:
-                    optimizer.state.get(parameters[one.parameter], {}).pop(one.entry, None)
+                for optimizer in self._optimizers:
+                    optimizer.state.get(self._parameters[one.parameter], {}).pop(one.entry, None)
 
     def discard_unit(self, name: str) -> None:
         """Free the memory of a unit that has moved."""
-        unit = self.runtime.units.get(name)
+        unit = self._units.get(name)
         for buffer in () if unit is None else unit.buffers:
             buffer.discard()
 

@@ -30,13 +30,14 @@ class Numbers:
 
 
 class Ends(Callback):
-    """Ends the run by an error after a step, on all ranks."""
+    """Ends the run by an error after a step, on all ranks, once a checkpoint is written."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, checkpoints: Checkpoints) -> None:
+        self._step, self._checkpoints = step, checkpoints
 
     def after_step(self, run: TrainingLoop) -> None:
         if run.done == self._step:
+            self._checkpoints.finish()
             raise InterruptedError
 
 
@@ -48,7 +49,8 @@ def train(
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     history = History()
     options = {"every": 5, "keep_best": 2, "snapshots": snapshots_in(folder, 1)} | options
-    callbacks = [history, Checkpoints(folder / "checkpoints", **options), Ends(ends)]
+    checkpoints = Checkpoints(folder / "checkpoints", **options)
+    callbacks = [history, checkpoints, Ends(ends, checkpoints)]
     with suppress(InterruptedError):
         plait.fit(
             model, PLAN, Numbers(), steps=steps, learning_rate=rate, validation=Numbers(), validate_every=3,
@@ -119,6 +121,17 @@ def test_a_run_that_starts_over_goes_on_only_where_its_ranks_were_restarted(
     monkeypatch.setattr("plait.checkpoint.snapshots.snapshots.process_of_agent", lambda: "7-7")
     assert thread_ranks.run(fresh, tmp_path, 2, ranks=2) == [rows[:2]] * 2
     assert thread_ranks.run(fresh, tmp_path, 3, ranks=2) == [rows[2:3]] * 2
+
+
+def test_a_run_that_starts_over_leaves_no_snapshot_of_before(
+    thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that is killed before its first snapshot would go on from that of the other run."""
+    thread_ranks.run(partial(train, every=None, keep_best=False), tmp_path, 7, ranks=2)
+    monkeypatch.setattr("plait.checkpoint.snapshots.snapshots.process_of_agent", lambda: "7-7")
+    seldom = partial(train, every=None, keep_best=False, snapshots=snapshots_in(tmp_path, 3))
+    thread_ranks.run(partial(seldom, resume="no"), tmp_path, 2, ranks=2)
+    assert thread_ranks.run(seldom, tmp_path, 1, ranks=2) == [rows[:1]] * 2
 
 
 def test_memory_that_is_short_stops_a_run_or_is_a_warning(

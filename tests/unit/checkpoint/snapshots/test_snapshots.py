@@ -141,7 +141,14 @@ def rolled_back(folder: Path) -> tuple[list[float], list[float]]:
         assert found is not None
         assert found.step == 2
         again = [step_once(engine, optimizer, 2)]
-        snapshots.step(4)
+        step_once(engine, optimizer, 3)
+        snapshots.step(4)  # of the tensors that take the place of those before
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        step_once(engine, optimizer, 4)
+        found = snapshots.restore()
+        assert found is not None
+        assert found.step == 4
+        assert all(map(torch.equal, moments, [state["exp_avg"] for state in optimizer.state.values()]))
         assert len([*folder.glob("*/*/*.safetensors")]) == 2
     return losses[2:], again
 
@@ -150,6 +157,16 @@ def test_a_run_goes_back_to_its_own_snapshot_and_leaves_nothing_at_its_end(tmp_p
     first, again = rolled_back(tmp_path)
     assert first == again
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_that_does_not_restore_removes_the_snapshots_of_before_with_its_first(tmp_path: Path) -> None:
+    train(plait.Plan(), tmp_path, 4)
+    engine, optimizer, snapshots = make_run(plait.Plan(), tmp_path)
+    step_once(engine, optimizer, 0)
+    snapshots.step(1)
+    snapshots.finish()
+    assert len([*tmp_path.glob("*/*/*.json")]) == 1
+    snapshots.close()
 
 
 def test_an_error_leaves_the_snapshots(tmp_path: Path) -> None:
