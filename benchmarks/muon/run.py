@@ -1,7 +1,7 @@
-"""How long does the step of `plait.Muon` take where two ranks share its work? Prints README.md's table.
+"""How long does the step of `plait.Muon` take where two ranks share its work? Prints the table of README.md.
 
-Beside it `torch.optim.Muon` (and AdamW for the rest) on whole parameters, with which each rank orthogonalizes
-all matrices, as under DistributedDataParallel. Both take turns (A B B A …) on the same two ranks, so that a
+Beside it `torch.optim.Muon` (and AdamW for the rest) on whole parameters: every rank orthogonalizes all
+matrices, as under DistributedDataParallel. Both take turns (A B B A …) on the same two ranks, so that a
 change in the machine's speed meets both; a ratio is taken inside a round, and the median over rounds counts.
 """
 
@@ -48,7 +48,7 @@ def seconds(optimizers: list[torch.optim.Optimizer], group: Group) -> float:
 
 
 def measured(plan: plait.Plan, rounds: int) -> tuple[list[float], list[float], list[int], int]:
-    """Return the seconds of both steps in each round, loads of ranks, and bytes that this rank sends."""
+    """Return the seconds of both steps in each round, the ranks' loads, and bytes that this rank sends."""
     engine = with_gradients(plan)
     muon, group, traffic = plait.Muon(engine), engine.mesh.group("world"), engine.mesh.traffic
     matrices = {name for name, one in muon.matrices.items() if one.parts}
@@ -72,8 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    columns = ("plait.Muon, ms", "torch.optim.Muon, ms", "ratio", "each round", "load", "MB sent")
-    print(f"| two ranks, dp = 2 | {' | '.join(columns)} |")
+    print(
+        "| two ranks, dp = 2 | plait.Muon, ms | torch.optim.Muon, ms | ratio | each round | load | MB sent |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, plan in PLANS.items():
         results = plait.launch(measured, plan, arguments.rounds, ranks=2, threads=1)

@@ -272,8 +272,10 @@ def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> Non
         return
     if partitioning.sharded:
         where = "where tensors are sharded an optimizer has shards of them only"
-        rest = " and plan.tp to 1" if reach == "parameter" else ", and plan.tp and plan.pp to 1"
-        way_out = f"set plan.strategy to 'none'{rest}"
+        way_out = "set plan.strategy to 'none', and plan.tp and plan.pp to 1"
+        if reach == "parameter":
+            owned = "Muon(" if kind is torch.optim.Muon else f"Owned({kind.__name__}, "
+            way_out = f"take plait.{owned}engine, ...), set plan.strategy to 'none' and plan.tp to 1"
     else:
         where = f"with plan.pp = {partitioning.pp} an optimizer has the parameters of its own stages only"
         way_out = "set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none'"

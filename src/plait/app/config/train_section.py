@@ -25,7 +25,7 @@ OPTIONS: Mapping[OptimizerName, tuple[str, ...]] = {
     "SGD": ("momentum", "dampening", "nesterov"),
     "RMSprop": ("eps", "alpha", "momentum", "centered"),
     "Adagrad": ("eps", "lr_decay"),
-    "Adafactor": ("beta2_decay", "d"),
+    "Adafactor": ("beta2_decay", "d", "owned"),
     "Muon": (
         *("betas", "eps", "momentum", "nesterov", "others_lr", "ns_steps", "adjust_lr_fn"),
         *("iterations", "per_head", "routers"),
@@ -72,6 +72,9 @@ class OptimizerConfig(Section):
     """exponent of the decay of the second moment (Adafactor); none: -0.8"""
     d: Annotated[float, Field(gt=0)] | None = None
     """root mean square above which an update is clipped (Adafactor); none: 1"""
+    owned: bool | None = None
+    """whether each parameter is updated whole by the rank that owns it, as by plait.Owned, so that every plan
+    is allowed (Adafactor); none: false"""
     others_lr: Annotated[float, Field(gt=0)] | None = None
     """highest learning rate of what AdamW updates beside Muon; none: train.lr"""
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None

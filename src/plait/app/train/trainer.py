@@ -40,6 +40,7 @@ from plait.models.lora import adapter_values, lora
 from plait.models.peft_files import load_adapter, values_in
 from plait.optimizers.made_for_engine import MakeOptimizer, optimizer_for
 from plait.optimizers.muon import Muon
+from plait.optimizers.owned import Owned
 from plait.plan.plan import Plan
 from plait.ranks.mesh import Mesh
 from plait.tensor.experts.routers import balance_experts
@@ -114,8 +115,10 @@ def optimizer_maker(settings: TrainConfig) -> MakeOptimizer:
     """Return what makes the optimizer that `settings` name; parameter groups set their own weight decay."""
     name, options = settings.optimizer.name, settings.optimizer_options()
     if name != "Muon":
+        kind, owned = getattr(torch.optim, name), options.pop("owned", False)
         fused = {"fused": True} if name in _FUSED else {}
-        return partial(getattr(torch.optim, name), lr=settings.lr, **options, **fused)
+        made = partial(Owned, kind) if owned else kind
+        return partial(made, lr=settings.lr, **options, **fused)
     others: dict[str, Any] = {option: options.pop(option) for option in ("betas", "eps") if option in options}
     others |= {"lr": options.pop("others_lr", settings.lr), "weight_decay": settings.matrix_decay}
     dtype = DTYPES[options.pop("iterations", "bf16")]

@@ -276,12 +276,14 @@ def test_a_trial_finds_that_adafactor_uses_whole_parameters() -> None:
 
 @pytest.mark.parametrize("kind", PARAMETERWISE)
 def test_torchs_optimizers_that_use_whole_parameters_are_refused_on_shards(kind: Any) -> None:
+    owned = "Muon(" if kind is torch.optim.Muon else f"Owned({kind.__name__}, "
     for partitioning in (CUT, BOTH):
         with pytest.raises(PlanError) as caught:
             require_elementwise(kind(parameters()), partitioning)
         assert str(caught.value) == (
             f"{kind.__name__} {PARAMETERWISE[kind]}, but where tensors are sharded an optimizer has shards "
-            f"of them only: set plan.strategy to 'none' and plan.tp to 1, {ADAMW}."
+            f"of them only: take plait.{owned}engine, ...), set plan.strategy to 'none' and plan.tp to 1, "
+            f"{ADAMW}."
         )
     require_elementwise(kind(parameters()), STAGES)
 
@@ -379,8 +381,9 @@ def test_users_optimizers_that_use_whole_parameters_are_refused_on_shards(
             require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
             f"{name} updates an element by more than that element's own gradient and state, but where "
-            "tensors are sharded an optimizer has shards of them only: set plan.strategy to 'none' and "
-            f"plan.tp to 1, {ADAMW}, or declare `elementwise = True` in class {name}."
+            f"tensors are sharded an optimizer has shards of them only: take plait.Owned({name}, engine, "
+            f"...), set plan.strategy to 'none' and plan.tp to 1, {ADAMW}, or declare `elementwise = True` "
+            f"in class {name}."
         )
 
 
