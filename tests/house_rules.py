@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -378,6 +378,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree, which each rule looks through."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def room(self) -> str:
         return room_of(self.name)
@@ -389,7 +394,7 @@ class Source:
     def _imports(self) -> list[tuple[int, str, str | None]]:
         """Line, module, and the name that is taken from it."""
         found: list[tuple[int, str, str | None]] = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += ((node.lineno, alias.name, None) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -413,7 +418,18 @@ class Source:
         return ".".join([*kept, *([node.module] if node.module else [])])
 
 
-House = Mapping[str, Source]
+class House(dict[str, Source]):
+    """Modules by their dotted names."""
+
+    @cached_property
+    def imported(self) -> dict[str, set[str]]:
+        """By module, which others of the house it imports; the package itself, which names all, none."""
+        return {
+            name: {module for _, module in source.imports(self) if module in self and name != "plait"}
+            for name, source in self.items()
+        }
+
+
 Rule = Callable[[Source, House], Iterator[str]]
 
 
@@ -421,7 +437,7 @@ Rule = Callable[[Source, House], Iterator[str]]
 def house() -> House:
     """Every module of the package by its dotted name."""
     package = ROOT / "src" / "plait"
-    sources = {}
+    sources = House()
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
         name = ".".join(["plait", *path.with_suffix("").parts]).removesuffix(".__init__")
@@ -453,17 +469,13 @@ def imports_go_down(source: Source, house: House) -> Iterator[str]:
 
 def no_cycles(source: Source, house: House) -> Iterator[str]:
     """A module that is reached from itself, told at each import that leads back."""
-    below: dict[str, set[str]] = {
-        name: {module for _, module in other.imports(house) if module in house and name != "plait"}
-        for name, other in house.items()
-    }
     for line, module in source.imports(house):
         reached, waiting = set[str](), [module] if module in house else []
         while waiting:
             current = waiting.pop()
             if current not in reached:
                 reached.add(current)
-                waiting += below[current]
+                waiting += house.imported[current]
         if source.name in reached and source.name != "plait":
             yield source.breach(
                 line, f"{module} leads back here, a cycle: move what both need to a third module"
@@ -502,7 +514,7 @@ def torch_stays_in_its_rooms(source: Source, house: House) -> Iterator[str]:
         elif _is(module, "torch") and source.path.startswith(WITHOUT_TORCH) and source.path not in WITH_TORCH:
             yield source.breach(line, f"{source.room} imports torch: it decides on numbers, without tensors")
     if WITH_DISTRIBUTED.isdisjoint((source.room, source.path)):
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
                 yield source.breach(node.lineno, f"{source.room} uses torch.distributed: use plait.ranks")
 
@@ -510,7 +522,7 @@ def torch_stays_in_its_rooms(source: Source, house: House) -> Iterator[str]:
 def devices_in_one_room(source: Source, house: House) -> Iterator[str]:
     if source.path == "ranks/device.py":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         used = ast.unparse(node) if isinstance(node, ast.Attribute) else None
         if isinstance(node, ast.keyword) and node.arg in ("non_blocking", "pin_memory"):
             used = node.arg
@@ -524,7 +536,7 @@ def small(source: Source, house: House) -> Iterator[str]:
     count = len(source.text.splitlines())
     if count > MOST_LINES:
         yield source.breach(count, f"a file of {count} lines: cut it into modules of at most {MOST_LINES}")
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MOST_FUNCTION_LINES:
@@ -536,7 +548,7 @@ def small(source: Source, house: House) -> Iterator[str]:
 
 def shallow(source: Source, house: House) -> Iterator[str]:
     """Of a class's bases that are ours, none has bases of ours."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         for home, base in _our_bases(source, node, house):
@@ -559,7 +571,7 @@ def _our_bases(source: Source, node: ast.ClassDef, house: House) -> Iterator[tup
 
 
 def _homes_of(source: Source, name: str, house: House) -> Iterator[Source]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.module in house:
             yield from (house[node.module] for alias in node.names if (alias.asname or alias.name) == name)
 
@@ -574,7 +586,7 @@ def no_state(source: Source, house: House) -> Iterator[str]:
                 yield source.breach(
                     node.lineno, f"{name} is module state: pass it, or make it a table in capitals"
                 )
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             yield source.breach(node.lineno, f"global {', '.join(node.names)}: return the value instead")
         elif isinstance(node, ast.ClassDef):
@@ -636,7 +648,8 @@ def private_names_are_listed(source: Source, house: House) -> Iterator[str]:
             )
 
 
-def private_uses(source: Source) -> Iterator[tuple[int, str, str]]:
+@cache
+def private_uses(source: Source) -> list[tuple[int, str, str]]:
     """`(line, function, name)` of private names of others: attributes, imports, and modules named as text."""
 
     def visit(node: ast.AST, function: str) -> Iterator[tuple[int, str, str]]:
@@ -656,7 +669,7 @@ def private_uses(source: Source) -> Iterator[tuple[int, str, str]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, function)
 
-    yield from visit(source.tree, "")
+    return list(visit(source.tree, ""))
 
 
 def _is_private(name: str) -> bool:
@@ -667,7 +680,7 @@ def units_are_computed_once(source: Source, house: House) -> Iterator[str]:
     """No module but those listed reads how a plan shards and casts, or spells out several axes."""
     if source.path in READS_THE_PLAN:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         decided = isinstance(node, ast.Attribute) and node.attr in DECIDED_ONCE
         if decided and (node.attr in OF_PLANS_ALONE or ast.unparse(node.value).rpartition(".")[2] == "plan"):
             yield source.breach(node.lineno, f"reads a plan's {node.attr}: read the `UnitSpec` instead")

@@ -16,6 +16,7 @@ from house_rules import (
     PRIVATE_USES,
     ROOT,
     RULES,
+    House,
     Rule,
     Source,
     assigned,
@@ -197,7 +198,7 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
 def test_each_rule_reports_a_breach_with_its_line(rule: Rule, path: str, text: str, told: str) -> None:
     name = ".".join(["plait", *Path(path).with_suffix("").parts]).removesuffix(".__init__")
     source = Source(name, path, text)
-    breaches = list(rule(source, {**house(), name: source}))
+    breaches = list(rule(source, House({**house(), name: source})))
     assert len(breaches) == 1, breaches
     assert breaches[0].startswith(f"src/plait/{path}:")
     assert told in breaches[0]
@@ -217,7 +218,9 @@ def test_each_rule_reports_a_breach_with_its_line(rule: Rule, path: str, text: s
 )
 def test_no_rule_reports_allowed_code(text: str) -> None:
     source = Source("plait.ranks.x", "ranks/x.py", text)
-    assert [breach for rule in RULES for breach in rule(source, {**house(), source.name: source})] == []
+    assert [
+        breach for rule in RULES for breach in rule(source, House({**house(), source.name: source}))
+    ] == []
 
 
 def test_plait_exports_exactly_the_listed_public_names() -> None:
@@ -242,7 +245,7 @@ DEFINED_AGAIN = {"Attention", "Embedding", "Head", "MLP", "SparseMLP"}
 def test_a_type_name_is_defined_once() -> None:
     homes: dict[str, set[str]] = {}
     for source in house().values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             alias = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
             if isinstance(node, ast.ClassDef) or alias:
                 name = node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.target)  # type: ignore[attr-defined]

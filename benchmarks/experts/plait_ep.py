@@ -30,11 +30,17 @@ def train(plan: plait.Plan, steps: int) -> tuple[float, float]:
     return statistics.median(seconds[2:]), losses[0].item()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    for axis in ("pp", "dp", "cp", "tp", "ep", "etp"):
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add the fields of the plan, under their names."""
+    for axis in ("pp", "dp", "cp", "tp", "ep", "etp", "microbatches"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--strategy", default="none")
+    parser.add_argument("--loss_rows", type=int)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_plan_options(parser)
     parser.add_argument("--steps", type=int, default=8)
     options = vars(parser.parse_args())
     steps = options.pop("steps")

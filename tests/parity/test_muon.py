@@ -59,7 +59,7 @@ def check(
     return ranks
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_muon_equals_torchs_on_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]

@@ -84,6 +84,7 @@ def test_adafactor_owned_by_ranks_equals_one_rank_for_every_pair_of_factors(
     check(thread_ranks, case, plan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", ROWS[3:7], ids=name_of)
 def test_an_optimizer_with_lists_of_tensors_equals_one_rank(thread_ranks: Any, row: dict[str, Any]) -> None:
     plan, case = plan_and_case(row)
@@ -91,9 +92,9 @@ def test_an_optimizer_with_lists_of_tensors_equals_one_rank(thread_ranks: Any, r
 
 
 VARIANTS: dict[str, Any] = {
+    "offload": (CASES["gpt2"], {"dp": 2, "strategy": "full", "offload": "full"}),
     "experts": (sparse_llama(), {"dp": 2, "tp": 2, "ep": 2, "strategy": "full"}),
     "lora": (lora_cases.LLAMA, {"tp": 2, "pp": 2}),
-    "offload": (CASES["gpt2"], {"dp": 2, "strategy": "full", "offload": "full"}),
     "frozen": (case(models.half_frozen, data.draw_vectors), {"dp": 3, "strategy": "full"}),
     "scalars": (case(models.repeated, data.draw_vectors), {"dp": 3, "strategy": "optimizer", "pp": 2}),
 }

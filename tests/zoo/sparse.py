@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parity import lora_cases
 from parity.case import Batch, Case
 from parity.cases import with_values
 from plait.plan import rules
@@ -98,6 +99,9 @@ GROUPED = of(
 )
 TIED = Case("sparse tied", with_values(first_sparse), draw_with_zeros)
 SHARED = Case("sparse shared", with_values(with_shared), draw)
+
+ADAPTED = lora_cases.case(FIVE, targets=("experts.gate_up_proj", "experts.down_proj"))
+"""Its experts have adapters, and nothing else trains."""
 
 MANY = of(partial(Sparse, 16, 1), name="many")
 """More experts than most micro-batches have tokens for."""

@@ -370,10 +370,10 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
 def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
     """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced."""
     of_experts = {
-        id(parameter)
+        id(parameter): name in module.summed_over_etp
         for layer in sequence.layers
         for _, module in experts_in(layer.module)
-        for parameter in module.parameters()
+        for name, parameter in module.named_parameters()
     }
     if plan.divides_experts and not of_experts:
         raise PlanError(
@@ -387,6 +387,7 @@ def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> 
             one.requires_grad,
             summed[name],
             is_expert=id(one) in of_experts,
+            is_summed_over_etp=of_experts.get(id(one), False),
         )
         for name, one in sequence.parameters.items()
     }

@@ -113,7 +113,7 @@ class Engine:
             scale = runner.scale.value / batch.divisor
             runner.begin_balance(batch)
             step = runner.steps.train, batch.inputs, batch.targets, scale
-            with given_experts(runner, routing, batch.inputs):
+            with given_experts(runner, routing, batch):
                 runner.run(*step, input_gradients=input_gradients)
             loss = runner.mean_loss(batch)
         runner.scale.end()
@@ -316,12 +316,18 @@ class Engine:
 
     @property
     def expert_load(self) -> ExpertLoad | None:
-        """Losses of routers, and how many tokens chose each expert, in the last step; None without routers.
+        """Losses of routers, tokens of experts, rows that ranks sent in the last step; None without routers.
 
         Over the whole step and all ranks, equal on each.
         """
         balance = self.runtime.balance
         return None if balance is None else balance.load
+
+    @property
+    def forces_routing(self) -> bool:
+        """Whether training steps send tokens to experts in turn, for timings: see `balance_experts`."""
+        balance = self.runtime.balance
+        return balance is not None and balance.settings.forced_routing
 
     @property
     def averages_loss(self) -> bool:

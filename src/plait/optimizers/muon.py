@@ -37,6 +37,9 @@ from plait.optimizers.newton_schulz import (
 from plait.optimizers.owned_parts import own_parts
 from plait.optimizers.part_owners import ParameterPart
 
+MOST_ELEMENTS = 1 << 26
+"""Of matrices that are orthogonalized together: an iteration has about three times as many in its results."""
+
 
 class Muon(Optimizer):
     """Muon for the hidden matrices of an engine under any plan, AdamW for its other parameters."""
@@ -172,7 +175,7 @@ class Muon(Optimizer):
         group_of = {self._parameters.names[id(one)]: group for group in groups for one in group["params"]}
         for parameter, numbers in self._owned_numbers().items():
             group = group_of[parameter]
-            for alike in _alike(numbers, self.matrix_parts):
+            for alike in batches_of(numbers, self.matrix_parts):
                 part = self.matrix_parts[alike[0]]
                 stacked = zip(*(part.split(self.owned.wholes[number]) for number in alike), strict=True)
                 made = []
@@ -237,10 +240,16 @@ def _rate_factor(group: Mapping[str, Any], shape: tuple[int, int]) -> float:
     return learning_rate_factor(group["adjust_lr_fn"], *shape)
 
 
-def _alike(numbers: Iterable[int], parts: Sequence[MatrixPart]) -> Iterable[list[int]]:
-    """Return `numbers` of parts divided into those of the same shapes."""
-    found: dict[Any, list[int]] = {}
+def batches_of(
+    numbers: Iterable[int], parts: Sequence[MatrixPart], most: int = MOST_ELEMENTS
+) -> list[list[int]]:
+    """Return `numbers` of parts in batches of equal shapes, of at most `most` elements or one part."""
+    alike: dict[Any, list[int]] = {}
     for number in numbers:
         part = parts[number]
-        found.setdefault((part.box.sizes, part.sections, part.transposed), []).append(number)
-    return found.values()
+        alike.setdefault((part.box.sizes, part.sections, part.transposed), []).append(number)
+    batches = []
+    for each in alike.values():
+        count = max(1, most // parts[each[0]].box.numel)
+        batches += [each[first : first + count] for first in range(0, len(each), count)]
+    return batches

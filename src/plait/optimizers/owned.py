@@ -64,18 +64,17 @@ class Owned(Optimizer):
             if name in everyone and (part := self._part_of[name]).owner == engine.mesh.rank
         }
         """The whole parameters that this rank owns, by its shards of them."""
+        super().__init__(groups, {})
+        self._versions: dict[nn.Parameter, int] = {}
+        self.read_parameters()
         owned_groups = (
             {**group, "params": [self._wholes[one] for one in group["params"] if one in self._wholes]}
             for group in groups
         )
         self._of_owner = kind(list(owned_groups), **settings)
         require_parameterwise(self._of_owner, settings)
-        pairs = zip(self._of_owner.param_groups, groups, strict=True)
-        super().__init__(
-            [{**options, "params": group["params"]} for options, group in pairs], self._of_owner.defaults
-        )
-        self._versions: dict[nn.Parameter, int] = {}
-        self.read_parameters()
+        self.defaults = self._of_owner.defaults
+        self._take_over()
 
     @property
     def class_name(self) -> str:

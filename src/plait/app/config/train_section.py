@@ -15,7 +15,7 @@ from plait.plan.plan import Precision
 OptimizerName = Literal["AdamW", "Adam", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adafactor", "Muon"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 BalanceName = Literal["document", "step", "previous", "coupled document", "coupled step", "coupled previous"]
-BALANCE_FIELDS = ("balance", "balance_weight", "z_weight", "bias_rate")
+BALANCE_FIELDS = ("balance", "balance_weight", "z_weight", "bias_rate", "forced_routing")
 """Fields of `train` for models with experts."""
 OPTIONS: Mapping[OptimizerName, tuple[str, ...]] = {
     "AdamW": ("betas", "eps", "amsgrad"),
@@ -222,6 +222,9 @@ class TrainConfig(Section):
     """factor of the z-loss of each router, the mean square of log Σ exp(logits); none: 0"""
     bias_rate: Annotated[float, Field(ge=0)] | None = None
     """by how much a step corrects the bias of routers that have one, as in DeepSeek-V3; none: 0"""
+    forced_routing: bool = False
+    """whether training sends tokens to experts in turn, which loads all alike, for timings: the model learns
+    with other experts than its routers choose"""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of initial values, data order and samples"""
     precision: Precision = "fp32"
@@ -298,6 +301,8 @@ class TrainConfig(Section):
         if self.balance is not None:
             words = self.balance.split()
             options |= {"counts": words[-1], "coupled": len(words) > 1}
+        if self.forced_routing:
+            options["forced_routing"] = True
         return options
 
     def optimizer_options(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -42,15 +43,18 @@ class BoundedProcess:
         with self._lock:
             if self._owner != os.getpid():  # none was started, or before this process was forked
                 self._start()
+            deadline = time.monotonic() + self._seconds
             try:
                 self._connection.send(arguments)
                 if not self._connection.poll(self._seconds):
-                    self._stop()
-                    raise CallFailedError(f"it takes more than {self._seconds:g} seconds")
+                    raise TimeoutError
                 failure, result = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 self._stop()
-                raise CallFailedError("its process was ended, perhaps for lack of memory") from None
+                if time.monotonic() < deadline:
+                    raise CallFailedError("its process was ended, perhaps for lack of memory") from None
+                # Its own alarm may have ended it first, where this process was late.
+                raise CallFailedError(f"it takes more than {self._seconds:g} seconds") from None
         if failure:
             raise CallFailedError(failure)
         return result

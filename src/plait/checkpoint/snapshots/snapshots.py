@@ -98,6 +98,7 @@ class Snapshots:
         """The half that was written last."""
         self._cleared: set[int] = set()
         """The halves without files of an earlier attempt."""
+        self._last: RankContents | None = None
         self._thread: Thread | None = None
         self._error = ""
 
@@ -132,11 +133,12 @@ class Snapshots:
         try:
             optimizers = OptimizerSet.of(self._optimizer)
             own = {"snapshot": about, "state": dict(state or {})}
-            contents = RankContents.of(self._engine, optimizers, self._ranks_here, own)
+            contents = RankContents.of(self._engine, optimizers, self._ranks_here, own, self._last)
         except Exception as raised:  # any error: the other ranks wait
             error = str(raised) if isinstance(raised, CheckpointError) else repr(raised)
         self._finish(error)
         assert contents is not None, "_finish has raised the error"
+        self._last = contents
         half = 1 - self._half
         self._make_room(half, contents.layout.bytes)
         self._half = half

@@ -20,7 +20,7 @@ from plait.engine.compilation.layer_call import LayerCall
 from plait.engine.compilation.layer_operations import LayerOperation, StoredResult, Values, arguments_of
 from plait.tensor.autograd.eager_operations import AutogradCall, LayerTrace
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
-from plait.tensor.autograd.torch_calls import run_backward
+from plait.tensor.autograd.torch_calls import apply_function, run_backward
 
 
 @dataclass
@@ -59,9 +59,12 @@ def autograd_call(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> L
         if not saved.slots:
             made = compute(module, given, call)
         else:
-            with torch.enable_grad():
+            torch.set_grad_enabled(True)
+            try:
                 given, gradients = _with_gradients(given, recorded.learns)
                 made = compute(module, given, call)
+            finally:
+                torch.set_grad_enabled(False)
             edges = [get_gradient_edge(one) for one in made if one.is_floating_point()]
             parameters = call.parameters if recorded.has_parameters else ()
             for slot in saved.slots:
@@ -93,7 +96,7 @@ def _with_gradients(tensors: Sequence[Tensor], learns: Sequence[bool]) -> tuple[
     if not learning:
         return list(tensors), gradients
     anchor = learning[0].new_empty(0).requires_grad_()
-    views = iter(_Given.apply(anchor, gradients, *learning))  # type: ignore[no-untyped-call]
+    views = iter(apply_function(_Given, anchor, gradients, *learning))
     return [next(views) if learn else one for one, learn in zip(tensors, learns, strict=True)], gradients
 
 

@@ -47,7 +47,7 @@ def assign(indices: Tensor, experts: range, sizes: tuple[int, ...] | None = None
     count, local = len(experts), indices - experts.start
     is_pair = (local >= 0) & (local < count)
     narrow = torch.uint8 if count < 2**8 else torch.int16 if count < 2**15 else torch.int64  # sorted sooner
-    keys, slots = local.masked_fill(~is_pair, count).to(narrow).flatten().sort(stable=True)
+    keys, slots = torch.where(is_pair, local, count).to(narrow).flatten().sort(stable=True)
     numbers = torch.arange(count, dtype=narrow, device=indices.device)
     ends = torch.searchsorted(keys, numbers, right=True, out_int32=True)
     if sizes is None and indices.is_meta:

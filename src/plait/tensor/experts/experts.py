@@ -76,6 +76,9 @@ class Experts(nn.Module):
     transformers. Expert e computes `down_proj[e] (silu(gate) · up)`. First-order gradients only.
     """
 
+    summed_over_etp = frozenset({"gate_up_proj_adapter.down", "down_proj_adapter.up"})
+    """Parameters that each rank of `etp` has whole, and of whose gradients it computes a summand."""
+
     def __init__(
         self,
         hidden: int,
@@ -110,6 +113,8 @@ class Experts(nn.Module):
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
         self.queue: WeightGradientQueue | None = None
         """Where the backward queues weight gradients; None: it computes them."""
+        self.add_rows: Callable[[int, int], None] | None = None
+        """Set by the engine: see `StepBalance.add_rows`."""
 
         columns, rows = (1, 2) if transposed else (2, 1)
         blocks = 1 if activation.interleaved else 2
@@ -118,6 +123,10 @@ class Experts(nn.Module):
             "down_proj": Shard(columns),
             "gate_up_proj_bias": Shard(1, blocks=blocks),
             "down_proj_bias": None,
+            "gate_up_proj_adapter.down": None,
+            "gate_up_proj_adapter.up": Shard(1, blocks=blocks),
+            "down_proj_adapter.down": Shard(2),
+            "down_proj_adapter.up": None,
         }
         """By parameter, how `etp` divides its inner features; None: each rank has all of it."""
         self.reset_parameters()
@@ -178,8 +187,8 @@ class Experts(nn.Module):
         self, ranks: ExpertRanks, hidden: Tensor, indices: Tensor, weights: Tensor
     ) -> Callable[[], Tensor]:
         """Start sending tokens with their experts' numbers and weights; return a function for the output."""
-        group, etp, count = ranks.group, ranks.etp, self.num_experts
-        exchange = computed_once(lambda: exchange_of(indices, count, group, etp, ranks.takes_all))
+        group, etp = ranks.group, ranks.etp
+        exchange = computed_once(lambda: self._exchange(indices, ranks))
         weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))
         numbers = indices.to(torch.int64 if hidden.itemsize == 8 else torch.int32)
         sent, run = (hidden.detach(), weights.detach(), numbers), RECOMPUTED_RUN.get()
@@ -190,12 +199,19 @@ class Experts(nn.Module):
             rows = kept(lambda: ((pending or exchange.start(pack(*sent)))(),))[0]
             assert rows is not None
             tokens, token_weights, theirs = unpack(rows, sent)
-            own = divide(count, group.size // etp)[group.index // etp]
+            own = divide(self.num_experts, group.size // etp)[group.index // etp]
             assignments = computed_once(lambda: assign(theirs, own, exchange.counts.of_experts))
             call = self._call(hidden, assignments, exchange, adds_bias=group.index % etp == 0)
             return compute_experts(hidden, weights, (tokens, token_weights), call)
 
         return finish
+
+    def _exchange(self, indices: Tensor, ranks: ExpertRanks) -> TokenExchange:
+        """Return how tokens travel to the ranks of their experts, and count their rows."""
+        found = exchange_of(indices, self.num_experts, ranks.group, ranks.etp, ranks.takes_all)
+        if self.add_rows is not None and not indices.is_meta:
+            self.add_rows(*found.counts.with_others(ranks.group.index))
+        return found
 
     def _call(
         self,

@@ -45,6 +45,10 @@ class RowCounts:
     of_experts: tuple[int, ...]
     """Tokens of each expert of this rank."""
 
+    def with_others(self, own: int) -> tuple[int, int]:
+        """Return how many rows go to other ranks than the one with index `own`, and come from them."""
+        return sum(self.sent) - self.sent[own], sum(self.received) - self.received[own]
+
 
 @dataclass(frozen=True)
 class TokenExchange:
@@ -98,20 +102,18 @@ def exchange_of(
     which the host waits. On meta routing is assumed to be uniform, or, where this rank `takes_all`, to choose
     its experts for all tokens.
     """
-    ep = group.size // etp
-    chosen = indices.masked_fill((indices < 0) | (indices >= experts), experts)
-    visits = _visits(chosen, divide(experts, ep))
+    parts = divide(experts, group.size // etp)
+    chosen = indices % (experts + 1)  # -1 becomes the number of experts
+    visits = _visits(chosen, parts)
     if indices.is_meta:
-        group.skip("all_gather", indices.new_empty(ep + experts))
+        group.skip("all_gather", indices.new_empty(len(parts) + experts))
         counts = (_counts_of_one if takes_all else _uniform_counts)(indices, experts, group, etp)
     else:
-        counts = _gathered_counts(visits, chosen, experts, group, etp)
+        counts = _gathered_counts(visits, chosen, parts, group, etp)
     if etp > 1:
         visits = visits.repeat_interleave(etp, 1)
-    tokens = max(1, indices.shape[0])
-    by_rank = _places(visits.t().flatten(), sum(counts.sent))
-    places = by_rank % tokens * group.size + by_rank // tokens
-    return TokenExchange(group, TokenRows.of(places, visits), counts)
+    ranks, tokens = _places(visits.t(), sum(counts.sent)).unbind(1)
+    return TokenExchange(group, TokenRows.of(ranks.add(tokens, alpha=group.size), visits), counts)
 
 
 def _visits(chosen: Tensor, parts: Sequence[range]) -> Tensor:
@@ -124,20 +126,23 @@ def _visits(chosen: Tensor, parts: Sequence[range]) -> Tensor:
     return visits.scatter_(1, torch.searchsorted(ends, chosen, right=True), True)[:, : len(parts)]
 
 
-def _gathered_counts(visits: Tensor, chosen: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
-    ep, part = group.size // etp, group.index // etp
+def _gathered_counts(
+    visits: Tensor, chosen: Tensor, parts: Sequence[range], group: Group, etp: int
+) -> RowCounts:
+    """Return the counts of all ranks' tokens; for the `parts` of all experts and `chosen`, see `_visits`."""
+    ep, part, experts = len(parts), group.index // etp, parts[-1].stop
     of_experts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
     of_experts.scatter_add_(0, chosen.flatten(), of_experts.new_ones(()).expand(chosen.numel()))
     own = torch.cat([visits.sum(0), of_experts[:experts]])
     every = all_gather(own, group, checked=False).wait().view(group.size, ep + experts)
-    rows, mine = every[:, :ep], divide(experts, ep)[part]
-    most = torch.stack([rows.sum(1).max() * etp, rows.sum(0).max()])
+    rows, mine = every[:, :ep], parts[part]
+    most = [rows.sum(dim).amax(0, keepdim=True) for dim in (1, 0)]
     loads = every[:, ep + mine.start : ep + mine.stop].sum(0)
-    read = torch.cat([rows[group.index], rows[:, part], most, loads]).tolist()  # the only wait of the host
+    read = torch.cat([rows[group.index], rows[:, part], *most, loads]).tolist()  # the only wait of the host
     to_parts, received = read[:ep], read[ep : ep + group.size]
     sent_rows = [count for count in to_parts for _ in range(etp)]
     most_sent, most_received, *of_mine = read[ep + group.size :]
-    return RowCounts(tuple(sent_rows), tuple(received), most_sent, most_received, tuple(of_mine))
+    return RowCounts(tuple(sent_rows), tuple(received), most_sent * etp, most_received, tuple(of_mine))
 
 
 def _uniform_counts(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
@@ -183,10 +188,10 @@ def _counts_of_one(indices: Tensor, experts: int, group: Group, etp: int) -> Row
 
 
 def _places(mask: Tensor, count: int) -> Tensor:
-    """Return where `mask` is true, at `count` places."""
+    """Return the row and column of each of the `count` elements of `mask` that are true: `[count, 2]`."""
     if is_accelerator(mask) or mask.is_meta:  # where the host would wait for the count
-        return mask.nonzero_static(size=count).flatten()
-    return mask.nonzero().flatten()  # six times as fast
+        return mask.nonzero_static(size=count)
+    return mask.nonzero()  # six times as fast
 
 
 def pack(values: Tensor, *others: Tensor) -> Tensor:

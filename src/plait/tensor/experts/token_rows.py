@@ -23,12 +23,12 @@ class TokenRows:
     @staticmethod
     def of(places: Tensor, is_row: Tensor) -> TokenRows:
         """`is_row`: bool `[T, columns]`, true once for each row; `places [rows]`: where, in it flattened."""
-        numbers = is_row.flatten().cumsum(0, dtype=torch.int32)  # from 1, in order of the token
-        by_token = torch.empty(len(places), dtype=torch.int32, device=places.device)
-        rows = torch.arange(len(places), dtype=torch.int32, device=places.device)
-        by_token.scatter_(0, (numbers.index_select(0, places) - 1).long(), rows)
-        columns = is_row.shape[1]
-        starts = numbers.view(-1, columns)[:, 0] - is_row[:, 0].int()
+        count, columns = len(places), is_row.shape[1]
+        numbers = is_row.flatten().cumsum(0)  # from 1, in order of the token
+        by_token = torch.empty(count, dtype=torch.int32, device=places.device)
+        rows = torch.arange(count, dtype=torch.int32, device=places.device)
+        by_token.scatter_(0, numbers.index_select(0, places).sub_(1), rows)
+        starts = numbers.view(-1, columns)[:, 0].int() - is_row[:, 0].int()
         return TokenRows((places // columns).int(), by_token, starts)
 
     def copies(self, tokens: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,15 @@ def test_a_strange_template_is_refused_by_name(
 
 
 def test_the_conversation_after_a_refused_one_is_rendered(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(chat_templates, "_SECONDS", 1.0)
+    monkeypatch.setattr(chat_templates, "_SECONDS", 60.0)
     endless = "{% if messages | length > 2 %}" + _LOOP * 4 + "{% endfor %}" * 4 + "{% endif %}" + PLAIN
     save_tokenizer(tmp_path, endless)
     encoder = ChatEncoder(str(tmp_path))
     before = encoder.encode({"messages": CHAT})
+    encoder._template._process._seconds = 0.2
     with pytest.raises(DataError, match="more than"):
         encoder.encode({"messages": CHAT * 2})
+    encoder._template._process._seconds = 60.0
     assert encoder.encode({"messages": CHAT}).tokens.tolist() == before.tokens.tolist()
 
 
@@ -88,6 +90,13 @@ def test_a_process_that_ends_is_named_and_another_one_goes_on() -> None:
     for one in handles:
         os.close(one)
     del process
-    gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)
+
+
+def test_a_call_that_its_own_alarm_has_ended_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that the waiting process looks only then."""
+    monkeypatch.setattr(Connection, "poll", lambda connection, seconds: wait([connection]) != [])
+    process = BoundedProcess(lambda: time.sleep(60), seconds=0.1, memory=1 << 28)
+    with pytest.raises(CallFailedError, match=r"it takes more than 0\.1 seconds"):
+        process.call()

@@ -30,13 +30,14 @@ class Numbers:
 
 
 class Ends(Callback):
-    """Ends the run by an error after a step, on all ranks."""
+    """Ends the run by an error after a step, on all ranks, once a checkpoint is written."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, checkpoints: Checkpoints) -> None:
+        self._step, self._checkpoints = step, checkpoints
 
     def after_step(self, run: TrainingLoop) -> None:
         if run.done == self._step:
+            self._checkpoints.finish()
             raise InterruptedError
 
 
@@ -48,7 +49,8 @@ def train(
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     history = History()
     options = {"every": 5, "keep_best": 2, "snapshots": snapshots_in(folder, 1)} | options
-    callbacks = [history, Checkpoints(folder / "checkpoints", **options), Ends(ends)]
+    checkpoints = Checkpoints(folder / "checkpoints", **options)
+    callbacks = [history, checkpoints, Ends(ends, checkpoints)]
     with suppress(InterruptedError):
         plait.fit(
             model, PLAN, Numbers(), steps=steps, learning_rate=rate, validation=Numbers(), validate_every=3,

@@ -141,7 +141,14 @@ def rolled_back(folder: Path) -> tuple[list[float], list[float]]:
         assert found is not None
         assert found.step == 2
         again = [step_once(engine, optimizer, 2)]
-        snapshots.step(4)
+        step_once(engine, optimizer, 3)
+        snapshots.step(4)  # of the tensors that take the place of those before
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        step_once(engine, optimizer, 4)
+        found = snapshots.restore()
+        assert found is not None
+        assert found.step == 4
+        assert all(map(torch.equal, moments, [state["exp_avg"] for state in optimizer.state.values()]))
         assert len([*folder.glob("*/*/*.safetensors")]) == 2
     return losses[2:], again
 

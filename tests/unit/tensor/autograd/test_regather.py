@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -47,7 +46,6 @@ def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], 
     group = mesh.group("tp")
     queue.mode = WEIGHTS_NEXT if spends else INPUT_ONLY
     _, output, whole = forward(group, queue, learned, seed=0)
-    gc.collect()
     assert whole() is None, "linears keep the part only"
     output.backward(draw(ROWS, LENGTH, 4, seed=9))
     start = mesh.traffic.snapshot()
@@ -103,7 +101,6 @@ def test_a_registry_returns_one_gather_for_a_tensor_as_long_as_it_is_referenced(
     assert registry.again(part[:1], lonely()) is not first
     gone = weakref.ref(first)
     del first
-    gc.collect()
     assert gone() is None
 
 
@@ -114,7 +111,6 @@ def test_the_registry_forgets_a_source_with_its_gathered_tensor() -> None:
     assert registry.of(whole) is not None
     assert registry.of(torch.ones(4, 3)) is None
     del whole, part
-    gc.collect()
     assert kept() is None
 
 

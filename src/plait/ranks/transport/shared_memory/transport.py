@@ -155,7 +155,8 @@ def all_to_all_uneven_staged(
                 target.copy_(values[first : first + target.numel()])
 
     before, after = sum(sizes.sent[:own]), sum(sizes.sent[: own + 1])
-    return staging.stage_parts((table, tensor[:before], tensor[after:]), table.nbytes + most, read)
+    others = [one for one in (tensor[:before], tensor[after:]) if len(one)]
+    return staging.stage_parts((table, *others), table.nbytes + most, read)
 
 
 def reduce_in_place(
