@@ -73,7 +73,7 @@ def language_model() -> nn.Module:
     return plait.models.gpt2(layers=1, hidden=24, heads=6, vocab=29, context=6)
 
 
-@pytest.mark.parametrize("name", in_quick([*OPTIMIZERS], "nadam", "asgd"))
+@pytest.mark.parametrize("name", in_quick([*OPTIMIZERS], "nadam"))
 def test_the_state_of_each_optimizer_moves(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
     plans = [plan_of("full"), plan_of("tp"), plan_of("pp")]
     make = partial(OPTIMIZERS[name], lr=1e-2)
@@ -325,7 +325,7 @@ def test_what_cannot_move_is_refused_on_every_rank_before_anything_moves(thread_
         "was given no engine on any rank: give it on those that have one",
         "plan.layers_per_stage",
         "Adafactor",
-        "Owned keeps whole parameters and their state with single ranks, which plait.reshard does not move",
+        "plait.reshard does not move Owned, whose parameters have owners under the old plan: save a",
     ]
     for said, part in zip(first, wanted, strict=True):
         assert part in said, said

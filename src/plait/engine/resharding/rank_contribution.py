@@ -47,12 +47,7 @@ class RankContribution:
         """Return a rank of the old run. Raises PlaitError for state that cannot move."""
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
-        for one in optimizers:
-            if whole_states(one) is not None:
-                raise PlanError(
-                    f"{type(one).__name__} keeps whole parameters and their state with single ranks, which "
-                    "plait.reshard does not move: save a checkpoint, and load it under the other plan."
-                )
+        _refuse_owners(optimizers)
         model = meta_model(engine.blueprint.sequence, runtime.context)
         refuse_lost_settings(model, runtime.loss)
         return RankContribution(
@@ -92,6 +87,16 @@ class RankContribution:
             makers=makers,
             is_list=isinstance(maker, list | tuple),
         )
+
+
+def _refuse_owners(optimizers: Sequence[Optimizer]) -> None:
+    """Raise PlanError for an optimizer of which single ranks have whole parameters with their state."""
+    for one in optimizers:
+        if whole_states(one) is not None:
+            raise PlanError(
+                f"plait.reshard does not move {type(one).__name__}, whose parameters have owners under the "
+                "old plan: save a checkpoint, and load it under the new one."
+            )
 
 
 def _tried(make: object, device: torch.device) -> Optimizer:
