@@ -108,8 +108,12 @@ class Checkpoints(Callback):
             make = partial(self._make_snapshots, run.engine, run.optimizer)
             self._snapshots = self._unless_failed(make)
         if source != "auto":
-            if not self._resume_from_memory(run, own_launch=True) and source != "no":
+            if self._resume_from_memory(run, own_launch=True):
+                return
+            if source != "no":
                 self._load(Path(source).expanduser(), run)
+            if self._snapshots is not None:  # else a later start would find those of another run
+                self._unless_failed(self._snapshots.clear)
             return
         damaged: list[str] = []
         for step, path in self._saved(run):

@@ -135,7 +135,10 @@ class SnapshotFolder:
         for path in self.base.glob(f"{_PREFIX}*"):
             with suppress(OSError):
                 if path != self.path and os.lstat(path).st_uid == os.geteuid() and _has_ended(path):
-                    shutil.rmtree(path, ignore_errors=True)
+                    lock = try_lock(path / _LOCK)  # which ranks have that outlive torchrun's agent
+                    if lock is not None:
+                        shutil.rmtree(path, ignore_errors=True)
+                        lock.close()
 
     def no_room(self, error: OSError, size: int) -> CheckpointError:
         """Return the error for a file of `size` bytes that could not be made."""

@@ -34,7 +34,7 @@ from plait.checkpoint.snapshots.newest_snapshot import (
     text_of_parts,
 )
 from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer
-from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder
+from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
@@ -97,7 +97,11 @@ class Snapshots:
         self._half = 1
         """The half that was written last."""
         self._cleared: set[int] = set()
-        """The halves without files of an earlier attempt."""
+        """The halves without snapshots of an earlier attempt."""
+        self._reserved: set[int] = set()
+        """The halves for which all ranks have memory."""
+        self._goes_on = False
+        """Whether the run goes on from a snapshot."""
         self._last: RankContents | None = None
         self._thread: Thread | None = None
         self._error = ""
@@ -223,9 +227,23 @@ class Snapshots:
                     raise
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
-            self._half = own[0].half
+            self._half, self._goes_on = own[0].half, True
             return name.step, loaded
         return None
+
+    def clear(self) -> None:
+        """Remove the snapshots of before, since the run starts over, or goes on from elsewhere. On all ranks.
+
+        The first `step` does so, too, unless `restore` has found a snapshot.
+        """
+        with raising_on_all_ranks(self._engine.mesh):
+            self._clear(set(HALVES))
+
+    def _clear(self, halves: set[int]) -> None:
+        """Remove all files from halves but those that this attempt writes again. Raises OSError."""
+        for half in halves if self._leads else ():
+            self._folder.clear(half, [file_name(rank) for rank in self._ranks_here])
+        self._cleared |= halves
 
     def close(self) -> None:
         """Remove the run's snapshots, when it has ended as planned. Called on all ranks."""
@@ -269,14 +287,13 @@ class Snapshots:
 
     def _make_room(self, half: int, size: int) -> None:
         """Before a half is written for the first time, clear it, and reserve `size` bytes on this rank."""
-        if half in self._cleared:
+        if half in self._reserved:
             return
         with raising_on_all_ranks(self._engine.mesh):
-            if self._leads:
-                self._folder.clear(half, [file_name(rank) for rank in self._ranks_here])
+            self._clear(({half} if self._goes_on else set(HALVES)) - self._cleared)
         with raising_on_all_ranks(self._engine.mesh):
             self._buffer.reserve(half, size)
-        self._cleared.add(half)
+        self._reserved.add(half)
 
     def _commit(self, contents: RankContents) -> None:
         """Complete this rank's part of a snapshot, in a thread."""

@@ -123,6 +123,17 @@ def test_a_run_that_starts_over_goes_on_only_where_its_ranks_were_restarted(
     assert thread_ranks.run(fresh, tmp_path, 3, ranks=2) == [rows[2:3]] * 2
 
 
+def test_a_run_that_starts_over_leaves_no_snapshot_of_before(
+    thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that is killed before its first snapshot would go on from that of the other run."""
+    thread_ranks.run(partial(train, every=None, keep_best=False), tmp_path, 7, ranks=2)
+    monkeypatch.setattr("plait.checkpoint.snapshots.snapshots.process_of_agent", lambda: "7-7")
+    seldom = partial(train, every=None, keep_best=False, snapshots=snapshots_in(tmp_path, 3))
+    thread_ranks.run(partial(seldom, resume="no"), tmp_path, 2, ranks=2)
+    assert thread_ranks.run(seldom, tmp_path, 1, ranks=2) == [rows[:1]] * 2
+
+
 def test_memory_that_is_short_stops_a_run_or_is_a_warning(
     thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

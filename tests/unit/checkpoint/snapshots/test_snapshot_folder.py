@@ -27,6 +27,7 @@ def test_folders_of_ended_runs_are_removed_and_those_of_living_ones_stay(tmp_pat
     living, ended = process_identity(os.getpid()), process_identity(process.pid)
     folders = [made(tmp_path, "living", living), made(tmp_path, "ended", ended)]
     of_another_time = made(tmp_path, "same id", f"{os.getpid()}-1")
+    of_another_time.release()
     in_a_container = made(tmp_path, "container", ended)
     owner = in_a_container.path / "owner.json"
     owner.write_text(json.dumps({"process": ended, "namespace": "pid:[1]"}))
@@ -37,6 +38,9 @@ def test_folders_of_ended_runs_are_removed_and_those_of_living_ones_stay(tmp_pat
     assert all(folder.path.exists() for folder in (*folders, in_a_container, own))
     assert not of_another_time.path.exists()
     process.communicate(b"\n")
+    own.remove_ended()
+    assert folders[1].path.exists(), "ranks may outlive torchrun's agent: they have the lock"
+    folders[1].release()
     own.remove_ended()
     assert {path.name for path in tmp_path.iterdir()} == {
         folders[0].path.name, in_a_container.path.name, own.path.name, "plait-other", "other",

@@ -159,6 +159,16 @@ def test_a_run_goes_back_to_its_own_snapshot_and_leaves_nothing_at_its_end(tmp_p
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_run_that_does_not_restore_removes_the_snapshots_of_before_with_its_first(tmp_path: Path) -> None:
+    train(plait.Plan(), tmp_path, 4)
+    engine, optimizer, snapshots = make_run(plait.Plan(), tmp_path)
+    step_once(engine, optimizer, 0)
+    snapshots.step(1)
+    snapshots.finish()
+    assert len([*tmp_path.glob("*/*/*.json")]) == 1
+    snapshots.close()
+
+
 def test_an_error_leaves_the_snapshots(tmp_path: Path) -> None:
     snapshots = make_run(plait.Plan(), tmp_path)[2]
     snapshots.step(1)
