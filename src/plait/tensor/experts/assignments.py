@@ -55,4 +55,4 @@ def assign(indices: Tensor, experts: range, sizes: tuple[int, ...] | None = None
     elif sizes is None:
         sizes = tuple(end - start for start, end in pairwise([0, *ends.tolist()]))
     slots = slots[: sum(sizes)]
-    return Assignments(Groups(sizes, ends), TokenRows.of(slots, is_pair), slots.int())
+    return Assignments(Groups(sizes, ends), TokenRows.of(slots, *indices.shape), slots.int())

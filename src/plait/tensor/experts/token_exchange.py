@@ -113,7 +113,8 @@ def exchange_of(
     if etp > 1:
         visits = visits.repeat_interleave(etp, 1)
     ranks, tokens = _places(visits.t(), sum(counts.sent)).unbind(1)
-    return TokenExchange(group, TokenRows.of(ranks.add(tokens, alpha=group.size), visits), counts)
+    places = ranks.add(tokens, alpha=group.size)
+    return TokenExchange(group, TokenRows.of(places, len(indices), group.size), counts)
 
 
 def _visits(chosen: Tensor, parts: Sequence[range]) -> Tensor:

@@ -16,19 +16,20 @@ class TokenRows:
     tokens: Tensor
     """`[rows]`: the token of each row."""
     by_token: Tensor
-    """`[rows]`: numbers of rows in order of the token, and for one token of the column in `is_row`."""
+    """`[rows]`: numbers of rows in order of the token, and for one token of the place."""
     starts: Tensor
     """`[T]`: where in `by_token` each token's rows begin."""
 
     @staticmethod
-    def of(places: Tensor, is_row: Tensor) -> TokenRows:
-        """`is_row`: bool `[T, columns]`, true once for each row; `places [rows]`: where, in it flattened."""
-        count, columns = len(places), is_row.shape[1]
-        numbers = is_row.flatten().cumsum(0)  # from 1, in order of the token
-        by_token = torch.empty(count, dtype=torch.int32, device=places.device)
-        rows = torch.arange(count, dtype=torch.int32, device=places.device)
-        by_token.scatter_(0, numbers.index_select(0, places).sub_(1), rows)
-        starts = numbers.view(-1, columns)[:, 0].int() - is_row[:, 0].int()
+    def of(places: Tensor, tokens: int, columns: int) -> TokenRows:
+        """Return the rows at `places [rows]`, each another element of a flattened `[tokens, columns]`."""
+        count, device = len(places), places.device
+        is_row = torch.zeros(tokens * columns, dtype=torch.bool, device=device).scatter_(0, places, True)
+        numbers = is_row.cumsum(0)  # from 1, in order of the token
+        rows = torch.arange(count, dtype=torch.int32, device=device)
+        by_token = torch.empty_like(rows).scatter_(0, numbers.index_select(0, places).sub_(1), rows)
+        first = slice(None, None, columns)
+        starts = numbers[first].int() - is_row[first].int()
         return TokenRows((places // columns).int(), by_token, starts)
 
     def copies(self, tokens: Tensor) -> Tensor:
