@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 import plait
 from plait.engine.compilation import graphs_and_eager_operations
+from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.expert_products import ExpertCall
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.routing import Routing
@@ -23,12 +24,13 @@ WIDTH, LENGTH, MICROBATCHES = 8, 6, 2
 
 
 class Sparse(nn.Module):
-    """A norm and a mixture of experts, perhaps under autocast."""
+    """A norm and a mixture of experts with a balance loss, perhaps under autocast."""
 
     def __init__(self, shared: int = 0, autocast: bool = False) -> None:
         super().__init__()
         self.norm, self.autocast = nn.LayerNorm(WIDTH), autocast
         self.mixture = plait.MixtureOfExperts(WIDTH, 12, 4, 2, shared)
+        self.mixture.router.balance = Balance(0.5, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
