@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "loop", "rules"),
     ("app",),
     ("estimate", "verification"),
+    ("optimizers",),
     ("engine",),
     ("proof", "checkpoint"),
     ("models",),
@@ -187,6 +188,13 @@ PRIVATE_USES = {
         "backward",
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
+    (
+        "optimizers/owned.py",
+        "_require_unchanged",
+        "_version",
+    ): "whether a parameter was written to: documented, no public name",
+    ("optimizers/owned.py", "_copy_to_shards", "_version"): "likewise",
+    ("optimizers/owned.py", "read_parameters", "_version"): "likewise",
     (
         "engine/cuda_graphs/host_reads.py",
         "",

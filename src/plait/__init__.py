@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from plait import estimate as estimate
     from plait import loop as loop
     from plait import models as models
+    from plait import optimizers as optimizers
     from plait import pictures as pictures
     from plait import plan as plan
     from plait import ranks as ranks
@@ -31,14 +32,18 @@ if TYPE_CHECKING:
     from plait.app.loop.stream import Stream
     from plait.checkpoint.loading import load
     from plait.checkpoint.saving import save
+    from plait.checkpoint.snapshots.snapshots import Snapshots
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
+    from plait.engine.resharding.reshard import reshard
     from plait.errors import PlaitError
     from plait.estimate.memory.predicted_memory import memory
     from plait.estimate.prediction.prediction import predict
     from plait.estimate.search.plan_search import plans
     from plait.estimate.time.hardware import Hardware
     from plait.models.lora import lora
+    from plait.optimizers.muon import Muon
+    from plait.optimizers.owned import Owned
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
     from plait.ranks.launch.launch import launch
@@ -63,8 +68,11 @@ _HOME = {
     "Loader": "plait.app.data.loader",
     "Mesh": "plait.ranks.mesh",
     "MixtureOfExperts": "plait.tensor.experts.mixture",
+    "Muon": "plait.optimizers.muon",
+    "Owned": "plait.optimizers.owned",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
+    "Snapshots": "plait.checkpoint.snapshots.snapshots",
     "Stream": "plait.app.loop.stream",
     "attention": "plait.tensor.attention.attention",
     "check": "plait.schedules.check",
@@ -79,6 +87,7 @@ _HOME = {
     "plans": "plait.estimate.search.plan_search",
     "positions": "plait.tensor.running_sequence",
     "predict": "plait.estimate.prediction.prediction",
+    "reshard": "plait.engine.resharding.reshard",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",
@@ -93,8 +102,11 @@ __all__ = [
     "Loader",
     "Mesh",
     "MixtureOfExperts",
+    "Muon",
+    "Owned",
     "PlaitError",
     "Plan",
+    "Snapshots",
     "Stream",
     "attention",
     "check",
@@ -110,6 +122,7 @@ __all__ = [
     "plans",
     "positions",
     "predict",
+    "reshard",
     "save",
     "schedule",
     "sequence_part",

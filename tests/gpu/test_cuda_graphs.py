@@ -94,7 +94,7 @@ def checked(case: Case, plan: Plan) -> list[str]:
     batches = woven.shares(case, engine, 4)
     for batch in batches[:3]:
         engine.forward_backward(*batch)
-    graphs_of(engine).check = check = ReplayCheck(engine._runtime.units, engine._runtime.dropout)
+    graphs_of(engine).check = check = ReplayCheck(engine.runtime.units, engine.runtime.dropout)
     engine._runner.scale.value = 4.0
     engine.forward_backward(*batches[3])
     return list(map(str, check.differences))

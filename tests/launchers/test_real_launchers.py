@@ -106,6 +106,32 @@ def test_torchrun_restarts_until_the_run_has_ended_with_the_same_loss(tmp_path: 
     assert last[0] == last[1] != ""
 
 
+def losses_of(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_ranks_that_torchrun_restarts_go_on_from_memory_and_read_no_checkpoint(tmp_path: Path) -> None:
+    """Both ranks are killed, one in each attempt: the losses are those of the run that lost no rank."""
+    before = {*Path("/dev/shm").glob("plait-*")}
+    for kind, killed in {"undisturbed": "", "same": "3,5", "other": "2,5", "disk": "3,5"}.items():
+        restarts = ("--max-restarts", killed.count(",") + bool(killed))
+        command = torchrun("--nproc-per-node", 2, "--master-port", free_port(), *restarts)
+        process = start(
+            command, "mortal_snapshots.py", tmp_path / kind, killed, *[kind] * (kind in ("other", "disk"))
+        )
+        code, output, errors = finished(process)
+        assert code == 0, output + errors
+        ended = json.loads(output.splitlines()[-1])
+        assert ended["restarts"] == str(restarts[1])
+        assert (ended["opened"] == [0, 0]) == (kind != "disk"), "this run counts what it reads"
+        assert output.count("Resumed from memory") == (restarts[1] if kind in ("same", "other") else 0)
+    whole = losses_of(tmp_path / "undisturbed")
+    assert len(whole) == 8
+    assert losses_of(tmp_path / "same") == losses_of(tmp_path / "disk") == whole
+    assert losses_of(tmp_path / "other") == pytest.approx(whole, rel=1e-12)
+    assert {*Path("/dev/shm").glob("plait-*")} <= before
+
+
 def test_ranks_of_two_restarted_hosts_agree_on_the_attempt(tmp_path: Path) -> None:
     """Each agent counts only the restarts that its own ranks have caused: here one each, of two."""
     options = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--max-restarts", 2)

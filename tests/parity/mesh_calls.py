@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from plait.engine.blueprint import StepPrograms
@@ -35,7 +34,15 @@ from plait.schedules.lowering.program import (
     RunLayer,
     ScatterGradient,
 )
-from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
+from plait.schedules.lowering.stream_replay import (
+    Awaited,
+    Call,
+    Operation,
+    Queued,
+    Read,
+    deadlock_of,
+    first_uses,
+)
 from plait.schedules.schedule import Schedule
 
 Mode: TypeAlias = Literal["train", "evaluate", "generate"]
@@ -62,17 +69,22 @@ class Buffer(NamedTuple):
     summands: int = 1
     """Over how many neighbours along `tp` its gradient is summed."""
     trains: bool = True
+    of_one_rank: bool = False
+    """Whether no other rank has a part of it or a summand of its gradient: experts of ranks along `ep`."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a step queues that the programs do not tell. Collectives are words such as `all_reduce`.
 
-    One is started and awaited at once; `+all_reduce` starts it, and `-all_reduce` awaits it.
+    One is started and awaited at once; `+all_reduce` starts it, and `-all_reduce` awaits it; `!all_gather`
+    is started and read.
     """
 
     layers: Callable[[LayerIndex, Kind], str] = lambda layer, kind: ""
     """Collectives over `tp` of a layer's forward, input gradient, weight gradient, or both at once."""
+    experts: Callable[[LayerIndex, Kind], str] = lambda layer, kind: ""
+    """Likewise over `ep` and `etp`, before those; the host reads what `!all_gather` gives."""
     loss: str = ""
     """Over `tp`, of a micro-batch's loss."""
     buffers: Callable[[str], Sequence[Buffer]] = lambda unit: (Buffer(),)
@@ -105,6 +117,9 @@ class Communicators:
             groups = tuple(axes.groups_along(axis, sizes))
             owner = owners.setdefault(groups, axis)  # axes with the same ranks share one
             self._groups[axis] = owner, {rank: ranks for ranks in groups for rank in ranks}
+        if "ep" in sizes:
+            of_experts = axes.groups_along(("ep", "etp"), sizes)
+            self._groups["experts"] = "experts", {rank: ranks for ranks in of_experts for rank in ranks}
 
     def along(self, axis: str, rank: int) -> tuple[Hashable, tuple[int, ...]]:
         """The communicator of collectives over a rank's group along an axis, and the ranks."""
@@ -145,7 +160,7 @@ class MeshCalls:
     calls: list[list[Call]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.calls = [[] for _ in range(prod(self.sizes.values()))]
+        self.calls = [[] for _ in range(axes.world_size(self.sizes))]
         self._communicators = Communicators(self.sizes, device_bound=self.device_bound)
         self._lines = axes.groups_along("pp", self.sizes)
         self._counts: Counter[tuple[int, Hashable, str]] = Counter()
@@ -208,12 +223,12 @@ class MeshCalls:
         communicator, ranks = self._communicators.along(axis, rank)
         started: dict[str, Operation] = {}
         for word in text.split() if len(ranks) > 1 else ():
-            kind = word.lstrip("+-")
+            kind = word.lstrip("+-!")
             if not word.startswith("-"):
                 started[kind] = self.operation(rank, communicator, ranks, f"{kind} of {what}")
                 yield Queued(started[kind])
             if not word.startswith("+"):
-                yield Awaited(started[kind])
+                yield (Read if word.startswith("!") else Awaited)(started[kind])
 
     def operation(self, rank: int, communicator: Hashable, ranks: tuple[int, ...], name: str) -> Operation:
         """The next operation of this name on a rank's communicator."""
@@ -257,7 +272,12 @@ class _Line:
         rank, workload = self.line[index], self.mesh.workload
         match instruction:
             case RunLayer(action, layer):
-                words = workload.layers(LayerIndex(action.stage, layer), action.kind)
+                place = LayerIndex(action.stage, layer)
+                words = workload.layers(place, action.kind)
+                if exchanges := workload.experts(place, action.kind):
+                    yield from self.mesh.collectives(
+                        rank, "experts", exchanges, f"tokens of {action}.{layer}"
+                    )
                 yield from self.mesh.collectives(rank, "tp", words, f"{action}.{layer}")
             case ComputeLoss(action):
                 yield from self.mesh.collectives(rank, "tp", workload.loss, f"the loss {action.microbatch}")
@@ -285,14 +305,15 @@ class _Line:
         started[rank, unit] = [
             self.mesh.operation(rank, communicator, ranks, f"{kind} of {unit}")
             for buffer in self.mesh.workload.buffers(unit)
-            if buffer.sharded and (buffer.trains or kind == "all_gather") and len(ranks) > 1
+            if buffer.sharded and not buffer.of_one_rank
+            if (buffer.trains or kind == "all_gather") and len(ranks) > 1
         ]
         yield from map(Queued, started[rank, unit])
 
     def _reduce(self, rank: int, unit: str) -> Iterator[Call]:
         for buffer in self.mesh.workload.buffers(unit):
             communicator, ranks = self.mesh.replicas(rank, buffer, self.tied.get(unit))
-            if buffer.trains and len(ranks) > 1:
+            if buffer.trains and len(ranks) > 1 and not buffer.of_one_rank:
                 operation = self.mesh.operation(rank, communicator, ranks, f"all_reduce of {unit}")
                 self.reducing[rank].append(operation)
                 yield Queued(operation)

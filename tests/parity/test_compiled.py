@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from parity import huggingface_cases, woven
-from parity.cases import USER_CASES, gpt2, llama
+from parity.cases import USER_CASES, gpt2, llama, sparse_llama
 from parity.dropping import DROPPING, IN_CONTEXTS, TWICE, by_hand
 from parity.pairs import covering_rows, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
 from plait.engine.compilation.compiled_layer import CompiledRun
-from plait.errors import ModelError
 from plait.plan.plan import Plan
 
 BY_NAME = {case.name: case for case in USER_CASES}
@@ -136,9 +135,7 @@ def test_generated_code_trains_as_one_rank_under_context_parallelism(
 
 @pytest.mark.full
 @pytest.mark.transformers
-@pytest.mark.parametrize(
-    "name", [one for one in huggingface_cases.MODELS if one not in huggingface_cases.SPARSE]
-)
+@pytest.mark.parametrize("name", huggingface_cases.MODELS)
 def test_compiled_models_of_transformers_train_as_one_rank(thread_ranks, name):
     plan = Plan(pp=2, schedule="zb-h1", microbatches=2, precision="fp64", compile="graphs")
     # Some norms compute in float32, whose rounding depends on how they are divided into operations.
@@ -146,8 +143,39 @@ def test_compiled_models_of_transformers_train_as_one_rank(thread_ranks, name):
         check_parity(thread_ranks, huggingface_cases.case(name), plan)
 
 
+SPARSE = {
+    "tp, ep, zb-h1": {"tp": 2, "ep": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 3},
+    "full, recomputed": {"dp": 2, "ep": 2, "strategy": "full", "recompute": "full", "microbatches": 2},
+    "one rank": {"microbatches": 2},
+    "none": {"dp": 2, "strategy": "none", "microbatches": 2},
+    "each": {"dp": 2, "strategy": "gradients", "reduce": "each", "microbatches": 2},
+    "zb-v": {"pp": 2, "schedule": "zb-v", "microbatches": 4, "recompute": "selective"},
+    "keep": {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": "keep", "strategy": "full"},
+    "regather": {"tp": 2, "sequence_parallel": "regather", "pp": 2, "schedule": "zb-h1", "microbatches": 2},
+    "etp": {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "strategy": "full", "recompute": "full"},
+    "cp": {"cp": 2, "ep": 2, "dp": 2, "strategy": "optimizer"},
+}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("shared", [2, 0])
+@pytest.mark.parametrize("name", SPARSE)
+def test_compiled_layers_with_experts_train_as_one_rank(thread_ranks, name, shared):
+    plan = Plan(precision="fp64", compile="graphs", **SPARSE[name])
+    check_parity(thread_ranks, sparse_llama(shared=shared), plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(SPARSE)[:3])
+def test_generated_code_around_experts_trains_as_one_rank(thread_ranks, name):
+    check_parity(thread_ranks, sparse_llama(shared=2), Plan(precision="fp64", compile=True, **SPARSE[name]))
+
+
+@pytest.mark.full
 @pytest.mark.transformers
-def test_a_layer_with_experts_is_not_compiled_and_named(thread_ranks):
-    plan = Plan(microbatches=1, precision="fp64", compile="graphs")
-    with pytest.raises(ModelError, match=r"the layer 'blocks\.0\.mlp' cannot be compiled.* 'where possible'"):
-        check_parity(thread_ranks, huggingface_cases.case("mixtral"), plan)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_compiled_mixtures_of_transformers_train_as_one_rank(thread_ranks, name, recompute):
+    plan = Plan(dp=2, tp=2, ep=4, strategy="full", microbatches=2, precision="fp64", compile="graphs")
+    with huggingface_cases.norms_in_float64():
+        check_parity(thread_ranks, huggingface_cases.case(name), replace(plan, recompute=recompute))

@@ -22,7 +22,7 @@ from plait.tensor.layer_values import list_of_tensors
 def sent_by(case: Case, plan: Plan) -> tuple[int, int]:
     """How many tensors a replayed step sends, and how many of them from memory that graphs write."""
     engine, sent = recording_engine(case, plan), list[int]()
-    exchange = engine._runtime.pipeline.exchange
+    exchange = engine.runtime.pipeline.exchange
     original = exchange.send
 
     def noted(action: Any, tensors: Any, peer: int) -> None:
@@ -46,7 +46,7 @@ def test_what_is_sent_lies_outside_the_memory_that_the_next_micro_batch_overwrit
 
 def foreign_tensors(engine: Engine) -> list[str]:
     """What graphs read or write besides memory that stays where it is: operation and shape of each tensor."""
-    graphs, runtime = graphs_of(engine), engine._runtime
+    graphs, runtime = graphs_of(engine), engine.runtime
     always = (
         {address(runtime.pipeline.loss_stage.scale)}
         if runtime.pipeline.loss_stage.scale is not None
@@ -71,7 +71,7 @@ def foreign_tensors(engine: Engine) -> list[str]:
 
 def addresses(engine: Engine) -> list[int]:
     """Where all that graphs read or write lies: in three steps it must be in the same places."""
-    graphs, runtime = graphs_of(engine), engine._runtime
+    graphs, runtime = graphs_of(engine), engine.runtime
     scale = runtime.pipeline.loss_stage.scale
     found = [] if scale is None else [address(scale)]
     for unit in runtime.units.values():

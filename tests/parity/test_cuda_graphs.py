@@ -212,7 +212,7 @@ def test_a_replayed_step_calls_no_layer_no_loss_and_no_backward() -> None:
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     setattr(one, name, math.nan)
     with (
-        patch.object(type(engine._runtime.loss), "total", called),
+        patch.object(type(engine.runtime.loss), "total", called),
         patch.object(stage, "run_backward", called),
     ):
         loss = engine.forward_backward(*batches[3])

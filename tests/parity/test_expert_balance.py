@@ -78,7 +78,7 @@ TENSOR: dict[str, dict[str, Any]] = {
 def plan_of(row: dict[str, Any]) -> Plan:
     """The plan of a row, or of the beginning of one."""
     tables = {"pipeline": PIPELINES, "data": DATA, "tensor": TENSOR}
-    options = {"cp": 1, "ep": 1, "etp": 1, "microbatches": 1, "recompute": "none"}
+    options = {"cp": 1, "ep": 1, "etp": 1, "microbatches": 1, "recompute": "none", "compile": False}
     fields = {
         name: value
         for factor, table in tables.items()
@@ -114,6 +114,7 @@ FACTORS: dict[str, list[Any]] = {
     "etp": [1, 2],
     "microbatches": [1, 2],
     "recompute": ["none", "selective", "full"],
+    "compile": [False, "graphs"],
 }
 
 

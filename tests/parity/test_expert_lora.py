@@ -28,7 +28,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp 2": {"pp": 2, "schedule": "zb-h1", "microbatches": 2},
     "full": {"dp": 4, "ep": 2, "strategy": "full", "reduce": "each", "microbatches": 2},
     "keep": {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": "keep"},
+    "etp": {"dp": 2, "etp": 2},
+    "sharded etp": {"dp": 4, "etp": 2, "strategy": "full", "reduce": "each", "microbatches": 2},
+    "everything": {"pp": 2, "tp": 2, "ep": 2, "etp": 2, "dp": 2, "schedule": "zb-h1", "microbatches": 2},
+    "hybrid": {"dp": 4, "replicate": 2, "etp": 2, "strategy": "optimizer"},
     "recompute": {"dp": 2, "ep": 2, "recompute": "full", "strategy": "full"},
+    "compiled": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 2, "compile": "graphs"},
     "zero bubble": {
         **{"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 4},
         **{"strategy": "full", "reduce": "each"},
@@ -46,8 +51,9 @@ def test_adapted_experts_train_as_on_one_rank(thread_ranks: RankPool, name: str)
 
 RATE, ROWS = 0.5, 8
 OF_PEFT = {
-    "dp 2 ep 2": {"dp": 2, "ep": 2},
+    "dp 2 etp 2": {"dp": 2, "etp": 2},
     "everything": {"pp": 2, "tp": 2, "ep": 2, "dp": 2, "strategy": "full", "microbatches": 2},
+    "dp 2 ep 2": {"dp": 2, "ep": 2},
 }
 MIXTRAL = partial(families.drawn, families.MODELS["mixtral"])
 

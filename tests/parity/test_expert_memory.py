@@ -43,6 +43,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "selective, ep 1": {"recompute": "selective"},
     "bf16": {"dp": 2, "ep": 2, "precision": "bf16"},
     "more ranks than experts": {"dp": 4, "ep": 4, "strategy": "full"},
+    "compiled": {"dp": 2, "ep": 2, "compile": "graphs"},
+    "compiled, recomputed": {"dp": 2, "ep": 2, "recompute": "full", "compile": "graphs"},
 }
 UNEVEN = {"more ranks than experts": 3, "optimizer": 5}
 """Plans of models with other numbers of experts, of which the first rank has the most."""
@@ -85,7 +87,9 @@ def adapted() -> nn.Module:
     return plait.lora(sparse(every_choice).build(), rank=8, targets=("experts.*", "query"))
 
 
-@pytest.mark.parametrize("name", in_quick(("dp 2 ep 2", "full, each", "recompute", "bf16"), "dp 2 ep 2"))
+@pytest.mark.parametrize(
+    "name", in_quick(("dp 2 ep 2", "full, each", "recompute", "bf16", "ep 2 etp 2"), "dp 2 ep 2")
+)
 def test_predicted_memory_of_adapted_experts_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
     check(rank_pool, Case("adapted", adapted, draw), name)
 
@@ -105,7 +109,9 @@ def check(rank_pool: Any, case: Case, name: str) -> None:
             assert held == pytest.approx(alive, abs=CLOSE * found.peak), f"rank {rank} after {moment}"
 
 
-@pytest.mark.parametrize("name", in_quick(("dp 2 ep 2", "keep", "ep 2 etp 2", "pp 2 ep 2"), "dp 2 ep 2"))
+@pytest.mark.parametrize(
+    "name", in_quick(("dp 2 ep 2", "keep", "ep 2 etp 2", "pp 2 ep 2", "compiled"), "dp 2 ep 2")
+)
 def test_the_worst_case_is_what_a_rank_with_all_tokens_allocates(rank_pool: Any, name: str) -> None:
     plan = Plan(**{"microbatches": 2, "precision": "fp32", **PLANS[name]})
     case, rows = sparse(the_first), 12

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import plait
 from parity.case import Batch, Case
+from parity.pairs import in_quick
 from parity.parity import check_parity
 from parity.resumed_steps import in_a_rank
 from plait.plan import rules
@@ -42,6 +43,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero bubble": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "microbatches": 4},
     "recompute": {"dp": 2, "ep": 2, "recompute": "full", "strategy": "full"},
     "replicated experts": {"dp": 4, "replicate": 2, "ep": 2},
+    "compiled": {"dp": 2, "ep": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 2, "compile": "graphs"},
 }
 
 
@@ -99,7 +101,7 @@ def test_checkpoints_go_from_any_division_of_experts_to_any_other(thread_ranks: 
     assert losses == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["full", pytest.param("tp 2 ep 4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", in_quick(("full", "tp 2 ep 4", "compiled"), "full"))
 def test_verify_finds_it_right(name: str) -> None:
     model = build().to_empty(device="cpu")
     for number, parameter in enumerate(model.parameters()):

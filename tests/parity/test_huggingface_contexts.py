@@ -106,10 +106,10 @@ def test_declared_families_on_packed_documents(thread_ranks: Any, name: str, pla
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", MORE_PLANS)
-def test_latent_attention_in_graphs(thread_ranks: Any, plan: str) -> None:
-    """Of a DeepSeek-V3 without experts, whose layers cannot be compiled."""
+@pytest.mark.parametrize("name", ["deepseek-dense", "deepseek-v3"])
+def test_latent_attention_in_graphs(thread_ranks: Any, name: str, plan: str) -> None:
     with cases.norms_in_float64():
-        check_parity(thread_ranks, case("deepseek-dense", 8), replace(MORE_PLANS[plan], compile="graphs"))
+        check_parity(thread_ranks, case(name, 8), replace(MORE_PLANS[plan], compile="graphs"))
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -71,7 +71,7 @@ def counted(case: str, plan: Plan) -> dict[str, Any]:
     for _ in range(2):
         engine.forward_backward(inputs, targets)
         optimizer.step()
-    buffers = [buffer for unit in engine._runtime.units.values() for buffer in unit.buffers]
+    buffers = [buffer for unit in engine.runtime.units.values() for buffer in unit.buffers]
     state = (one for kept in optimizer.state.values() for one in kept.values())
     return {
         "traffic": engine.traffic(),

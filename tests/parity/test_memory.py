@@ -141,7 +141,7 @@ def count_in_a_rank(case: Case, plan: Plan, momentum: bool, rows: int = ROWS) ->
     remembered_plan.cache_clear()
     with live:
         engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss)
-        for unit in engine._runtime.units.values():
+        for unit in engine.runtime.units.values():
             for buffer in unit.trainable:
                 live.own(buffer.gradient)
         optimizer = (

@@ -12,7 +12,7 @@ import pytest
 
 import plait
 from parity import woven
-from parity.cases import gpt2
+from parity.cases import gpt2, sparse_llama
 from parity.mesh_calls import (
     AGAIN,
     MODES,
@@ -66,6 +66,12 @@ LAYERS = {
     },
 }
 """By `plan.sequence_parallel`: the collectives over `tp` of each layer of GPT-2."""
+EXCHANGES = {
+    Kind.F: "!all_gather all_to_all all_to_all",
+    Kind.I: "all_to_all all_to_all",
+    Kind.B: "all_to_all all_to_all",
+}
+"""Over `ep`, of each layer with experts."""
 
 
 def workload_of(blueprint: Blueprint) -> Workload:
@@ -79,12 +85,20 @@ def workload_of(blueprint: Blueprint) -> Workload:
             return f"{of_layer.get(Kind.I, '')} {of_layer.get(Kind.W, '')}"
         return of_layer.get(kind, "")
 
+    def exchanges(at: LayerIndex, kind: Kind) -> str:
+        return EXCHANGES.get(kind, "") if at in blueprint.lowering_spec.exchanges.layers else ""
+
     def buffers(unit: str) -> list[Buffer]:
         kinds = (spec.kind for spec in blueprint.buffer_specs[unit])
-        return [Buffer(kind.sharded, kind.summands, kind.trains) for kind in kinds]
+        return [
+            Buffer(
+                kind.sharded, kind.summands, kind.trains, "edp" in (*kind.sharded_over, *kind.reduced_over)
+            )
+            for kind in kinds
+        ]
 
     norm = "world" if plan.shards else "model"
-    return Workload(collectives, "all_reduce all_reduce", buffers, "all_gather", norm)
+    return Workload(collectives, exchanges, "all_reduce all_reduce", buffers, "all_gather", norm)
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -99,8 +113,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "layerwise": {"pp": 2, "tp": 2, "sequence_parallel": "regather", "overlap": True},
     "zb-h1": {"pp": 2, "tp": 2, "sequence_parallel": "regather", "schedule": "zb-h1"},
     "pp alone": {"pp": 4, "schedule": "v-half"},
+    "experts": {"pp": 2, "dp": 2, "ep": 2, "strategy": "full", "schedule": "zb-h1", "reduce": "each"},
 }
-QUICK = ("zb-v", "regather")
+QUICK = ("zb-v", "regather", "experts")
 DEVICE_BOUND = ("zb-v", "interleaved", "plain", "auto")
 """Where `init_process_group` was given a `device_id`."""
 
@@ -122,6 +137,8 @@ def test_engines_queue_the_communication_that_mesh_calls_lists(
     plan = Plan(**PLANS[name], microbatches=3, precision="fp64")
     rules = StreamRules("late", device_bound=name in DEVICE_BOUND)
     case = gpt2(layers=6 if name == "interleaved" else 4)
+    if plan.divides_experts:
+        case = sparse_llama(layers=2)
 
     def body() -> Engine:
         engine = woven.weave(case, plan)
@@ -133,8 +150,8 @@ def test_engines_queue_the_communication_that_mesh_calls_lists(
         return engine
 
     engine, *_ = thread_ranks.under_rules("late", lambda: rules).run(body, ranks=plan.world)
-    sizes = axes.sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
-    blueprint = engine._runtime.blueprint
+    sizes = axes.sizes_of_plan(plan)
+    blueprint = engine.runtime.blueprint
     told = MeshCalls(sizes, engine._runner.steps, workload_of(blueprint), device_bound=rules.device_bound)
     for mode in MODES:
         told.add(mode)

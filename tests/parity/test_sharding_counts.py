@@ -36,7 +36,7 @@ def batch(plan: Plan) -> Any:
 def sizes_of(engine: Engine) -> list[int]:
     """Elements of each unit, padding included, in the order of layers."""
     return [
-        sum(buffer.spec.offsets.size for buffer in unit.buffers) for unit in engine._runtime.units.values()
+        sum(buffer.spec.offsets.size for buffer in unit.buffers) for unit in engine.runtime.units.values()
     ]
 
 

@@ -91,7 +91,7 @@ def trained(plan: Plan, breaks: tuple[str, int] | None, carries: bool) -> list[T
         for parameter, old in zip(engine.parameters(), before, strict=True):
             assert (parameter.grad is None) == (old is None)
             assert old is None or torch.equal(parameter.grad, old)
-        for unit in engine._runtime.units.values():
+        for unit in engine.runtime.units.values():
             for buffer in unit.buffers:
                 assert buffer.spec.whole.kept or not buffer.whole.untyped_storage().nbytes()
         tell(engine, None, 0)

@@ -109,7 +109,7 @@ def counted(plan: Plan) -> int:
     live = LiveBytes()
     with live, patch.object(blueprint, "resolve_units", resolved):
         engine = plait.parallelize(build(), plan, plait.Mesh(plan), CASE.loss, seed=3)
-        for unit in engine._runtime.units.values():
+        for unit in engine.runtime.units.values():
             for buffer in unit.trainable:
                 live.own(buffer.gradient)
         optimizer = torch.optim.AdamW(engine.parameters())

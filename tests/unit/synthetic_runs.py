@@ -57,7 +57,8 @@ def write_experts(folder: Path, steps: int, routers: int = 2, experts: int = 4) 
                 f"blocks.{number}.router": [draw.randint(50, 150) for _ in range(experts - 1)] + [0]
                 for number in range(routers)
             }
-            file.write(json.dumps({"step": step, "tokens": tokens}) + "\n")
+            row = {"step": step, "tokens": tokens, "sent": [2 * step, 30], "received": [20, 4 * step]}
+            file.write(json.dumps(row) + "\n")
 
 
 def write_ranks(folder: Path, rows: list[dict[str, Any]], world: int, slow: int | None = None) -> None:

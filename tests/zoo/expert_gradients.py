@@ -118,6 +118,11 @@ def routers_reduced_like_experts() -> Any:
     return _reduced_like(lambda kind: kind.reduced_over != EXPERT_DATA_AXES, ("replicate", "edp"))
 
 
+def adapters_not_summed_over_etp() -> Any:
+    """Each rank of etp keeps its own summand of the half of an adapter that all of them have."""
+    return _reduced_like(lambda kind: "etp" in kind.reduced_over, EXPERT_DATA_AXES)
+
+
 def _counted(change: Callable[[set[str], set[str], Any], set[str]]) -> Any:
     """The parameters that a rank adds to the norm are what `change` gives for them and those of experts."""
     original = composer.counted_parameters
@@ -282,6 +287,15 @@ EXPERT_GRADIENTS = (
         R,
         "sum over dp is missing",
         plan=sparse.EP,
+        ranks=(0, 1),
+    ),
+    _row(
+        adapters_not_summed_over_etp,
+        R,
+        "sum over etp is missing",
+        model=sparse.ADAPTED,
+        plan=Plan(dp=2, etp=2, microbatches=2),
+        parameter=r".*_adapter\.(down|up)",
         ranks=(0, 1),
     ),
     _row(norm_counts_experts_on_each_copy, N, "more than one of them", plan=sparse.COPIES, ranks=ALL),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plait.tensor.experts import router as routers
 from plait.tensor.experts import step_balance
+from plait.tensor.experts.routing import Routing
 from plait.tensor.experts.step_balance import StepBalance
 from plait.verification.step_location import StepPhase
 from zoo import sparse
@@ -122,6 +123,28 @@ def z_loss_of_the_mean() -> Any:
     return patch.object(step_balance, "token_z", z)
 
 
+def z_loss_not_squared() -> Any:
+    """The z-loss adds up the logarithms themselves."""
+    return patch.object(
+        step_balance, "token_z", lambda logits, counted: logits.logsumexp(-1).where(counted, 0).sum()
+    )
+
+
+def load_without_k() -> Any:
+    """The load of all experts adds up to 1, as Megatron-Core has it, not to k."""
+    original = step_balance.token_balance
+
+    def balance(probabilities: Tensor, load: Tensor, documents: Tensor) -> Tensor:
+        return original(probabilities, load / load.sum(-1, keepdim=True), documents)
+
+    return patch.object(step_balance, "token_balance", balance)
+
+
+def sigmoids_not_over_their_sum() -> Any:
+    """The probabilities of a router with sigmoids are these themselves, which do not add up to 1."""
+    return patch.object(Routing, "probabilities", Routing.scores_of)
+
+
 def _row(defect: Any, phase: StepPhase, cause: str = "", *, plan: Any = sparse.EP, **more: Any) -> Row:
     row = {"model": sparse.BALANCED, "full": True, "options": ONE_STEP}
     named = {"layer": "2", "microbatch": 0} if phase is StepPhase.INPUT_GRADIENT else {}
@@ -146,4 +169,7 @@ ROUTER_LOSSES = (
     _row(biases_not_corrected, STATE, "not corrected", model=sparse.LEARNING),
     _row(probabilities_of_chosen_experts_only, IN, OTHER),
     _row(z_loss_of_the_mean, IN, OTHER),
+    _row(z_loss_not_squared, IN, OTHER),
+    _row(load_without_k, IN, OTHER),
+    _row(sigmoids_not_over_their_sum, IN, OTHER, model=sparse.SIGMOIDS),
 )

@@ -56,6 +56,25 @@ def weights_not_normalized() -> Any:
     return patch.object(Routing, "weights", weights)
 
 
+def weights_over_the_largest() -> Any:
+    """A token's weights are its scores over the largest of them, not over their sum."""
+
+    def weights(self: Routing, scores: Tensor, indices: Tensor) -> Tensor:
+        chosen = scores.gather(-1, indices)
+        return chosen / chosen.amax(-1, keepdim=True)
+
+    return patch.object(Routing, "weights", weights)
+
+
+def softmax_over_tokens() -> Any:
+    """Scores are the softmax of an expert's logits over all tokens."""
+
+    def scores_of(self: Routing, logits: Tensor) -> Tensor:
+        return logits.softmax(0)
+
+    return patch.object(Routing, "scores_of", scores_of)
+
+
 def smallest_scores_chosen() -> Any:
     """Experts in the wrong order."""
     right = routing._largest
@@ -164,6 +183,8 @@ def _row(defect: Any, model: Case, plan: Plan, phase: StepPhase = StepPhase.FORW
 ROUTER = "what mixture.router gives is the first to differ, and what it is given is equal"
 ROUTING = (
     _row(weights_not_normalized, PLAIN, cases.TWO_PARTS, cause=ROUTER),
+    _row(weights_over_the_largest, PLAIN, cases.TWO_PARTS, cause=ROUTER),
+    _row(softmax_over_tokens, PLAIN, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
     _row(smallest_scores_chosen, PLAIN, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
     _row(correction_left_out, CORRECTED, cases.TWO_PARTS, StepPhase.ROUTING, cause="chosen otherwise"),
     _row(correction_in_the_weights, CORRECTED, cases.TWO_PARTS, cause=ROUTER),

@@ -208,7 +208,7 @@ def wholes_are_stepped() -> Any:
     """The optimizer has what layers use, whose gradients are not there any more."""
 
     def wholes(engine: Engine, shards: list[Any]) -> list[dict[str, Any]]:
-        units = engine._runtime.units.values()
+        units = engine.runtime.units.values()
         every = [parameter for unit in units for parameter in unit.parameters.values()]
         return [{"params": every, "weight_decay": 0.1}]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parity import lora_cases
 from parity.case import Batch, Case
 from parity.cases import with_values
 from plait.plan import rules
@@ -99,6 +100,9 @@ GROUPED = of(
 TIED = Case("sparse tied", with_values(first_sparse), draw_with_zeros)
 SHARED = Case("sparse shared", with_values(with_shared), draw)
 
+ADAPTED = lora_cases.case(FIVE, targets=("experts.gate_up_proj", "experts.down_proj"))
+"""Its experts have adapters, and nothing else trains."""
+
 MANY = of(partial(Sparse, 16, 1), name="many")
 """More experts than most micro-batches have tokens for."""
 
@@ -131,6 +135,7 @@ BALANCED = balanced(weight=0.5, z_weight=0.1)
 OF_THE_STEP = balanced(weight=0.5, counts="step")
 COUPLED = balanced(weight=0.5, counts="step", coupled=True)
 PREVIOUS = balanced(weight=0.5, counts="previous")
+SIGMOIDS = balanced(corrected=True, weight=0.5)
 LEARNING = balanced(corrected=True, bias_rate=0.01)
 
 EP = Plan(dp=2, ep=2, microbatches=2)

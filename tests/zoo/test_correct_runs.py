@@ -178,7 +178,7 @@ def test_unusual_models_and_plans_are_equal(thread_ranks, right):
     outcomes = thread_ranks.run(verify_rank, case, right.plan, ranks=right.plan.world)
     report = build_report(outcomes, right.plan, case.options)
     assert report, report
-    assert not report.left_out
+    assert not report.left_out, report
 
 
 def test_tokens_whose_scores_are_as_near_as_rounding_take_the_experts_of_the_reference(rank_pool):

@@ -32,7 +32,7 @@ def differences(case: Case, plan: Plan, shortens: bool = False) -> tuple[list[An
         engine.step(optimizer, 1.0)
         optimizer.zero_grad()
     graphs = graphs_of(engine)
-    graphs.check = ReplayCheck(engine._runtime.units, engine._runtime.dropout)
+    graphs.check = ReplayCheck(engine.runtime.units, engine.runtime.dropout)
     engine._runner.scale.value = 4.0
     replayed = graphs.counts.replayed
     last = [map_tensors(lambda tensor: tensor[:, :-1], one) if shortens else one for one in batches[4]]

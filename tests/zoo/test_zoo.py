@@ -37,6 +37,7 @@ from zoo.sinks_and_latents import SINKS_AND_LATENTS
 from zoo.stepping import STEPPING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
+from zoo.whole_matrices import WHOLE_MATRICES
 
 TABLES = (
     FORWARD,
@@ -67,6 +68,7 @@ TABLES = (
     EXCHANGE_OF_TOKENS,
     EXPERT_GRADIENTS,
     ROUTER_LOSSES,
+    WHOLE_MATRICES,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
@@ -81,6 +83,10 @@ SEEN_BY_EXACT = (
     *SEQUENCE,
     *CONTEXT,
     *FINE_TUNING,
+    *ROUTING,
+    *EXPERTS_OF_TOKENS,
+    *EXCHANGE_OF_TOKENS,
+    *EXPERT_GRADIENTS,
 )
 UNSEEN_BY_EXACT = {
     "inputs_in_single_precision": "float32 has room for small whole numbers",
@@ -102,6 +108,20 @@ UNSEEN_BY_EXACT = {
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
     "mean_square_of_own_features": "norms have a stand-in that does not look at other features",
     "answers_one_later": "targets are replaced by weights of all outputs",
+    "weights_not_normalized": "weights of experts have a stand-in that does not divide by their sum",
+    "gradient_of_chosen_scores_only": "likewise; the mistake divides already in the forward",
+    "softmax_over_tokens": "a softmax has a stand-in that does not look at other scores",
+    "logits_in_single_precision": "float32 has room for small whole numbers",
+    "chosen_by_scores_in_bfloat16": "likewise",
+    "correction_left_out": "corrections are rounded, here to 0",
+    "experts_of_all_groups": "the largest of few whole numbers are in the groups that are chosen",
+    "groups_by_their_largest_score": "likewise",
+    "adapters_not_summed_over_etp": "its adapters are scaled by 5 / 3, so that it is refused",
+    "tokens_beyond_a_capacity_dropped": "no expert has so many tokens by these scores",
+    "idle_experts_lose_their_state": "there is one step",
+    "moments_of_another_rank_of_ep": "nothing is saved and loaded",
+    "experts_loaded_in_another_order": "likewise",
+    "second_rank_of_ep_not_saved": "likewise",
 } | dict.fromkeys(
     (row.name for row in FINE_TUNING if row.model in (ADAPTED, ADAPTED_AND_DROPPING)),
     "no whole number holds alpha / rank, which is 5 / 3, so that it is refused",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import plait
 from parity import data, huggingface_cases
 from parity.case import Case
 from parity.cases import case, sparse_llama
@@ -165,6 +166,10 @@ def _amsgrad(groups: Any) -> Any:
     return torch.optim.AdamW(groups, lr=1e-3, amsgrad=True)
 
 
+_muon = partial(plait.Muon, lr=0.02)
+_adafactor = partial(plait.Owned, torch.optim.Adafactor, lr=0.01)
+
+
 def _of(name: str) -> Case:
     return huggingface_cases.case(name)
 
@@ -247,6 +252,10 @@ OTHERS = (
     Right("sgd", SHARED, FULL, replace(RESUMED, optimizer=_sgd)),
     Right("rmsprop", SHARED, PP, replace(RESUMED, optimizer=_rmsprop)),
     Right("amsgrad", SHARED, replace(DP, strategy="optimizer"), replace(RESUMED, optimizer=_amsgrad)),
+    Right("muon of joined linears", NORMS, TP, replace(RESUMED, optimizer=_muon)),
+    Right("muon of experts", sparse_llama(layers=1), replace(FULL, ep=2), replace(RESUMED, optimizer=_muon)),
+    Right("muon bf16", cases.LLAMA, replace(FULL, tp=2, **BF16), replace(NATIVE, optimizer=_muon)),
+    Right("adafactor of owners", cases.LLAMA, replace(FULL, tp=2), replace(RESUMED, optimizer=_adafactor)),
     Right("five steps", SHARED, DP, replace(RESUMED, steps=5, clip=0.01)),
     Right("isolate", SHARED, DP, replace(RESUMED, isolate=True)),
     Right("lora dropping", ADAPTED_AND_DROPPING, TP),

@@ -3,6 +3,7 @@
     saving → save_task → tensor_file, manifest       save: agree on all ranks, then write in the background
     loading → compatibility, box_reader              load: check everything, then read each rank's shards
     checkpoint_manager                               saves a run repeatedly and removes old checkpoints
+    snapshots                                        the same in shared memory, for ranks that are restarted
     folders, disk                                    names of folders, atomic creation, file system calls
     box_reader → rewriting, huggingface             full tensors, one at a time, in one process
     inspecting                                       the contents of a checkpoint

@@ -49,7 +49,8 @@ def require_compatible(manifest: Manifest, engine: Checkpointable, optimizers: O
         for name, keys in state_keys(manifest.tensors).items()
     }
     _require_same_parameters(optimizers, shards, manifest.optimizer, shapes)
-    _require_states_shardable(shards, engine.shard_plan.layouts, shapes)
+    sharded = {name: shard for name, shard in shards.items() if optimizers.state_rank(shard) is None}
+    _require_states_shardable(sharded, engine.shard_plan.layouts, shapes)
 
 
 def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:
@@ -95,9 +96,14 @@ def precision_change(manifest: Manifest, shards: Mapping[str, nn.Parameter]) -> 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
     """Return the saved `Engine.run_state`, without `order` if `plan` differs in schedule or memory limit."""
+    return applicable_order(manifest.run, manifest.plan, plan)
+
+
+def applicable_order(run: Mapping[str, Any], before: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return a run's state, without `order` if the plan `before` has another schedule or memory limit."""
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
-    same = all(manifest.plan.get(name, value) == value for name, value in wanted.items())
-    return {key: value for key, value in manifest.run.items() if same or key != "order"}
+    same = all(before.get(name, value) == value for name, value in wanted.items())
+    return {key: value for key, value in run.items() if same or key != "order"}
 
 
 def require_same_class(optimizers: OptimizerSet, saved: Mapping[str, Any]) -> None:

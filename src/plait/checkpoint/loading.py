@@ -7,14 +7,13 @@ tensors of the model are there. Then each rank reads its own shards, box by box.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
 
 from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
 from plait.checkpoint.compatibility import (
@@ -26,7 +25,7 @@ from plait.checkpoint.compatibility import (
     require_same_groups,
 )
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import Manifest, TensorEntry
+from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.optimizer_options import (
     Options,
     differences,
@@ -38,17 +37,19 @@ from plait.checkpoint.optimizer_options import (
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import (
     Checkpointable,
+    empty_state,
+    empty_whole_state,
     layout_of_state,
-    number_device,
     parameter_key,
     require_engine,
     state_key,
     state_keys,
 )
-from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
+from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, portions
 from plait.errors import CheckpointError, terminal_text
 from plait.plan.argument_checks import require_choice, require_instance
 from plait.plan.layout.layout import Layout
+from plait.plan.layout.shards import intersection, shard_boxes
 from plait.ranks.collectives import all_reduce
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
@@ -94,22 +95,48 @@ def load_checkpoint(
     engine: Checkpointable, optimizer: GivenOptimizers, path: str | Path, options: Options
 ) -> Loaded:
     """Load a checkpoint as `load` does, but return what differs instead of printing it."""
+    require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
+    optimizers, mesh = checked_optimizers(engine, optimizer, options), engine.mesh
+    with raising_on_all_ranks(mesh):
+        found = str(resolve(Path(path))) if mesh.rank == 0 else ""
+    folder = Path(first_nonempty_text(found, mesh.group("world"), mesh.device))
+    with raising_on_all_ranks(mesh):
+        manifest = open_manifest(folder)
+    return load_files(engine, optimizers, manifest, folder, options, range(mesh.world))
+
+
+def checked_optimizers(
+    engine: Checkpointable, optimizer: GivenOptimizers, options: Options
+) -> OptimizerSet | None:
+    """Return the given optimizers as a set, where they, engine and `options` can be used to load; else raise.
+
+    Raises CheckpointError, and PlanError for an optimizer that does not work under the engine's plan.
+    """
     require_engine(engine)
     require_choice("options", options, get_args(Options), CheckpointError)
-    require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
     optimizers = OptimizerSet.of(optimizer)
     for one in () if optimizers is None else optimizers.members:
         engine.check_optimizer(one)
-    mesh = engine.mesh
-    with _raising_on_all_ranks(mesh):
-        found = str(resolve(Path(path))) if mesh.rank == 0 else ""
-    folder = Path(first_nonempty_text(found, mesh.group("world"), mesh.device))
-    shards = dict(engine.named_parameters())
+    return optimizers
+
+
+def load_files(
+    engine: Checkpointable,
+    optimizers: OptimizerSet | None,
+    manifest: Manifest,
+    folder: Path,
+    options: Options,
+    checked_by: Sequence[int],
+) -> Loaded:
+    """Load the files that `manifest` lists from `folder`, as `load` does. All ranks call it.
+
+    `checked_by`: the ranks that see the same folder, this one among them: each checks a share of the files.
+    """
+    mesh, shards = engine.mesh, dict(engine.named_parameters())
     names = {id(shard): name for name, shard in shards.items()}
-    with _raising_on_all_ranks(mesh):
-        manifest = open_manifest(folder)
+    saved = manifest.optimizer or {}
+    with raising_on_all_ranks(mesh):
         require_compatible(manifest, engine, optimizers)
-        saved = manifest.optimizer or {}
         if optimizers is not None:
             require_option_types(optimizers, names, saved, options)
         if optimizers is not None and options == "given":
@@ -118,10 +145,13 @@ def load_checkpoint(
     if optimizers is not None:
         unlike = _compare_groups(group_sources(optimizers, names, saved), saved, mesh, options)
         precision = precision_change(manifest, shards)
-    _check_files(folder, manifest, mesh)
-    _read_in_rounds(_read(engine, optimizers, manifest, folder), mesh)
+    share = portions(manifest.files)[checked_by.index(mesh.rank) :: len(checked_by)]
+    _do_in_rounds(_check_files(folder, share), mesh)
+    remark = " The model is partly overwritten: do not use it."
+    _do_in_rounds(_read(engine, optimizers, manifest, folder), mesh, remark)
     if optimizers is not None:
         restore_options(optimizers, names, saved, options)
+        optimizers.read_parameters()
     if manifest.run:  # empty in checkpoints that were imported
         engine.run_state = applicable_run_state(engine.shard_plan.plan, manifest)
     return Loaded(dict(manifest.state), unlike, precision)
@@ -142,16 +172,15 @@ def _compare_groups(
     return differences(ranks, saved)
 
 
-def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
-    """Check all files for damage: each rank checks one portion of a file, then all synchronise, and so on."""
-    everything = portions(manifest.files)
-    for first in range(0, len(everything), mesh.world):
-        with _raising_on_all_ranks(mesh):
-            require_undamaged(folder, everything[first : first + mesh.world][mesh.rank : mesh.rank + 1])
+def _check_files(folder: Path, share: Iterable[Portion]) -> Iterator[int]:
+    """Check portions of files for damage; yield after each the most bytes that it has."""
+    for portion in share:
+        require_undamaged(folder, [portion])
+        yield BETWEEN_SYNCS
 
 
 @contextmanager
-def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
+def raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
     """Context: where ranks raise CheckpointError or OSError in it, all raise that of the lowest such rank."""
     own = ""
     try:
@@ -166,15 +195,16 @@ def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
         raise CheckpointError(message, damaged=damaged)
 
 
-def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
-    """Exhaust `sizes`, which reads tensors and yields the bytes of each; synchronise the ranks regularly.
+def _do_in_rounds(sizes: Iterator[int], mesh: Mesh, remark: str = "") -> None:
+    """Exhaust `sizes`, which yields bytes after it has read them; synchronise the ranks regularly.
 
-    No rank waits for the others longer than one round, even where they have much more to read.
+    No rank waits for the others longer than one round, even where they have much more to read. `remark`: for
+    errors, which all ranks raise.
     """
     all_done, world = False, mesh.group("world")
     while not all_done:
         read, done = 0, False
-        with _raising_on_all_ranks(mesh, remark=" The model is partly overwritten: do not use it."):
+        with raising_on_all_ranks(mesh, remark):
             while read < BETWEEN_SYNCS and not done:
                 size = next(sizes, None)
                 read, done = read + (size or 0), size is None
@@ -198,13 +228,18 @@ def _read(
         boxes.fill(shard.detach(), parameter_key(name), layout, where)
         yield shard.nbytes
         if optimizers is not None and id(shard) in group_of:
+            owner = optimizers.state_rank(shard)
             optimizers.replace_state(shard, {})  # free the memory first
             state: dict[str, Any] = dict(saved["plain"].get(name, {}))
+            if owner not in (None, engine.mesh.rank):
+                continue
             for key in states.get(name, ()):
                 full_key = state_key(name, key)
                 entry, group = manifest.tensors[full_key], group_of[id(shard)]
                 same_dtype = entry.dtype == manifest.tensors[parameter_key(name)].dtype
-                empty, state_layout = _empty_state(key, shard, layout, entry, group, same_dtype=same_dtype)
+                kind = key, entry.shape, entry.torch_dtype
+                make = empty_state if owner is None else empty_whole_state
+                empty, state_layout = make(*kind, shard, layout, group, same_dtype=same_dtype)
                 boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
                 state[key] = empty
@@ -216,21 +251,25 @@ def _read(
         yield values.nbytes
 
 
-def _empty_state(
-    key: str,
-    shard: nn.Parameter,
-    layout: Layout,
-    entry: TensorEntry,
-    group: Mapping[str, Any],
-    *,
-    same_dtype: bool,
-) -> tuple[Tensor, Layout]:
-    """Return a tensor for the state `key`, and its layout; `same_dtype`: it was saved in its parameter's."""
-    found, dtype = layout_of_state(key, entry.shape, layout), entry.torch_dtype
-    if found is not layout and not found.shape:
-        return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), found
-    dtype = shard.dtype if same_dtype else dtype
-    if found is layout:
-        return torch.empty_like(shard, dtype=dtype, requires_grad=False), found
-    assert tuple(shard.shape) == layout.shape, "see _require_states_shardable"
-    return torch.empty(found.shape, dtype=dtype, device=shard.device), found
+def missing_tensor(engine: Checkpointable, optimizers: OptimizerSet | None, manifest: Manifest) -> str:
+    """Return the first tensor of which this rank needs elements that no file holds; "" if there is none."""
+    stored, coordinate = manifest.boxes_by_tensor(), engine.mesh.coordinate
+    states = {} if optimizers is None else state_keys(manifest.tensors)
+    wanted: list[tuple[str, Layout]] = []
+    for name, _ in engine.named_parameters():
+        layout = engine.shard_plan.layouts[name]
+        keys = (state_key(name, key) for key in states.get(name, ()))
+        of_state = (
+            (key, layout_of_state(key.rpartition(".")[2], manifest.tensors[key].shape, layout))
+            for key in keys
+        )
+        wanted += [(parameter_key(name), layout), *of_state]
+    for key, layout in wanted:
+        for part in shard_boxes(layout, coordinate):
+            found = (intersection(part.box, box.box).numel for _, box in stored.get(key, ()))
+            if sum(found) != part.box.numel:
+                return key
+    buffers = ((parameter_key(name), buffer.numel()) for name, buffer in engine.named_buffers())
+    return next(
+        (key for key, size in buffers if size != sum(box.box.numel for _, box in stored.get(key, ()))), ""
+    )

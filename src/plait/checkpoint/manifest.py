@@ -152,14 +152,14 @@ def manifest_text(manifest: Manifest) -> str:
     return f'{{"plait_checkpoint":{FORMAT},"checksum":"{checksum(content.encode())}","content":{content}}}\n'
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, name: str = FILE) -> Manifest:
     """Return the manifest of the checkpoint in `folder`. Raises CheckpointError if missing or damaged."""
-    path = folder / FILE
+    path = folder / name
     try:
         text = read_text(path)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is no checkpoint, or was never finished: it has no {FILE}."
+            f"{folder} is no checkpoint, or was never finished: it has no {name}."
         ) from None
     except OSError as error:
         reason = f"cannot be read ({error.strerror or error})"

@@ -47,7 +47,12 @@ def restore_options(
     `require_same_groups` has checked that all parameters of a group have the same saved ones.
     """
     for group, _, kept in _to_restore(optimizers, names, saved, options):
-        group.update({key: _like(value, group.get(key)) for key, value in kept.items()})
+        set_options(group, kept)
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set options of a parameter group, as read from JSON, each in the type of its current value."""
+    group.update({key: _like(value, group.get(key)) for key, value in options.items()})
 
 
 def require_option_types(

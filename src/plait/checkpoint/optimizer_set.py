@@ -6,13 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
 from plait.errors import CheckpointError
 from plait.plan.argument_checks import require_instance
+
+
+class WholeStates(Protocol):
+    """An optimizer of which one rank has all state of a parameter, and the others none."""
+
+    class_name: str
+    """The class of which it makes an optimizer on each rank."""
+
+    def state_rank(self, parameter: nn.Parameter) -> int:
+        """Return the global rank that has the state of a parameter, given this rank's shard of it."""
+
+    def read_parameters(self) -> None:
+        """Take over the values of parameters after others have changed them. All ranks call it."""
+
 
 GivenOptimizers = Optimizer | Sequence[Optimizer] | None
 """One optimizer, several of different parameters, or none."""
@@ -40,7 +54,7 @@ class OptimizerSet:
     @property
     def kind(self) -> str:
         """The names of the optimizers' classes, joined by plus signs."""
-        return " + ".join(type(one).__name__ for one in self.members)
+        return " + ".join(map(_class_name, self.members))
 
     @property
     def defaults(self) -> set[str]:
@@ -57,6 +71,17 @@ class OptimizerSet:
         owner = self._owners.get(id(parameter))
         return {} if owner is None else owner.state.get(parameter, {})
 
+    def state_rank(self, parameter: nn.Parameter) -> int | None:
+        """Return the only rank that has the state of a parameter; None where each has that of its shard."""
+        owner = whole_states(self._owners.get(id(parameter)))
+        return None if owner is None else owner.state_rank(parameter)
+
+    def read_parameters(self) -> None:
+        """Let optimizers that have whole copies of parameters take over the values of the shards."""
+        for one in map(whole_states, self.members):
+            if one is not None:
+                one.read_parameters()
+
     def replace_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """Set the optimizer state of a parameter; an empty `state` removes the entry."""
         owner = self._owners[id(parameter)]
@@ -67,7 +92,7 @@ class OptimizerSet:
     def members_of(self, names: Mapping[int, str]) -> dict[str, str]:
         """Return the class of each parameter's optimizer by parameter name; `names`: names by `id`."""
         return {
-            name: type(self._owners[number]).__name__
+            name: _class_name(self._owners[number])
             for number, name in names.items()
             if number in self._owners
         }
@@ -96,6 +121,16 @@ class OptimizerSet:
     def _owners(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by its id."""
         return {id(parameter): one for one in self.members for parameter in _parameters_of(one)}
+
+
+def whole_states(optimizer: Optimizer | None) -> WholeStates | None:
+    """Return `optimizer` if one rank has all state of each of its parameters, else None."""
+    return cast(WholeStates, optimizer) if hasattr(optimizer, "state_rank") else None
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    own = whole_states(optimizer)
+    return type(optimizer).__name__ if own is None else own.class_name
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterable[nn.Parameter]:

@@ -8,7 +8,8 @@ any other shape must belong to a parameter that is not sharded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,8 +40,7 @@ def state_of(
     """
     found: dict[str, tuple[Layout, Tensor]] = {}
     for key, value in optimizers.state_of(shard).items():
-        if "." in str(key):
-            raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
+        _require_no_dot(key, name)
         if not isinstance(value, Tensor):
             continue
         number = _is_number(key, value.shape, layout.shape)
@@ -58,10 +58,25 @@ def state_of(
     return found
 
 
+def whole_state_of(
+    optimizers: OptimizerSet, name: str, shard: nn.Parameter, layout: Layout
+) -> Iterator[tuple[str, Layout, Tensor]]:
+    """Yield key, layout and value of a parameter's state tensors that this rank has whole, others none."""
+    for key, value in optimizers.state_of(shard).items():
+        _require_no_dot(key, name)
+        if isinstance(value, Tensor):
+            yield key, Layout(value.shape, layout.axis_degrees), value.detach()
+
+
 def layout_of_state(key: str, shape: tuple[int, ...], parameter: Layout) -> Layout:
     """Return the layout of optimizer state of a global `shape`: its parameter's, or whole on each rank."""
     alike = shape == parameter.shape and not _is_number(key, shape, parameter.shape)
     return parameter if alike else Layout(shape, parameter.axis_degrees)
+
+
+def _require_no_dot(key: object, name: str) -> None:
+    if "." in str(key):
+        raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
 
 
 def _is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
@@ -93,10 +108,83 @@ def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, An
     return found if len(optimizers.members) == 1 else found | {"class_of": optimizers.members_of(names)}
 
 
+def merge_optimizers(
+    optimizers: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return the ranks' results of `describe` as one, and the numbers in it of each rank's parameter groups.
+
+    Groups of two ranks are the same if their options are. Where one rank has several groups with the same
+    options, the first of them is the first of every rank, and so on.
+    """
+    groups: list[Any] = []
+    numbers_of: dict[str, list[int]] = {}
+    group_of: dict[str, int] = {}
+    plain: dict[str, Any] = {}
+    class_of: dict[str, Any] = {}
+    numbers_by_rank = []
+    for optimizer in optimizers:
+        numbers, seen = list[int](), Counter[str]()
+        for group in optimizer["groups"]:
+            options = json.dumps(group, sort_keys=True)
+            same = numbers_of.setdefault(options, [])
+            if seen[options] == len(same):
+                same.append(len(groups))
+                groups.append(group)
+            numbers.append(same[seen[options]])
+            seen[options] += 1
+        group_of |= {name: numbers[number] for name, number in optimizer["group_of"].items()}
+        plain |= optimizer["plain"]
+        class_of |= optimizer.get("class_of", {})
+        numbers_by_rank.append(numbers)
+    merged = {"class": optimizers[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
+    return merged | ({"class_of": class_of} if class_of else {}), numbers_by_rank
+
+
 def number_device(key: str, group: Mapping[str, Any], shard: Tensor) -> torch.device:
     """Return the device of a scalar state tensor: the CPU for step counts, unless fused or capturable."""
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return shard.device if on_device else torch.device("cpu")
+
+
+def empty_state(
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    shard: nn.Parameter,
+    layout: Layout,
+    group: Mapping[str, Any],
+    *,
+    same_dtype: bool,
+) -> tuple[Tensor, Layout]:
+    """Return a tensor for this rank's state `key` of a global `shape`, and its layout.
+
+    `same_dtype`: whether it had its parameter's dtype where it was `dtype`.
+    """
+    found = layout_of_state(key, shape, layout)
+    if found is not layout and not found.shape:
+        return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), found
+    dtype = shard.dtype if same_dtype else dtype
+    if found is layout:
+        return torch.empty_like(shard, dtype=dtype, requires_grad=False), found
+    assert tuple(shard.shape) == layout.shape, "see require_states_shardable"
+    return torch.empty(found.shape, dtype=dtype, device=shard.device), found
+
+
+def empty_whole_state(
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    shard: nn.Parameter,
+    layout: Layout,
+    group: Mapping[str, Any],
+    *,
+    same_dtype: bool,
+) -> tuple[Tensor, Layout]:
+    """Return a tensor for state that this rank has whole, and its layout; arguments as of `empty_state`."""
+    whole = Layout(shape, layout.axis_degrees)
+    if _is_number(key, shape, layout.shape):
+        return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), whole
+    return torch.empty(shape, dtype=shard.dtype if same_dtype else dtype, device=shard.device), whole
 
 
 def _plain(value: Any, what: str) -> Any:
@@ -182,7 +270,10 @@ def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> It
     for name, shard in engine.named_parameters():
         layout, stages = shard_plan.layouts[name], shard_plan.owners[name]
         yield held(parameter_key(name), layout, shard.detach(), stages)
-        if optimizers is not None:
+        if optimizers is not None and (rank := optimizers.state_rank(shard)) is not None:
+            for key, state_layout, tensor in whole_state_of(optimizers, name, shard, layout):
+                yield RankShard(state_key(name, key), state_layout, tensor, (rank,))
+        elif optimizers is not None:
             for key, (state_layout, tensor) in state_of(optimizers, name, shard, layout).items():
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from plait.checkpoint.folders import (
     write_manifest,
 )
 from plait.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from plait.checkpoint.rank_contents import merge_optimizers
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.errors import CheckpointError
 from plait.files import adapter_of
@@ -63,37 +63,9 @@ def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
     for part in parts:
         tensors |= part.tensors
     optimizers = [part.optimizer for part in parts if part.optimizer is not None]
-    optimizer = _merge_optimizers(optimizers) if optimizers else None
+    optimizer = merge_optimizers(optimizers)[0] if optimizers else None
     files = tuple(part.file for part in parts if part.file is not None)
     return replace(head, tensors=tensors, files=files, optimizer=optimizer)
-
-
-def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the ranks' manifest entries for the optimizer, and number parameter groups over all ranks.
-
-    Groups of two ranks are the same if their options are. Where one rank has several groups with the same
-    options, the first of them is the first of every rank, and so on.
-    """
-    groups: list[Any] = []
-    numbers_of: dict[str, list[int]] = {}
-    group_of: dict[str, int] = {}
-    plain: dict[str, Any] = {}
-    class_of: dict[str, Any] = {}
-    for optimizer in optimizers:
-        numbers, seen = [], Counter[str]()
-        for group in optimizer["groups"]:
-            options = json.dumps(group, sort_keys=True)
-            same = numbers_of.setdefault(options, [])
-            if seen[options] == len(same):
-                same.append(len(groups))
-                groups.append(group)
-            numbers.append(same[seen[options]])
-            seen[options] += 1
-        group_of |= {name: numbers[number] for name, number in optimizer["group_of"].items()}
-        plain |= optimizer["plain"]
-        class_of |= optimizer.get("class_of", {})
-    merged = {"class": optimizers[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
-    return merged | ({"class_of": class_of} if class_of else {})
 
 
 @dataclass(frozen=True)

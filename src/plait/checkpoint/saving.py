@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -95,13 +95,8 @@ def start_save(
     world = mesh.group("world")
     error, items, made = "", list[BoxToWrite](), False
     try:
-        optimizers = OptimizerSet.of(optimizer)
-        shards = list(rank_contents(engine, optimizers))
-        tensors = {one.name: TensorEntry.of(one.layout.shape, one.shard.dtype) for one in shards}
-        names = {id(shard): name for name, shard in engine.named_parameters()}
-        part = ManifestPart(tensors, None if optimizers is None else describe(optimizers, names))
-        boxes = local_boxes(written_by(shards, mesh.rank), mesh.coordinate)
-        head = _manifest_head(engine, state)
+        part, boxes = contents_to_write(engine, OptimizerSet.of(optimizer), range(mesh.world))
+        head = manifest_head(engine, state)
         if mesh.rank == 0:
             on_start()
             _make_folder(path, disk)
@@ -144,7 +139,28 @@ def _make_folder(path: Path, disk: Disk) -> None:
     disk.make_folder(unfinished_path(path))
 
 
-def _manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
+def contents_to_write(
+    engine: Checkpointable, optimizers: OptimizerSet | None, writers: Collection[int]
+) -> tuple[ManifestPart, list[LocalBox]]:
+    """Return this rank's part of a manifest, without a file, and the boxes that it writes.
+
+    `writers`: the ranks that write all that they hold together, each box once.
+    """
+    shards = [
+        replace(one, ranks=tuple(rank for rank in one.ranks if rank in writers))
+        for one in rank_contents(engine, optimizers)
+    ]
+    tensors = {one.name: TensorEntry.of(one.layout.shape, one.shard.dtype) for one in shards}
+    names = {id(shard): name for name, shard in engine.named_parameters()}
+    part = ManifestPart(tensors, None if optimizers is None else describe(optimizers, names))
+    return part, local_boxes(written_by(shards, engine.mesh.rank), engine.mesh.coordinate)
+
+
+def manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of a checkpoint that is saved now, without tensors and files.
+
+    Raises CheckpointError for a `state` that JSON does not hold as it is.
+    """
     _require_text_keys(state)
     try:
         state = json.loads(json.dumps(state))  # a copy: the caller may change it before it is written

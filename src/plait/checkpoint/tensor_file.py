@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,6 +74,37 @@ class BoxToWrite:
         return self.box.numel * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class FileLayout:
+    """Where boxes lie in a safetensors file."""
+
+    header: bytes
+    """All bytes before the first box."""
+    items: tuple[BoxToWrite, ...]
+    """The boxes, in the order of the file."""
+    starts: tuple[int, ...]
+    """The position of each box's first byte."""
+    bytes: int
+    """The size of the file."""
+
+    @staticmethod
+    def of(items: Sequence[BoxToWrite], about: Mapping[str, str] | None = None) -> FileLayout:
+        """Return the layout of a file that holds `items`, and the text entries `about` in its header."""
+        ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # aligns each box to its element size
+        header = _header(ordered, about or {})
+        starts = list(accumulate((item.bytes for item in ordered), initial=len(header)))
+        return FileLayout(header, tuple(ordered), tuple(starts[:-1]), starts[-1])
+
+    def entry(self, name: str, checksums: Sequence[str]) -> FileEntry:
+        """Return the manifest entry of the file `name`, given the checksum of each box."""
+        parts = zip(self.items, self.starts, checksums, strict=True)
+        boxes = (
+            StoredBox(item.tensor, item.box.offsets, item.box.sizes, start, found)
+            for item, start, found in parts
+        )
+        return FileEntry(name, self.bytes, checksum(self.header), tuple(boxes))
+
+
 def write_file(
     path: Path, items: Sequence[BoxToWrite], disk: Disk, about: Mapping[str, str] | None = None
 ) -> FileEntry:
@@ -80,15 +112,12 @@ def write_file(
 
     On return all bytes are on the disk. Copies only tensors that are not contiguous.
     """
-    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # aligns each box to its element size
-    header = _header(ordered, about or {})
-    boxes: list[StoredBox] = []
-    position, unsynced = len(header), 0
+    layout, checksums, unsynced = FileLayout.of(items, about), list[str](), 0
     with disk.create(path) as file:
-        disk.write(file, memoryview(header))
-        for item in ordered:
+        disk.write(file, memoryview(layout.header))
+        for item in layout.items:
             crc = 0
-            for chunk in _chunks(item.read()):
+            for chunk in chunks_of(item.read()):
                 crc = zlib.crc32(chunk, crc)
                 disk.write(file, chunk)
                 unsynced += len(chunk)
@@ -96,10 +125,9 @@ def write_file(
                     disk.sync(file)
                     unsynced = 0
                     path.stat()  # FileNotFoundError: rank 0 has given up and removed the folder
-            boxes.append(StoredBox(item.tensor, item.box.offsets, item.box.sizes, position, f"{crc:08x}"))
-            position += item.bytes
+            checksums.append(f"{crc:08x}")
         disk.sync(file)
-    return FileEntry(path.name, position, checksum(header), tuple(boxes))
+    return layout.entry(path.name, checksums)
 
 
 def write_files(
@@ -256,7 +284,8 @@ def _header(items: Sequence[BoxToWrite], about: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor on the CPU in views of at most `CHUNK` bytes."""
     # A view of bytes, since NumPy has no bfloat16.
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), CHUNK):

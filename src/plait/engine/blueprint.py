@@ -23,7 +23,7 @@ from plait.models.layers.layer_sequence import (
     without_values,
 )
 from plait.models.layers.model_validation import refuse_compiled_modules, refuse_layout_dependence
-from plait.plan.axes import layout_degrees, sizes_of_plan
+from plait.plan.axes import coordinate_of, groups_along, layout_degrees, sizes_of_plan
 from plait.plan.flat_buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, UnitSpec, resolve_units
@@ -35,7 +35,7 @@ from plait.ranks.group import Group, alone
 from plait.schedules.check import check
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import Ending, lower
-from plait.schedules.lowering.program import LayerIndex, LoweringSpec, Program
+from plait.schedules.lowering.program import NO_EXCHANGES, ExpertExchanges, LayerIndex, LoweringSpec, Program
 from plait.schedules.named_schedules import forward_only
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import LayerCosts, StageCut, schedule_and_cut
@@ -97,10 +97,10 @@ class StepPrograms:
         if self.spec.posts_late:
             with suppress(ScheduleError):
                 late = lower(schedule, self.spec, ending)
-                check_programs(late, rendezvous=False)
+                check_programs(late, self.spec.exchanges, rendezvous=False)
                 return late
         programs = lower(schedule, replace(self.spec, posts_late=False), ending)
-        check_programs(programs)
+        check_programs(programs, self.spec.exchanges)
         return programs
 
 
@@ -110,6 +110,8 @@ class Blueprint:
 
     plan: Plan
     sequence: LayerSequence
+    rules: Rules
+    """The rules given to `parallelize`, or the model's own; empty without any."""
     module_rules: Mapping[str, Rule]
     """The rule of each module that is partitioned over `tp`."""
     whole_layouts: Mapping[str, Layout]
@@ -157,6 +159,22 @@ class Blueprint:
             {name: unit.timing for name, unit in self.units.items()},
             replicated=self.plan.world > self.plan.pp,
             loss_computes_logits=self.output_linear is not None,
+            exchanges=self._exchanges(places) if self.plan.divides_experts else NO_EXCHANGES,
+        )
+
+    def _exchanges(self, places: Sequence[LayerIndex]) -> ExpertExchanges:
+        """Return the layers, at their `places`, and the ranks that exchange tokens for experts."""
+        sizes = sizes_of_plan(self.plan)
+        return ExpertExchanges(
+            {
+                place
+                for place, layer in zip(places, self.sequence.layers, strict=True)
+                if any(experts_in(layer.module))
+            },
+            {
+                tuple(coordinate_of(rank, sizes)["pp"] for rank in ranks)
+                for ranks in groups_along(("ep", "etp"), sizes)
+            },
         )
 
     @cached_property
@@ -314,7 +332,17 @@ def build_blueprint(
         cut=plan.layers_per_stage,
     )
     return Blueprint(
-        plan, sequence, module_rules, whole_layouts, dims, units, schedule, counts, recompute, output_linear
+        plan,
+        sequence,
+        chosen_rules(model, rules) or {},
+        module_rules,
+        whole_layouts,
+        dims,
+        units,
+        schedule,
+        counts,
+        recompute,
+        output_linear,
     )
 
 
@@ -342,10 +370,10 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
 def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
     """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced."""
     of_experts = {
-        id(parameter)
+        id(parameter): name in module.summed_over_etp
         for layer in sequence.layers
         for _, module in experts_in(layer.module)
-        for parameter in module.parameters()
+        for name, parameter in module.named_parameters()
     }
     if plan.divides_experts and not of_experts:
         raise PlanError(
@@ -359,6 +387,7 @@ def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> 
             one.requires_grad,
             summed[name],
             is_expert=id(one) in of_experts,
+            is_summed_over_etp=of_experts.get(id(one), False),
         )
         for name, one in sequence.parameters.items()
     }

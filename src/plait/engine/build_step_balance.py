@@ -46,7 +46,10 @@ def build_step_balance(blueprint: Blueprint, mesh: Mesh) -> StepBalance | None:
         )
     axes = _axes(balance, in_parts=any(place.in_parts for place in places.values()))
     return StepBalance(
-        places, balance, mesh.group(axes), "tp" in axes, tp=mesh.group("tp"), device=mesh.device
+        *(places, balance, mesh.group(axes), "tp" in axes),
+        tp=mesh.group("tp"),
+        world=mesh.group("world"),
+        device=mesh.device,
     )
 
 

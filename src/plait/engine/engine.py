@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,22 @@ if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
 
 
+class _Retired:
+    """Stands in for what an engine had before `plait.reshard` took it: every use raises PlanError."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise PlanError(
+            "this engine was resharded, and its parameters are elsewhere: use the engine that plait.reshard "
+            "returned."
+        )
+
+
 class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
-        self.mesh, self._runtime = runtime.mesh, runtime
+        self.mesh, self.runtime = runtime.mesh, runtime
         self._runner = Runner(runtime)
         self._agreement = StepAgreement(runtime, self._runner.scale)
         self._guard = OptimizerGuard(
@@ -58,11 +68,15 @@ class Engine:
         )
         self._traffic_before = self.mesh.traffic.snapshot()
 
+    def retire(self) -> None:
+        """Run no more steps, since another engine takes its place: every later call raises PlanError."""
+        self.runtime, self._runner = cast(Runtime, _Retired()), cast(Runner, _Retired())
+
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that `optimizer` is about to step, and correct the biases of routers."""
         self._agreement.note_optimizer(optimizer)
-        if self._runtime.balance is not None:
-            self._runtime.balance.correct()
+        if self.runtime.balance is not None:
+            self.runtime.balance.correct()
 
     def forward_backward(
         self,
@@ -88,7 +102,7 @@ class Engine:
         the first call, the second, the fourth …: settings (256 bytes) over `world`, `dp_cp` and `tp`.
         """
         runner = self._runner
-        self._runtime.late_hooks.warn()
+        self.runtime.late_hooks.warn()
         self._traffic_before = self.mesh.traffic.snapshot()
         self._agreement.note_gradients()
         options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
@@ -99,7 +113,7 @@ class Engine:
             scale = runner.scale.value / batch.divisor
             runner.begin_balance(batch)
             step = runner.steps.train, batch.inputs, batch.targets, scale
-            with given_experts(runner, routing, batch.inputs):
+            with given_experts(runner, routing, batch):
                 runner.run(*step, input_gradients=input_gradients)
             loss = runner.mean_loss(batch)
         runner.scale.end()
@@ -164,9 +178,9 @@ class Engine:
         cut.
         """
         self._agreement.compare_at("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
-        units, scale = self._runtime.units.values(), self._runner.scale
+        units, scale = self.runtime.units.values(), self._runner.scale
         group = self.mesh.group(self.blueprint.norm_axis)
-        norm = start_norm(units, self._runtime.counted, group, self.mesh.device, norm_type)()
+        norm = start_norm(units, self.runtime.counted, group, self.mesh.device, norm_type)()
         scale_to(units, norm, max_norm)
         if scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
@@ -202,7 +216,7 @@ class Engine:
 
         They have the attributes of the model's. Hooks on their gradients are refused in the next step.
         """
-        return self._runtime.named_parameters()
+        return self.runtime.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's parameters."""
@@ -211,7 +225,7 @@ class Engine:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over this rank's buffers that are in the model's `state_dict`, with their names there."""
-        return self._runtime.named_buffers()
+        return self.runtime.named_buffers()
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Return the whole model with the names of `model.state_dict()`: parameters and buffers, on the CPU.
@@ -221,7 +235,7 @@ class Engine:
         Communication: for each tensor an all-gather over each of `shard`, `cp` and `tp` where it is cut, and
         a broadcast over `pp`; once the names of a stage's tensors over `pp`.
         """
-        return state_dict(self._runtime, everywhere=everywhere)
+        return state_dict(self.runtime, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, broadcast: bool = False) -> None:
         """Load whole parameters and buffers, by the names of `model.state_dict()`, into all ranks' shards.
@@ -231,7 +245,7 @@ class Engine:
         rank, before anything changes, for names or shapes that do not fit. Communication: a hash (256 bytes)
         over `world`; with `broadcast` every tensor over `world`, one by one.
         """
-        load_state_dict(self._runtime, state, from_rank_zero=broadcast)
+        load_state_dict(self.runtime, state, from_rank_zero=broadcast)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole gradient of each parameter that has one, by name, on every rank's device.
@@ -239,7 +253,7 @@ class Engine:
         For use between `forward_backward` and `zero_grad`. All ranks must iterate over all of them.
         Memory and communication: as `state_dict(everywhere=True)`.
         """
-        return named_gradients(self._runtime)
+        return named_gradients(self.runtime)
 
     def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
         """Yield this rank's parameters as `DTensor`s, without gradients, one after another.
@@ -302,17 +316,23 @@ class Engine:
 
     @property
     def expert_load(self) -> ExpertLoad | None:
-        """Losses of routers, and how many tokens chose each expert, in the last step; None without routers.
+        """Losses of routers, tokens of experts, rows that ranks sent in the last step; None without routers.
 
         Over the whole step and all ranks, equal on each.
         """
-        balance = self._runtime.balance
+        balance = self.runtime.balance
         return None if balance is None else balance.load
+
+    @property
+    def forces_routing(self) -> bool:
+        """Whether training steps send tokens to experts in turn, for timings: see `balance_experts`."""
+        balance = self.runtime.balance
+        return balance is not None and balance.settings.forced_routing
 
     @property
     def averages_loss(self) -> bool:
         """Whether the loss of a batch is a mean over it; False for losses with reduction "sum"."""
-        return not getattr(self._runtime.loss, "sums", False)
+        return not getattr(self.runtime.loss, "sums", False)
 
     def non_finite(self) -> Tensor:
         """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
@@ -357,8 +377,8 @@ class Engine:
         order: `plait train` keeps its own in RUN/schedule.json. Raises ScheduleError for other actions.
         """
         require_same_actions(order, self.schedule)
-        if self._runtime.balance is not None:
-            require_counts(self._runtime.balance.settings, order)
+        if self.runtime.balance is not None:
+            require_counts(self.runtime.balance.settings, order)
         self._runner.require_same_call(f"follow {fingerprint_of_order(order)}", "model")
         self._runner.steps = replace(self._runner.steps, schedule=order)
 
@@ -411,7 +431,7 @@ class Engine:
         scale = self._runner.scale
         adapted = {"value": scale.value, "good_steps": scale.good_steps} if scale.dynamic else None
         state = {"passes": self.passes, "loss_scale": adapted, "order": to_json(self.schedule)}
-        balance = self._runtime.balance
+        balance = self.runtime.balance
         return state if balance is None else state | {"expert_tokens": balance.counts_for_next_step()}
 
     @run_state.setter
@@ -420,8 +440,8 @@ class Engine:
         if self.adapts_loss_scale and state["loss_scale"] is not None:
             self._runner.scale.value = state["loss_scale"]["value"]
             self._runner.scale.good_steps = state["loss_scale"]["good_steps"]
-        if self._runtime.balance is not None:
-            self._runtime.balance.load_counts(state.get("expert_tokens", {}))
+        if self.runtime.balance is not None:
+            self.runtime.balance.load_counts(state.get("expert_tokens", {}))
         order = from_json(state["order"], self.schedule) if "order" in state else None
         if order is not None:
             self.follow(order)
@@ -432,11 +452,11 @@ class Engine:
 
         Set it, on all ranks, to continue another run.
         """
-        return self._runtime.dropout.step
+        return self.runtime.dropout.step
 
     @passes.setter
     def passes(self, count: int) -> None:
-        self._runtime.dropout.step = count
+        self.runtime.dropout.step = count
 
     @property
     def loss_scale(self) -> float:

@@ -14,7 +14,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from plait.engine.blueprint import Blueprint, shared_blueprint
+from plait.engine.blueprint import Blueprint, chosen_rules, shared_blueprint
 from plait.engine.build_step_balance import build_step_balance
 from plait.engine.compilation.compiled_layer import LayerCompiler
 from plait.engine.engine import Engine
@@ -115,6 +115,21 @@ def build_engine(
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
     require_alike(model, blueprint, sequence, loss, mesh, {"seed": seed, "broadcast": broadcast})
     source = agreed_source(sequence, mesh, seed, values, broadcast=broadcast)
+    return assemble_engine(model, blueprint, mesh, loss, source, rules=rules, seed=seed)
+
+
+def assemble_engine(
+    model: nn.Module,
+    blueprint: Blueprint,
+    mesh: Mesh,
+    loss: Loss,
+    source: TensorSource,
+    *,
+    rules: Rules | None,
+    seed: int,
+) -> Engine:
+    """Return the engine of a blueprint of `model`, with the values of `source`; all ranks agree on these."""
+    plan, sequence = blueprint.plan, sequence_of(model)
     spans = blueprint.layers_of(mesh.index("pp"))
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
@@ -140,6 +155,7 @@ def build_engine(
         meta_layers=meta_layers,
         late_hooks=LateHooks(model),
         context=getattr(model, "context", None),
+        rules=chosen_rules(model, rules),
     )
     return Engine(runtime)
 
@@ -266,6 +282,7 @@ def build_units(
         else:
             for name in (name for spec in specs for name in spec.names):
                 source.skip(name)
+        source.unit_built(unit, units.get(unit))
     return units
 
 

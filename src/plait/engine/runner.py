@@ -38,6 +38,7 @@ from plait.errors import DataError, PlanError
 from plait.models.layers.layer_sequence import saved_buffers
 from plait.models.layers.model_validation import LateHooks
 from plait.models.layers.shape_inference import LayerInfo
+from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
@@ -100,6 +101,8 @@ class Runtime:
     """Of the model that was given, whose layers are copied."""
     context: int | None
     """The longest sequence that the model takes; None where it has no attribute `context`."""
+    rules: Rules | None
+    """The rules of tensor parallelism that were given, or the model's own; None where there are none."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this rank's optimizer updates, with their names in the model."""

@@ -14,13 +14,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from plait.engine.fingerprint import lines_of_values
 from plait.engine.runner import Runtime
+from plait.engine.sharding.unit import Unit
 from plait.errors import ModelError, PlaitError, listed
 from plait.models.initial_values import ModuleReset, initial_value
 from plait.plan.axes import STAGE_AXES
@@ -103,6 +104,9 @@ class LocalSource:
     def skip(self, name: str) -> None:
         """Do nothing: `read` does not communicate, so a rank need not take part in reading `name`."""
 
+    def unit_built(self, name: str, unit: Unit | None) -> None:
+        """Do nothing: a unit's parameters have their values when it is built."""
+
     def known(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of each tensor that is given, or that the model has off the meta device."""
         for name, location in self.locations.items():
@@ -171,12 +175,24 @@ class RankZeroSource:
         """Take part in the broadcast of a tensor that this rank does not need, and discard it."""
         self.read(name)
 
+    def unit_built(self, name: str, unit: Unit | None) -> None:
+        """Do nothing: a unit's parameters have their values when it is built."""
 
-TensorSource = LocalSource | RankZeroSource
-"""Whole tensors by the first full names of parameters and buffers.
 
-Every rank iterates over all names of the model in one order, and reads or skips each.
-"""
+class TensorSource(Protocol):
+    """Whole tensors by the first full names of parameters and buffers.
+
+    Every rank iterates over all names of the model in one order, and reads or skips each.
+    """
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor `name`, not to be written to."""
+
+    def skip(self, name: str) -> None:
+        """Take part in reading a tensor that this rank does not need."""
+
+    def unit_built(self, name: str, unit: Unit | None) -> None:
+        """Take part in what follows the building of a unit; `unit` is None on ranks without it."""
 
 
 def _match(

@@ -265,7 +265,7 @@ def rules_with_adapters(
 def _split(rule: Rule, entered: bool, drops: bool) -> dict[str, Rule]:
     """Return the rules of an adapted linear's modules; `entered`: whether its layer has an entrance."""
     names = _parts_names(len(_parts_of(rule)))
-    own = rule if rule.parts is None else replace(rule, parts=names[0])
+    own = rule if rule.parts is None else replace(rule, parts=names[0], interleaved=1)
     own = replace(own, blocks=names) if isinstance(rule.blocks, tuple) else own
     if rule.kind == "row":
         of_dropout = {"dropout": piece} if drops and rule.input_is_parallel else {}

@@ -58,6 +58,8 @@ class ModelParameter:
     """How many neighbours along `tp` hold the same part of it, and each a summand of its gradient."""
     is_expert: bool = False
     """Whether it belongs to experts, which a plan may divide over `ep` and `etp`."""
+    is_summed_over_etp: bool = False
+    """Whether each rank of `etp` has it whole, and a summand of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
     apart = given.is_expert and plan.divides_experts
     state_axes: tuple[str, ...] = EXPERT_STATE_AXES if apart else STATE_AXES
     data_axes: tuple[str, ...] = EXPERT_DATA_AXES if apart else DATA_AXES
+    copies = ("etp",) if given.is_summed_over_etp and plan.etp > 1 else ()
     return BufferKind(
         compute=compute,
         master=master,
@@ -182,7 +185,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
         reduce=chosen(plan.reduce_precision, gradient),
         trains=given.trains,
         sharded_over=state_axes if sharded else (),
-        reduced_over=REPLICA_AXES if sharded else data_axes,
+        reduced_over=(*(REPLICA_AXES if sharded else data_axes), *copies),
         summands=given.summands,
         keeps_parameters=keeps_parameters,
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",

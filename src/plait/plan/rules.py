@@ -61,6 +61,10 @@ class Rule:
     """Column: the number of equal blocks of features, each partitioned by itself: 3 for query, key and value
     in one linear. `parts` are those of one block. For unequal blocks: for each the attribute of the parent
     module that is its number of parts, all of one size."""
+    interleaved: int | tuple[str, ...] = 1
+    """Column: how many matrices have rows in each part, one after another: 3 where each head has its rows of
+    query, key and value. For unequal ones: for each the attribute of the parent module that is its number of
+    rows in a part. Not read by `tp`, which divides no part, but by optimizers of whole matrices."""
     gather_output: bool = False
     """Column, vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
@@ -90,6 +94,11 @@ class Rule:
                 f"a rule {self.kind} has parts = {self.parts!r} and blocks = {self.blocks!r}, which name "
                 "their parts themselves: leave out one of them."
             )
+        if self.interleaved != 1 and self.parts is None:
+            raise PlanError(
+                f"a rule {self.kind} has interleaved = {self.interleaved!r} and no parts: name their number, "
+                'column.by("heads").interleave(...).'
+            )
         if self.kind == "sequence" and self.dim < 0:
             raise PlanError(f"a rule sequence has dim = {self.dim}: count the dims from 0.")
         if self.blocks != 1 and self.gather_output:
@@ -114,12 +123,20 @@ class Rule:
         """
         return replace(self, blocks=(blocks, *more) if isinstance(blocks, str) else blocks)
 
+    def interleave(self, matrices: int | str, *more: str) -> Rule:
+        """Return a copy for a linear each of whose parts has rows of several matrices, one after another.
+
+        Their number; or, where they differ in size, for each the module attribute with its number of rows in
+        a part: `column.by("heads").interleave("key_size", "value_size")`.
+        """
+        return replace(self, interleaved=(matrices, *more) if isinstance(matrices, str) else matrices)
+
 
 Rules = Mapping[str, Rule]
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "entrance": (),
-    "column": ("parts", "repeated", "blocks", "gather_output"),
+    "column": ("parts", "repeated", "blocks", "interleaved", "gather_output"),
     "row": ("parts", "input_is_parallel"),
     "vocabulary": ("gather_output",),
     "sequence": ("dim",),

@@ -58,16 +58,17 @@ Division: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
 """Divides all groups between ranks."""
 
 
-def probe(optimizer: Optimizer, reach: Reach) -> str | None:
+def probe(optimizer: Optimizer, reach: Reach, given: Settings | None = None) -> str | None:
     """Return None if updates of `optimizer` depend on no more than `reach` allows, else the reason as text.
 
     Tested with the settings of all of its groups together, on the device of its first parameter. Neither the
-    optimizer nor random states change.
+    optimizer nor random states change. `given`: the arguments with which it was made, beside parameters;
+    None: not known, so they are sought among its defaults and attributes.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0].device if parameters else torch.device("cpu")
     settings = list(_settings_of(optimizer))
-    make = partial(_copy_of, optimizer, settings)
+    make = partial(_copy_of, optimizer, settings, given)
     failures = []
     with warnings.catch_warnings(), keep_random_state(device):
         warnings.simplefilter("ignore")
@@ -180,13 +181,18 @@ def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
 
 
 def _copy_of(
-    optimizer: Optimizer, settings: Sequence[Settings], parameters: Sequence[Sequence[nn.Parameter]]
+    optimizer: Optimizer,
+    settings: Sequence[Settings],
+    given: Settings | None,
+    parameters: Sequence[Sequence[nn.Parameter]],
 ) -> Optimizer:
     """Return a new optimizer of the same class, whose parameter groups have these settings and parameters."""
     settings = copy.deepcopy([dict(group) for group in settings])
-    known = {**optimizer.defaults, **settings[0]}
-    names = _arguments(type(optimizer), optimizer.defaults)
-    arguments = {name: known[name] if name in known else _attribute(optimizer, name) for name in names}
+    arguments = given
+    if arguments is None:
+        known = {**optimizer.defaults, **settings[0]}
+        names = _arguments(type(optimizer), optimizer.defaults)
+        arguments = {name: known[name] if name in known else _attribute(optimizer, name) for name in names}
     groups = [{**group, "params": list(members)} for group, members in zip(settings, parameters, strict=True)]
     return type(optimizer)(groups, **arguments)
 
@@ -252,11 +258,12 @@ class Partitioning:
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:
     """Raise PlanError if `optimizer`'s updates depend on parameters or elements that other ranks hold.
 
-    A class can declare `elementwise = True` or `parameterwise = True` (for itself, not for subclasses). A
-    class that does not, and is none of torch's, is tested, see `probe`.
+    A class can declare `elementwise = True` or `parameterwise = True` (for itself, not for subclasses), or
+    `communicates = True`, where its steps get from other ranks what they need. A class that does not, and is
+    none of torch's, is tested, see `probe`.
     """
     kind = type(optimizer)
-    if not partitioning.sharded and partitioning.pp == 1:
+    if vars(kind).get("communicates") is True or (not partitioning.sharded and partitioning.pp == 1):
         return
     if kind is torch.optim.SparseAdam:
         raise PlanError("SparseAdam takes sparse gradients, but plait's are dense: take torch.optim.AdamW.")
@@ -292,10 +299,32 @@ def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, 
     return "parameter", (probe(optimizer, "element") or "") if partitioning.sharded else ""
 
 
+def require_parameterwise(optimizer: Optimizer, given: Settings) -> None:
+    """Raise PlanError if `optimizer` updates a parameter by more than that parameter's gradient and state.
+
+    For optimizers that have whole parameters, but not all of the model's. What a class may declare, and how
+    others are tested, is as for `require_elementwise`. `given`: its arguments, beside parameters.
+    """
+    kind = type(optimizer)
+    declared = any(vars(kind).get(name) is True for name in ("elementwise", "parameterwise"))
+    if declared or kind in ELEMENTWISE or kind in PARAMETERWISE:
+        return
+    reason = COUPLING[kind] if kind in COUPLING else probe(optimizer, "parameter", given)
+    if reason:
+        way_out = "take an optimizer that updates each parameter by itself"
+        if kind not in COUPLING:
+            way_out += f", or declare `parameterwise = True` in class {kind.__name__}"
+        raise PlanError(
+            f"{kind.__name__} {reason}, but with plait.Owned an optimizer has the parameters that its rank "
+            f"owns only: {way_out}."
+        )
+
+
 def is_free_of_order(optimizer: Optimizer) -> bool:
     """Return whether the order of the parameters is known not to matter to the updates of `optimizer`."""
     kind = type(optimizer)
-    declared = any(vars(kind).get(name) is True for name in ("elementwise", "parameterwise"))
+    names = ("elementwise", "parameterwise", "communicates")
+    declared = any(vars(kind).get(name) is True for name in names)
     return declared or kind in ELEMENTWISE or kind in PARAMETERWISE
 
 

@@ -38,8 +38,10 @@ from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import Handle
 from plait.ranks.point_to_point import receive, send
 from plait.ranks.rank_device import device_of_rank
+from plait.ranks.transport.interface import RankTransports
 from plait.ranks.transport.joined_world import Processes, current_ranks, joined_processes
-from plait.ranks.transport.torch_distributed import TorchTransport
+from plait.ranks.transport.rank_subset import OUTSIDE, RankSubset
+from plait.ranks.transport.torch_distributed import TorchTransport, splits_communicators
 from plait.ranks.world import require_joined
 from plait.schedules.lowering.messages import Channel
 
@@ -52,7 +54,8 @@ class GridMesh:
 
     `GridMesh(rows=2, columns=3)` has rank 3 at row 1, column 0. The axis `world` combines all axes. The world
     is that of the initialised `torch.distributed`; without it there is one rank and no backend. `Mesh` is the
-    grid of a plan's axes.
+    grid of a plan's axes. A mesh of some `ranks` of the world numbers them from 0; on the others it has no
+    groups but `all_ranks`.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class GridMesh:
         timeout: float = 600.0,
         alone: bool = False,
         guarded: bool = False,
+        ranks: Sequence[int] | None = None,
         **sizes: int,
     ) -> None:
         """Make a group along every axis. All ranks of the world call it, with the same sizes.
@@ -69,8 +73,9 @@ class GridMesh:
         `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
         `cuda:LOCAL_RANK` where the backend is NCCL, the CPU where it is not, and the current GPU, if there is
         one, where the process is no rank of a world. `alone` makes a mesh of this rank only, without the
-        other ranks of its world. Raises `MeshError` for sizes whose product is not the number of ranks in the
-        world, and in a process that a launcher started as one of several, but which has not joined them.
+        other ranks of its world. `ranks`: those of the world that are in the mesh, in order; None: all.
+        Raises `MeshError` for sizes whose product is not their number, for ranks that the world does not
+        have, and in a process that a launcher started as one of several, but which has not joined them.
 
         `guarded` checks every collective of every group for consistency before it starts, and the bits of
         each tensor that enters a region of tensor parallelism: a difference is a `CommunicationError` on
@@ -88,9 +93,10 @@ class GridMesh:
         require_flag("the mesh's alone", alone, MeshError)
         require_flag("the mesh's guarded", guarded, MeshError)
         self.sizes = dict(sizes)
-        self._ranks = None if alone else current_ranks()
-        if self._ranks is None and not alone:
-            require_joined()
+        everyone = None if alone else _everyone()
+        self.members = _members(ranks, 1 if everyone is None else everyone.size)
+        """The numbers in the world of the mesh's ranks."""
+        self._ranks = _ranks_of(everyone, self.members)
         self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         self.shared_results: dict[Hashable, Any] = {} if self._ranks is None else self._ranks.shared_results
         """Results that one rank of this process has computed for all of them, keyed by their inputs."""
@@ -102,14 +108,26 @@ class GridMesh:
         self.timeout = float(timeout)
         self.guarded = guarded
         self.traffic = Traffic()
-        self.coordinate = self.coordinate_of(self.rank)
-        self._discover()
+        self.coordinate = self.coordinate_of(self.rank) if self.has_this_rank else {}
+        self._discover(everyone)
         self._operation_watch: OperationWatch | None = None
         if self.uses_nccl:  # elsewhere waits block the host, and raise errors themselves
             self._operation_watch = OperationWatch(self.rank, self.timeout, partial(StreamEvent, self.device))
+        self._all_ranks = self._make_group_of_all()
         self._groups: dict[str, Group] = {}
-        for axis in (*self.sizes, *combined_axes(self.sizes)):  # in one order on all ranks
-            self._groups[axis] = self._group_along(axis)
+        if self.has_this_rank:
+            for axis in (*self.sizes, *combined_axes(self.sizes)):  # in one order on all ranks
+                self._groups[axis] = self._group_along(axis)
+
+    @property
+    def has_this_rank(self) -> bool:
+        """Whether this rank is in the mesh; False for one that its argument `ranks` leaves out."""
+        return self.rank != OUTSIDE
+
+    @property
+    def all_ranks(self) -> Group:
+        """The group of all ranks of the world, also of those that are not in the mesh."""
+        return self._all_ranks or self.group("world")
 
     @property
     def uses_nccl(self) -> bool:
@@ -130,6 +148,11 @@ class GridMesh:
         Where no combined axis has them, the group is made at the first call, by all ranks in one order.
         Raises `MeshError` for an unknown axis.
         """
+        if not self.has_this_rank:
+            raise MeshError(
+                f"this rank is not in the mesh, whose ranks are {', '.join(map(str, self.members))} of the "
+                "world: leave out on it what those ranks do, or give the mesh more ranks."
+            )
         name = name_of(axis, self.sizes)
         if name not in self._groups:
             self._groups[name] = self._make_groups(groups_along(axis, self.sizes), name)
@@ -188,7 +211,8 @@ class GridMesh:
         transports = [self.group(axis).transport for axis in sizes]
         groups = [one.process_group for one in transports if isinstance(one, TorchTransport)]
         places = (dict(zip(sizes, place, strict=True)) for place in product(*map(range, sizes.values())))
-        ranks = torch.tensor([self.rank_at(**place) for place in places]).view(*sizes.values())
+        numbers = [self.members[self.rank_at(**place)] for place in places]
+        ranks = torch.tensor(numbers).view(*sizes.values())
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
 
     def neighbours(self, axis: str, size: int, name: str = "copies") -> Group:
@@ -223,6 +247,8 @@ class GridMesh:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        if not self.has_this_rank:
+            return f"{type(self).__name__}({sizes}; without this rank)"
         place = " ".join(f"{axis}={self.coordinate[axis]}" for axis, size in self.sizes.items() if size > 1)
         return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
 
@@ -236,21 +262,42 @@ class GridMesh:
 
     def _check_world(self) -> None:
         needed = world_size(self.sizes)
-        if needed != self.world:
-            product = " × ".join(f"{axis} {size}" for axis, size in self._described_sizes().items())
-            raise MeshError(
-                f"the mesh needs {needed} ranks ({product}) but the world has {self.world}: "
-                f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."
-            )
-
-    def _discover(self) -> None:
-        """Find which ranks share a host; on a timeout, raise an error that names the ranks it waited for."""
-        if self._ranks is None:
+        if needed == self.world:
             return
-        everyone = tuple(range(self.world))
-        world = Group("world", everyone, self.rank, self._ranks.world(), self.traffic, self.timeout)
+        product = " × ".join(f"{axis} {size}" for axis, size in self._described_sizes().items())
+        if isinstance(self._ranks, RankSubset):
+            raise MeshError(
+                f"the mesh needs {needed} ranks ({product}) but is given {list(self.members)} of the world: "
+                "give as many ranks, or change the degrees."
+            )
+        raise MeshError(
+            f"the mesh needs {needed} ranks ({product}) but the world has {self.world}: "
+            f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."
+        )
+
+    def _discover(self, everyone: RankTransports | None) -> None:
+        """Find which ranks share a host; on a timeout, raise an error that names the ranks it waited for."""
+        if everyone is None:
+            return
+        numbers = tuple(range(everyone.size))
+        world = Group("world", numbers, everyone.rank, everyone.world(), self.traffic, self.timeout)
         awaited = f"host discovery over world with ranks {', '.join(map(str, world.others))}"
-        Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
+        Handle(partial(everyone.discover, self.timeout), lambda: None, awaited, world).wait()
+
+    def _make_group_of_all(self) -> Group | None:
+        """Return a group of all ranks of the world, of which the mesh has some; None where it has all."""
+        if not isinstance(self._ranks, RankSubset):
+            return None
+        everyone = self._ranks.everyone
+        if everyone.uses_nccl and splits_communicators():
+            raise MeshError(
+                "a mesh of some ranks makes groups without the others, but torch's world was initialised "
+                "with a device_id: leave that out of init_process_group, or give the mesh all ranks."
+            )
+        numbers = tuple(range(everyone.size))
+        transport = everyone.connect([numbers], "all_ranks", self.timeout)
+        log = everyone.failure_log
+        return Group("all_ranks", numbers, everyone.rank, transport, self.traffic, self.timeout, log)
 
     def _group_along(self, axis: str) -> Group:
         """Make this rank's group along an axis; on NCCL, axes with the same ranks share a communicator.
@@ -318,11 +365,12 @@ class Mesh(GridMesh):
         timeout: float = 600.0,
         alone: bool = False,
         guarded: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Make a group along every axis. All ranks of the world call it, with the same degrees or plan.
 
-        `device`, `timeout` (seconds), `alone` and `guarded` are those of `GridMesh`. Raises `MeshError` for a
-        plan together with degrees, and for degrees whose product is not the number of ranks in the world.
+        `device`, `timeout` (seconds), `alone`, `guarded` and `ranks` are those of `GridMesh`. Raises
+        `MeshError` for a plan together with degrees, and for another number of ranks than their product.
         """
         if plan is not None:
             if {pp, dp, cp, tp, replicate, ep, etp} != {1}:
@@ -332,7 +380,7 @@ class Mesh(GridMesh):
             sizes = sizes_of_plan(plan)
         else:
             sizes = sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate, ep=ep, etp=etp)
-        super().__init__(device=device, timeout=timeout, alone=alone, guarded=guarded, **sizes)
+        super().__init__(device=device, timeout=timeout, alone=alone, guarded=guarded, ranks=ranks, **sizes)
         self._channels: dict[Channel, Group | None] = {}
 
     def channel_groups(self, channels: Collection[Channel]) -> dict[Channel, Group]:
@@ -369,6 +417,31 @@ class Mesh(GridMesh):
                 f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {sizes[name]}: "
                 "make the mesh from the same plan, Mesh(plan)."
             )
+
+
+def _everyone() -> RankTransports | None:
+    """Return all ranks of the world; None without one. Raises MeshError where it has not been joined."""
+    everyone = current_ranks()
+    if everyone is None:
+        require_joined()
+    return everyone
+
+
+def _ranks_of(everyone: RankTransports | None, members: tuple[int, ...]) -> RankTransports | None:
+    """Return the ranks of a mesh, numbered from 0: `members` of `everyone`; None for one rank alone."""
+    is_some = everyone is not None and members != tuple(range(everyone.size))
+    return RankSubset(everyone, members) if everyone is not None and is_some else everyone
+
+
+def _members(ranks: Sequence[int] | None, started: int) -> tuple[int, ...]:
+    """Return the numbers of the mesh's ranks, by default all `started`. Raises MeshError for others."""
+    members = tuple(range(started)) if ranks is None else tuple(ranks)
+    if not members or len(set(members)) < len(members) or not set(members) <= set(range(started)):
+        raise MeshError(
+            f"the mesh's ranks are {list(members)}, but the world has the ranks 0 to {started - 1}: give "
+            "each of those at most once, and at least one."
+        )
+    return members
 
 
 def _reduce_first(group: Group, device: torch.device) -> None:

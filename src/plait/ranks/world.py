@@ -37,6 +37,7 @@ _JOB_IDS = (
     "PBS_JOBID",
     "LSB_JOBID",
 )
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _OPTION_OF_RUN = re.compile(r"--(?:control-port|upstream-port)[ =](\S+)")
 """Of a proxy of the `mpiexec` of MPICH or Intel MPI: where `mpiexec` listens, on whichever host."""
 
@@ -166,7 +167,7 @@ def _local_size(names: _Variables, size: int, variables: Mapping[str, str]) -> i
 def _job(names: _Variables, one_host: bool, variables: Mapping[str, str]) -> str:
     """Return the identity of this run: the job ids of its launcher, or the launcher's process."""
     if names.launcher == "torchrun":
-        return variables.get("TORCHELASTIC_RUN_ID", "")
+        return variables.get(_RUN_ID, "")
     known = [variables[name] for name in _JOB_IDS if name in variables]
     if names.launcher == "pmi" and names.rank in os.environ:
         known += filter(None, [run_of_launcher(names.rank)])
@@ -228,10 +229,19 @@ def run_of_launcher(mark: str) -> str:
 
 
 def process_of_launcher(mark: str) -> str:
-    """Return the process id and start time of the launcher on this host, as text: its identity."""
-    launcher = _launcher(mark)
-    started = _process_file(launcher, "stat").rpartition(")")[2].split()[19:20]
-    return "-".join([str(launcher), *started])
+    """Return the identity of the launcher on this host: see `process_identity`."""
+    return process_identity(_launcher(mark))
+
+
+def process_of_agent() -> str:
+    """Return the identity of torchrun's agent, which restarts this rank; "" where there is none."""
+    return process_of_launcher(_RUN_ID) if _RUN_ID in os.environ else ""
+
+
+def process_identity(process: int) -> str:
+    """Return a process's id and start time, as text; only the id where the process has ended."""
+    started = _process_file(process, "stat").rpartition(")")[2].split()[19:20]
+    return "-".join([str(process), *started])
 
 
 def parents_up_to_launcher(mark: str) -> Mapping[int, int]:

@@ -12,7 +12,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs, MemoryCosts, limit_in_units, memory_use
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.program import LoweringSpec
+from plait.schedules.lowering.program import ExpertExchanges, LayerIndex, LoweringSpec
 from plait.schedules.schedule import Schedule, draw_grid
 
 
@@ -29,7 +29,8 @@ def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCo
     """Raise ScheduleError, which shows rank and action, if `schedule` is not legal or exceeds `limit`.
 
     `limit` is the most that a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds,
-    by default its share from the forward to the weight gradient.
+    by default its share from the forward to the weight gradient. A legal schedule runs models whose ranks
+    exchange tokens for experts in each forward and backward, and all others.
     """
     require_instance("the schedule", schedule, Schedule, "give one of plait.schedule(…)", ScheduleError)
     if memory_costs is not None:
@@ -41,7 +42,8 @@ def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCo
         memory_costs = memory_costs or Costs().memory(schedule.ranks, schedule.stages)
         for violation in _over_limit(limit, memory_costs, schedule):
             raise _error("memory limit", violation, schedule)
-    check_programs(lower(schedule, LoweringSpec((0,) * schedule.stages, {})))
+    every_stage = ExpertExchanges({LayerIndex(stage, 0) for stage in range(schedule.stages)})
+    check_programs(lower(schedule, LoweringSpec((1,) * schedule.stages, {})), every_stage)
 
 
 def _error(rule: str, violation: Violation, schedule: Schedule) -> ScheduleError:

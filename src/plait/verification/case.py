@@ -15,6 +15,8 @@ from plait.models.layers.model_validation import refuse_lost_settings
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.ranks.mesh import Mesh
+from plait.tensor.experts.balance import Balance
+from plait.tensor.experts.router import Router
 from plait.tensor.layer_values import Microbatches, Value, list_of_tensors, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
 from plait.verification.options import VerifyOptions
@@ -83,6 +85,9 @@ def prepared(case: Case) -> Iterator[Case]:
     inputs, _ = case.batches[0]
     batch = integer_batch(inputs, rows_of(inputs))
     start = with_values(model, seed, integer_parameter(seed), integer_buffer)
+    for router in start.modules():
+        if isinstance(router, Router):
+            router.balance = Balance()  # whose losses are means, and its rate of correction no whole number
     whole_steps = partial(torch.optim.SGD, lr=1.0)  # which keeps integer parameters integer
     plain = replace(options, clip=None, weight_decay=0.0, optimizer=whole_steps)
     with IntegerMode():

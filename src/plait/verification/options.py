@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 
 from plait.errors import PlanError
+from plait.optimizers.made_for_engine import MakeOptimizer, class_of, takes_engine
+from plait.optimizers.muon import Muon
 from plait.plan.argument_checks import require_flag, require_number, require_whole
 from plait.plan.plan import Plan
 from plait.verification.expected_dtypes import NumberFormats
 
 Mode = Literal["exact", "float64", "native"]
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Given two parameter groups with their weight decay: matrices, then vectors."""
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -43,6 +43,7 @@ class VerifyOptions:
     clip: float | None = None
     weight_decay: float = 0.1
     optimizer: MakeOptimizer = adamw
+    """Makes the optimizer of two parameter groups with their weight decay: matrices, then vectors."""
     perturbations: int = 2
     isolate: bool = False
     resumes: bool = False
@@ -56,10 +57,22 @@ class VerifyOptions:
         require_flag("isolate", self.isolate, PlanError)
         if not callable(self.optimizer):
             raise PlanError(f"optimizer is {self.optimizer!r}: give a function of parameter groups.")
+        if self.mode == "exact" and takes_engine(self.optimizer):
+            raise PlanError(
+                "mode exact compares bits, which sums in another order change in an optimizer of whole "
+                "matrices: choose float64."
+            )
         if self.mode == "exact" and self.steps != 1:
             raise PlanError(f"steps is {self.steps}: mode exact takes 1, for after it numbers are too large.")
         if self.clip is not None:
             require_number("clip", self.clip, PlanError, positive=True, infinite="no limit")
+
+    @property
+    def make_optimizer(self) -> MakeOptimizer:
+        """What makes the optimizer of both runs; Muon's iterations are in float64, but in mode native."""
+        if self.mode != "native" and class_of(self.optimizer) is Muon:
+            return partial(self.optimizer, dtype=torch.float64)
+        return self.optimizer
 
     @property
     def norm_type(self) -> float:

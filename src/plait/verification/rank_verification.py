@@ -18,6 +18,7 @@ from plait.plan.plan import Plan
 from plait.ranks.collectives import barrier
 from plait.ranks.mesh import Mesh
 from plait.tensor.chunked_cross_entropy import output_linear_name
+from plait.tensor.experts.router import Router
 from plait.tensor.layer_values import Value, map_tensors
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
@@ -75,6 +76,11 @@ def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) ->
         for inputs, targets in given
     ]
     model = case.build()
+    if any(module.balance.forced_routing for module in model.modules() if isinstance(module, Router)):
+        raise ModelError(
+            "verify compares the experts that routers choose, and those of this model have forced_routing: "
+            "leave it out of balance_experts (train.forced_routing)."
+        )
 
     def make_engine(plan: Plan, mesh: Mesh) -> Engine:
         return parallelize(model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
@@ -117,7 +123,7 @@ def _recorded(
     kept = microbatches, linear
     if not broadcast_object(kept in recordings, mesh):
         arguments = sequence, case.loss, options, case.change, formats, mesh.device
-        make = partial(ReferenceRun, *arguments, output_linear=linear)
+        make = partial(ReferenceRun, *arguments, output_linear=linear, rules=case.rules)
         runs = 1 + options.perturbed_runs(formats)
         scopes = 1 + (len(batches) + 1) * (microbatches + 1)  # initial values, steps and the evaluation
         with _barrier_per_scope(mesh, runs * scopes) as tick:

@@ -19,6 +19,7 @@ from plait.checkpoint.loading import load
 from plait.checkpoint.saving import save
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ModelError, PlanError, ScheduleError
+from plait.optimizers.made_for_engine import optimizer_for
 from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import Partitioning
@@ -120,7 +121,8 @@ def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, st
     other = Mesh(plan, device=mesh.device, timeout=mesh.timeout)
     try:
         loaded = old.of_engine(make_engine(plan, other))
-        optimizer = old.options.optimizer(loaded.engine.parameter_groups(old.options.weight_decay))
+        groups = loaded.engine.parameter_groups(old.options.weight_decay)
+        optimizer = optimizer_for(loaded.engine, old.options.make_optimizer, groups)
         load(loaded.engine, optimizer, path)
     except (PlanError, ModelError, ScheduleError):
         return  # on every rank: the model or its optimizer does not allow this plan

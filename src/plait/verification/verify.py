@@ -11,6 +11,7 @@ from torch import nn
 
 from plait.errors import ModelError, PlanError
 from plait.models.layers.layer_sequence import sequence_of
+from plait.optimizers.made_for_engine import MakeOptimizer
 from plait.plan.argument_checks import require_instance, require_number
 from plait.plan.plan import Plan
 from plait.plan.rules import Rule, Rules
@@ -27,7 +28,7 @@ from plait.verification.findings import Tally
 from plait.verification.independent_comparison import compare_with_reference
 from plait.verification.independent_model_report import IndependentReport, report_of_all
 from plait.verification.independent_reference import IndependentReference
-from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
+from plait.verification.options import Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import FirstDifference, VerificationReport
 from plait.verification.step_location import Location, StepPhase
@@ -163,7 +164,7 @@ def verify(
         mode: `float64`, in which little but a mistake is larger than rounding; `native`, with all precisions
             and the loss scale of the plan; `exact`, in whole numbers, where equality is that of bits.
         steps: training steps to compare; by default 2, in mode `exact` 1.
-        optimizer: makes the optimizer from parameter groups; AdamW by default.
+        optimizer: makes one as in `fit`; AdamW by default. But in `native`, Muon iterates in float64.
         clip: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
         isolate: replace each value that differs by the reference's, so that a mistake makes one difference.
         seed: seed of parameters that the model leaves uninitialised.

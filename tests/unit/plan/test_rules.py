@@ -103,6 +103,9 @@ def test_rule_by_keeps_the_other_options() -> None:
     assert rule.by("heads") == Rule("column", "heads", gather_output=True)
     assert rule == Rule("column", gather_output=True)
     assert Rule("column").by("heads").joined(3) == Rule("column", "heads", blocks=3)
+    assert Rule("column").by("heads").interleave("a", "b") == Rule("column", "heads", interleaved=("a", "b"))
+    with pytest.raises(PlanError, match="a rule column has interleaved = 3 and no parts: name their number"):
+        Rule("column").interleave(3)
     with pytest.raises(PlanError, match="gather_output and blocks = 3, whose parts are not contiguous"):
         rule.joined(3)
     with pytest.raises(PlanError, match="a rule sequence has dim = -1: count the dims from 0"):

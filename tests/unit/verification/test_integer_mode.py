@@ -17,15 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from verification_cases import CLASSES, case_of, label, mlp_case, rows_and_classes, verify_here
 
 from parity.case import Case as ParityCase
-from parity.cases import USER_CASES, gpt2, llama, with_values
+from parity.cases import USER_CASES, gpt2, llama, sparse_llama, with_values
 from parity.dropping import DROPPING, dropping
 from plait.errors import ModelError, PlanError
 from plait.plan.plan import Plan, Recompute
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.case import Case
+from plait.verification.definitions.experts import activated
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.integer_mode import (
@@ -43,6 +45,7 @@ from plait.verification.reference.integer_mode import (
 )
 from plait.verification.sweep import plans_on
 from plait.verification.verify import build_report
+from zoo.sparse import BALANCED
 
 PLAN = Plan(microbatches=2)
 
@@ -428,6 +431,42 @@ def test_every_layout_of_four_ranks_in_exact_mode_is_equal_bit_by_bit(
     case: ParityCase, plan: Plan, thread_ranks: RankPool
 ) -> None:
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
+
+
+def test_a_sparse_model_is_equal_bit_by_bit(thread_ranks: RankPool) -> None:
+    """Also with losses of routers and corrections, which are left out."""
+    plan = Plan(pp=2, dp=2, ep=2, microbatches=2, schedule="zb-h1", strategy="full")
+    assert outcomes(sparse_llama(layers=1), plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
+    assert verify_here(case_of(BALANCED, mode="exact", steps=1), Plan(microbatches=2, recompute="full"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", plans_on(4, Plan(microbatches=4), 4, with_experts=True), ids=label)
+def test_every_layout_of_experts_in_exact_mode_is_equal_bit_by_bit(
+    plan: Plan, thread_ranks: RankPool
+) -> None:
+    case = sparse_llama(layers=3, experts=3)  # of which the first ranks have more
+    assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
+
+
+ACTIVATIONS = (GatedActivation(), GatedActivation(slope=2.0, offset=1.0, limit=12.0, interleaved=True))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "of GPT-OSS"])
+def test_the_activation_of_experts_has_a_whole_gradient_that_is_its_own(activation: GatedActivation) -> None:
+    gate_up, of_activated = whole(5, 6, largest=30), whole(5, 3, seed=1)
+    with IntegerMode():
+        result, gradient = activation.with_gradient(gate_up)
+        assert torch.equal(result, activation(gate_up))
+        given = gate_up.clone().requires_grad_()
+        defined = activated(activation, given)
+        defined.backward(of_activated)
+        found = gradient(of_activated.clone())
+    assert is_whole(result)
+    assert torch.equal(result, defined)
+    assert given.grad is not None
+    assert torch.equal(found, given.grad)
+    assert found.any()
 
 
 WITH_STAND_INS = (

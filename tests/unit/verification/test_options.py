@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import plait
 from plait.errors import PlanError
 from plait.plan.plan import Plan
 from plait.verification.expected_dtypes import formats_of
@@ -29,6 +31,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip": "1"}, "clip is '1': give a number above 0, or math.inf for no limit."),
     ({"optimizer": 3}, "optimizer is 3: give a function of parameter groups."),
     ({"isolate": 1}, "isolate is 1: give True or False."),
+    (
+        {"mode": "exact", "steps": 1, "optimizer": partial(plait.Muon, lr=0.1)},
+        "mode exact compares bits, which sums in another order change in an optimizer of whole matrices: "
+        "choose float64.",
+    ),
     ({"mode": "exact"}, "steps is 2: mode exact takes 1, for after it numbers are too large."),
 ]
 
@@ -43,6 +50,15 @@ def test_invalid_verify_options_are_refused() -> None:
 def test_default_and_exact_verify_options_are_accepted() -> None:
     assert VerifyOptions() == VerifyOptions(mode="float64", steps=2, clip=None, optimizer=adamw)
     assert VerifyOptions(mode="exact", steps=1, clip=float("inf"), seed=0).steps == 1
+
+
+def test_muon_iterates_in_float64_but_in_mode_native() -> None:
+    muon = partial(plait.Muon, lr=0.1, dtype=torch.float32)
+    of_float64 = VerifyOptions(optimizer=muon).make_optimizer
+    assert isinstance(of_float64, partial)
+    assert of_float64.keywords == {"lr": 0.1, "dtype": torch.float64}
+    assert VerifyOptions(mode="native", optimizer=muon).make_optimizer is muon
+    assert VerifyOptions().make_optimizer is adamw
 
 
 def test_verify_runs_two_steps_by_default_and_one_in_exact_mode() -> None:

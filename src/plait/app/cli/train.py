@@ -12,8 +12,7 @@ from plait.errors import terminal_text
 
 _ABOUT = """\
 Trains a model over pipeline, tensor and data parallel ranks: starts them here,
-or joins the world that torchrun, mpirun or srun made. Options override the
-file."""
+or joins those that torchrun, mpirun or srun made. Options override the file."""
 _EXAMPLES = (
     ("plait train --config examples/demo.toml", ""),
     ("plait train --parallel.pp 2 --parallel.tp 2 --train.steps 100", "four ranks"),

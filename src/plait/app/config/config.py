@@ -226,7 +226,7 @@ def _check_validation(config: Config) -> None:
 
 def _check_balance(model: ModelConfig, train: TrainConfig) -> None:
     """Raise ConfigError for a balance of experts in a model that has none."""
-    given = [name for name in BALANCE_FIELDS if getattr(train, name) is not None]
+    given = [name for name in BALANCE_FIELDS if getattr(train, name) not in (None, False)]
     if given and model.experts is None:
         raise ConfigError(
             f"train.{given[0]} = {getattr(train, given[0])} balances experts, and the model has none: set "

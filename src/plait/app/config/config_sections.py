@@ -224,6 +224,14 @@ class RunConfig(Section):
     resume: str = Field(default="no", min_length=1)
     """no; auto: from the newest checkpoint in run.dir that is not damaged, if there is one; or the folder of
     a checkpoint"""
+    snapshot_every: int = Field(default=0, ge=0)
+    """steps between snapshots in memory, from which ranks that torchrun restarts go on, and run.resume auto;
+    0: none"""
+    snapshot_folder: Path = Path("/dev/shm")
+    """folder in memory for snapshots"""
+    snapshot_failure: Literal["stop", "warn"] = "stop"
+    """where a snapshot cannot be taken, as where memory is short: stop the run, or go on without, after a
+    warning"""
     notes: str = ""
     """text of your own, which the report shows"""
     progress: bool = True

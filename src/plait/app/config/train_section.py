@@ -12,10 +12,10 @@ from plait.app.config.config_sections import Count, Decay, Section
 from plait.errors import ConfigError, listed
 from plait.plan.plan import Precision
 
-OptimizerName = Literal["AdamW", "Adam", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adafactor"]
+OptimizerName = Literal["AdamW", "Adam", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adafactor", "Muon"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 BalanceName = Literal["document", "step", "previous", "coupled document", "coupled step", "coupled previous"]
-BALANCE_FIELDS = ("balance", "balance_weight", "z_weight", "bias_rate")
+BALANCE_FIELDS = ("balance", "balance_weight", "z_weight", "bias_rate", "forced_routing")
 """Fields of `train` for models with experts."""
 OPTIONS: Mapping[OptimizerName, tuple[str, ...]] = {
     "AdamW": ("betas", "eps", "amsgrad"),
@@ -26,8 +26,13 @@ OPTIONS: Mapping[OptimizerName, tuple[str, ...]] = {
     "RMSprop": ("eps", "alpha", "momentum", "centered"),
     "Adagrad": ("eps", "lr_decay"),
     "Adafactor": ("beta2_decay", "d"),
+    "Muon": (
+        *("betas", "eps", "momentum", "nesterov", "others_lr", "ns_steps", "adjust_lr_fn"),
+        *("iterations", "per_head", "routers"),
+    ),
 }
-"""The options of each class of `torch.optim`, besides `lr` and `weight_decay`, which all of them have."""
+"""The options of each class of `torch.optim`, and of `plait.Muon`, besides `lr` and `weight_decay`, which all
+have."""
 _OF_TRAIN = ("betas", "eps")
 """Options that are fields of `train`."""
 
@@ -41,16 +46,16 @@ def _spelled(names: Sequence[str]) -> BeforeValidator:
 
 
 class OptimizerConfig(Section):
-    """The optimizer of torch.optim, and its options; none: that optimizer's own default."""
+    """The optimizer of torch.optim, or `plait.Muon`, and its options; none: that optimizer's own default."""
 
     name: Annotated[OptimizerName, _spelled(get_args(OptimizerName))] = "AdamW"
-    """class of torch.optim that updates parameters"""
+    """class of torch.optim that updates parameters; or Muon, which updates hidden matrices, beside AdamW"""
     momentum: Decay | None = None
-    """share of the last update that is kept (SGD, RMSprop); none: 0"""
+    """share of the last update that is kept (SGD, RMSprop, Muon); none: 0, for Muon 0.95"""
     dampening: Annotated[float, Field(ge=0, le=1)] | None = None
     """share by which momentum takes less of a gradient (SGD); none: 0"""
     nesterov: bool | None = None
-    """whether momentum looks ahead, as Nesterov's does (SGD); none: false"""
+    """whether momentum looks ahead, as Nesterov's does (SGD, Muon); none: false, for Muon true"""
     amsgrad: bool | None = None
     """whether the largest second moment so far counts (Adam, AdamW); none: false"""
     momentum_decay: Annotated[float, Field(ge=0)] | None = None
@@ -67,11 +72,24 @@ class OptimizerConfig(Section):
     """exponent of the decay of the second moment (Adafactor); none: -0.8"""
     d: Annotated[float, Field(gt=0)] | None = None
     """root mean square above which an update is clipped (Adafactor); none: 1"""
+    others_lr: Annotated[float, Field(gt=0)] | None = None
+    """highest learning rate of what AdamW updates beside Muon; none: train.lr"""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
+    """iterations of Newton–Schulz (Muon); none: 5"""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    """factor of the learning rate by a matrix's sizes, as in torch.optim.Muon (Muon); none: match_rms_adamw,
+    for which train.lr is as large as for AdamW"""
+    iterations: Literal["bf16", "fp32", "fp64"] | None = None
+    """number format of the iterations (Muon); none: bf16"""
+    per_head: bool | None = None
+    """whether each head of query, key and value is a matrix of its own (Muon); none: false"""
+    routers: bool | None = None
+    """whether weights of routers are hidden matrices (Muon); none: false"""
 
     @model_validator(mode="after")
     def _taken(self) -> OptimizerConfig:
         self.require_taken("train.optimizer", dict(self.given()))
-        if self.nesterov and (not self.momentum or self.dampening):
+        if self.name == "SGD" and self.nesterov and (not self.momentum or self.dampening):
             raise ConfigError(
                 "train.optimizer.nesterov is true, which needs a momentum and no dampening: set "
                 "train.optimizer.momentum, such as to 0.9, and leave train.optimizer.dampening out."
@@ -95,8 +113,10 @@ class OptimizerConfig(Section):
                 )
 
     @property
-    def moments(self) -> int:
-        """The number of state tensors that the optimizer keeps per parameter, such as 2 for AdamW."""
+    def moments(self) -> int | Literal["muon"]:
+        """The number of state tensors that the optimizer keeps per parameter: 2 for AdamW; or "muon"."""
+        if self.name == "Muon":
+            return "muon"
         if self.name == "SGD":
             return int(bool(self.momentum))
         if self.name == "RMSprop":
@@ -181,9 +201,9 @@ class TrainConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """decay of matrices; vectors do not decay; none: 0.1 for AdamW, else 0"""
+    """decay of matrices; vectors do not decay; none: 0.1 for AdamW and Muon, else 0"""
     betas: tuple[Decay, Decay] | None = None
-    """decay of both moments of Adam and its like; none: 0.9 and 0.95"""
+    """decay of both moments of Adam and its like, beside Muon too; none: 0.9 and 0.95"""
     eps: Annotated[float, Field(gt=0)] | None = None
     """epsilon in the optimizer's divisor; none: its own, of AdamW 1e-8"""
     rates: tuple[RateConfig, ...] = ()
@@ -204,6 +224,9 @@ class TrainConfig(Section):
     """factor of the z-loss of each router, the mean square of log Σ exp(logits); none: 0"""
     bias_rate: Annotated[float, Field(ge=0)] | None = None
     """by how much a step corrects the bias of routers that have one, as in DeepSeek-V3; none: 0"""
+    forced_routing: bool = False
+    """whether training sends tokens to experts in turn, which loads all alike, for timings: the model learns
+    with other experts than its routers choose"""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of initial values, data order and samples"""
     precision: Precision = "fp32"
@@ -266,7 +289,7 @@ class TrainConfig(Section):
         """The weight decay of matrices."""
         if self.weight_decay is not None:
             return self.weight_decay
-        return 0.1 if self.optimizer.name == "AdamW" else 0.0
+        return 0.1 if self.optimizer.name in ("AdamW", "Muon") else 0.0
 
     @property
     def lowest_lr(self) -> float:
@@ -280,11 +303,13 @@ class TrainConfig(Section):
         if self.balance is not None:
             words = self.balance.split()
             options |= {"counts": words[-1], "coupled": len(words) > 1}
+        if self.forced_routing:
+            options["forced_routing"] = True
         return options
 
     def optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, besides its learning rate and weight decay."""
         options = dict(self.optimizer.given())
-        if self.optimizer.name in ("AdamW", "Adam", "NAdam", "RAdam"):
+        if self.optimizer.name in ("AdamW", "Adam", "NAdam", "RAdam", "Muon"):
             options["betas"] = (0.9, 0.95) if self.betas is None else self.betas
         return options if self.eps is None else options | {"eps": self.eps}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from plait.app.data.batches import description
+from torch.optim import Optimizer
+
 from plait.app.loop.builtin_callbacks import watched_validation
 from plait.app.loop.run_folder_lock import locked_folder
-from plait.app.loop.stream import RankStream
+from plait.app.loop.run_state import Check, resume_from, run_state, tell_differences
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import LowestLoss, Validation
 from plait.checkpoint.checkpoint_manager import CheckpointManager
@@ -24,12 +26,14 @@ from plait.checkpoint.folders import (
     with_new_best,
 )
 from plait.checkpoint.loading import load_checkpoint
-from plait.checkpoint.manifest import section
-from plait.checkpoint.optimizer_options import option_line
-from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError, listed
+from plait.checkpoint.snapshots.snapshots import Snapshots
+from plait.engine.engine import Engine
+from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
 from plait.ranks.text_collectives import broadcast_result
 
+T = TypeVar("T")
+MakeSnapshots = Callable[[Engine, Optimizer], Snapshots]
 LOCK = "checkpoints.lock"
 """Names the process that saves checkpoints into a folder."""
 
@@ -49,8 +53,10 @@ class Checkpoints(Callback):
         watch: str | None = None,
         resume: str | Path = "auto",
         state: Mapping[str, Any] | None = None,
-        check: Callable[[Mapping[str, Any], Path], None] | None = None,
+        check: Check | None = None,
         start_over: str = "resume='no'",
+        snapshots: MakeSnapshots | None = None,
+        require_snapshots: bool = True,
     ) -> None:
         """Save into `folder` every `every` steps; 0: only at the end; None: never.
 
@@ -61,7 +67,13 @@ class Checkpoints(Callback):
         validations the one named `watch` counts, or the first. `resume`: "auto", from the newest one in
         `folder` that is not damaged, if there is one; "no"; or the folder of a checkpoint.
         `state`: JSON values that are saved too; `check(state, path)` may refuse those of a checkpoint. Each
-        checkpoint has the `state_dict` of all callbacks. Raises `ConfigError` for other arguments.
+        checkpoint has the `state_dict` of all callbacks.
+
+        `snapshots`: makes `plait.Snapshots` of engine and optimizer, such as `functools.partial(
+        plait.Snapshots, every=10)`: they are taken besides, and the run resumes from one where none of the
+        checkpoints is newer; with another `resume` than "auto" only from those of ranks that torchrun
+        restarts. Without `require_snapshots` the run goes on after a warning where one cannot be taken.
+        Raises `ConfigError` for other arguments.
         """
         _require_arguments(folder, resume, state, check, start_over)
         _require_times(every, minutes, keep_last, keep_every, keep_best)
@@ -76,6 +88,8 @@ class Checkpoints(Callback):
         self._most_best, self._best = int(keep_best), list[BestCheckpoint]()
         self._best_before: Mapping[str, Any] = {}
         self._minutes, self._saved_at = minutes, 0.0
+        self._make_snapshots, self._needs_snapshots = snapshots, require_snapshots
+        self._snapshots: Snapshots | None = None
         self._validation = Validation(None)
         self._tell: Callable[[str], None] = print
         self._manager = CheckpointManager(
@@ -90,13 +104,21 @@ class Checkpoints(Callback):
         Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
         """
         self._tell, source = run.tell, self._resume
-        if source == "no":
-            return
+        if self._make_snapshots is not None:
+            make = partial(self._make_snapshots, run.engine, run.optimizer)
+            self._snapshots = self._unless_failed(make)
         if source != "auto":
-            self._load(Path(source).expanduser(), run)
+            if self._resume_from_memory(run, own_launch=True):
+                return
+            if source != "no":
+                self._load(Path(source).expanduser(), run)
+            if self._snapshots is not None:  # else a later start would find those of another run
+                self._unless_failed(self._snapshots.clear)
             return
         damaged: list[str] = []
-        for path in self._saved(run):
+        for step, path in self._saved(run):
+            if self._resume_from_memory(run, after=step - 1):
+                return
             try:
                 self._load(path, run)
                 return
@@ -105,6 +127,8 @@ class Checkpoints(Callback):
                     raise
                 self._tell(f"WARNING: {error}")
                 damaged.append(path.name)
+        if self._resume_from_memory(run):
+            return
         if damaged:
             raise CheckpointError(
                 f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start over "
@@ -144,29 +168,32 @@ class Checkpoints(Callback):
         return not self._manager.complete
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` is a multiple of `every`."""
+        """Return whether a checkpoint or a snapshot is due after `step`, by its number."""
+        is_snapshot_due = self._snapshots is not None and self._snapshots.is_due(step)
+        return is_snapshot_due or self._is_checkpoint_due(step)
+
+    def _is_checkpoint_due(self, step: int) -> bool:
         return bool(self._every) and step % (self._every or 1) == 0
 
     def after_step(self, run: TrainingLoop) -> None:
         """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
+        self._save_if_due(run)
+        if (snapshots := self._snapshots) is not None and snapshots.is_due(run.done):
+            self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state)))
+
+    def _save_if_due(self, run: TrainingLoop) -> None:
         step, best = run.done, self._best_with(run)
-        is_planned = self._every is not None and (run.is_last or self.is_due(step))
+        is_planned = self._every is not None and (run.is_last or self._is_checkpoint_due(step))
         clock = 0.0 if run.numbers is None else run.numbers.clock
         in_time = bool(self._minutes) and clock - self._saved_at >= 60 * self._minutes
         if not is_planned and not in_time and best is None:
             self._warn_early()
             return
         self._saved_at, self._best = clock, self._best if best is None else best
-        callbacks = {name: dict(callback.state_dict()) for name, callback in run.named_callbacks()}
-        state = {
-            "step": step,
-            "batches": description(run.batches),
-            "callbacks": {name: values for name, values in callbacks.items() if values},
-            **({"position": run.batches.state_dict()} if isinstance(run.batches, RankStream) else {}),
-            **self._state,
-        }
         self.finish()
-        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state, best))
+        self._try(
+            lambda: self._manager.save(run.engine, run.optimizer, step, run_state(run, self._state), best)
+        )
 
     def _best_with(self, run: TrainingLoop) -> list[BestCheckpoint] | None:
         """Return the best checkpoints with that of the step that has ended; None where it is none of them."""
@@ -197,6 +224,12 @@ class Checkpoints(Callback):
         with self._stack:
             if error is None or isinstance(error, NonFiniteError | ReplicaError):
                 self.finish()
+        # Where nothing else holds the state of the last step, a later run may need the snapshots.
+        is_needed = self.failed or (run.stopped > 0 and self._every is None)
+        if self._snapshots is not None and error is None and not is_needed:
+            self._unless_failed(self._snapshots.close)
+        elif self._snapshots is not None:
+            self._snapshots.release()
         lowest = self._validation.lowest
         if error is None and run.mesh.rank == 0 and lowest is not None:
             self._tell(self._best_line(lowest))
@@ -212,72 +245,41 @@ class Checkpoints(Callback):
 
     def _load(self, path: Path, run: TrainingLoop) -> None:
         loaded = load_checkpoint(run.engine, run.optimizer, path, "given")
-        state = loaded.state
-        step = state.get("step")
-        if type(step) is not int or step < 0:
-            raise CheckpointError(
-                f"the state of the checkpoint {path} has no number of steps: give one of plait train, "
-                "or of save with a state of {'step': …}."
-            )
-        self._check(state, path)
-        self._require_same_batches(section(state, "batches"), run, path)
-        self._load_position(state, run, path)
-        self._load_callbacks(state, run, path)
+        resume_from(run, loaded, path, self._check, self._start_over)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
-            run.resumed_steps = self._manager.start_step = step
-        self._tell(f"Resumed from {path}, after step {step}.")
-        # A rate that the run sets in each step is none of the optimizer's settings.
-        options = {key: both for key, both in loaded.options.items() if key != "lr" or not run.sets_rate}
-        if options:
-            self._tell(option_line(options, "given"))
-        if loaded.precision:
-            self._tell(loaded.precision)
-        run.done = step
+            run.resumed_steps = self._manager.start_step = run.done
+        self._tell(f"Resumed from {path}, after step {run.done}.")
+        tell_differences(run, loaded)
 
-    def _load_position(self, state: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
-        """Let a stream go on from its position. Raises `DataError` for one where the other has none."""
-        if isinstance(run.batches, RankStream):
-            run.batches.load_state_dict(section(state, "position"))
-        elif "position" in state:
-            raise DataError(
-                f"{path} holds the position of a plait.Stream, and the batches are an object of "
-                f"{type(run.batches).__name__}: give the stream, or start over with {self._start_over}."
-            )
+    def _resume_from_memory(self, run: TrainingLoop, *, own_launch: bool = False, after: int = -1) -> bool:
+        """Resume from the newest snapshot, if it has more than `after` steps; return whether there is one.
 
-    def _load_callbacks(self, state: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
-        """Load the state of each callback; say which state there is no callback for."""
-        saved = dict(section(state, "callbacks"))
-        for name, callback in run.named_callbacks():
-            if found := saved.pop(name, None):
-                callback.load_state_dict(found)
-        if saved:
-            self._tell(
-                f"WARNING: {path} holds the state of {listed(sorted(saved))}, and the run has no such "
-                "callback: it is left out."
-            )
+        `own_launch`: only from one of ranks that the same torchrun restarted.
+        """
+        if (snapshots := self._snapshots) is None:
+            return False
+        found = snapshots.load_newest("given", self._tell, own_launch=own_launch, after=after)
+        if found is None:
+            return False
+        _, loaded = found
+        resume_from(run, loaded, snapshots.folder, self._check, self._start_over)
+        run.resumed_steps = self._manager.start_step = run.done
+        self._tell(f"Resumed from memory, {snapshots.folder}, after step {run.done}.")
+        tell_differences(run, loaded)
+        return True
 
-    def _require_same_batches(self, before: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
-        """Raise `DataError` where the batches would not go on with the samples of those in the checkpoint."""
-        now = description(run.batches)
-        for name in now:
-            if name in before and before[name] != now[name]:
-                raise DataError(
-                    f"the batches have {name} = {now[name]}, and had {before[name]} when {path} was written: "
-                    f"give the same batches, or start over with {self._start_over}."
-                )
-
-    def _saved(self, run: TrainingLoop) -> list[Path]:
-        """Return on every rank the checkpoints of this run found by rank 0, newest first, damaged or not."""
+    def _saved(self, run: TrainingLoop) -> list[tuple[int, Path]]:
+        """Return on every rank the checkpoints that rank 0 finds, with their steps, newest first."""
 
         def find() -> str:
             try:
-                return json.dumps([str(path) for _, path in all_checkpoints(self._folder)])
+                return json.dumps([(step, str(path)) for step, path in all_checkpoints(self._folder)])
             except OSError:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
                 raise CheckpointError(error) from None
 
         found = broadcast_result(find, CheckpointError, run.mesh.group("world"), run.mesh.device)
-        return [Path(path) for path in json.loads(found)]
+        return [(step, Path(path)) for step, path in json.loads(found)]
 
     def _try(self, action: Callable[[], None]) -> None:
         """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has done so."""
@@ -286,6 +288,17 @@ class Checkpoints(Callback):
         except CheckpointError as error:
             if not self._warned:
                 self._tell(f"WARNING: {error}")
+
+    def _unless_failed(self, action: Callable[[], T]) -> T | None:
+        """Return the result of an action on snapshots; where one may fail, warn, and take no more."""
+        try:
+            return action()
+        except CheckpointError as error:
+            if self._needs_snapshots:
+                raise
+            self._snapshots = None
+            self._tell(f"WARNING: the run goes on without snapshots in memory: {error}")
+            return None
 
     def _warn_early(self) -> None:
         """On rank 0, print once that the background save has failed; other ranks learn it when they wait."""

@@ -19,6 +19,7 @@ from plait.app.loop.validation import LowestLoss, Metric, Validation
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
 from plait.errors import ConfigError
+from plait.optimizers.made_for_engine import MakeOptimizer, optimizer_for
 from plait.plan.argument_checks import require_instance, require_number, require_whole, whole
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
@@ -93,8 +94,6 @@ def _warmup(
     return rate
 
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes an optimizer of parameter groups."""
 MakeGroups = Callable[[Engine], list[dict[str, Any]]]
 """Makes parameter groups of an engine's parameters."""
 
@@ -147,9 +146,9 @@ def fit(
 
     `batches`: a `plait.Loader`, a `plait.Stream`, whose end may end the run earlier, or what has a `size`,
     the rows of a global batch, and `batch(step, rows)`, which returns inputs and targets of some rows.
-    `optimizer` makes one of parameter groups, of which matrices have `weight_decay` and vectors have none.
-    `learning_rate`: a number, or a function of the step, from 0, such as `plait.loop.warmup_cosine`. None
-    for one of these: the optimizer's. `clip`: the largest gradient norm.
+    `optimizer` makes one of parameter groups, of which matrices have `weight_decay` and vectors have none; if
+    of `plait.Muon` or `plait.Owned`, of engine and groups. `learning_rate`: a number, or a function of the
+    step, from 0, such as `plait.loop.warmup_cosine`. None: the optimizer's. `clip`: the largest norm.
 
     The mean loss over `validation`, of which each row counts once, and the means of `metrics`, functions of
     the model's output and the targets that return a value for each row or token, are computed every
@@ -273,7 +272,8 @@ def _made(
     make: MakeOptimizer, engine: Engine, make_groups: MakeGroups | None, weight_decay: float | None
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `make` makes. Raises `ConfigError` where it returns something else."""
-    made = make(engine.parameter_groups(weight_decay) if make_groups is None else make_groups(engine))
+    groups = engine.parameter_groups(weight_decay) if make_groups is None else make_groups(engine)
+    made = optimizer_for(engine, make, groups)
     require_instance("what optimizer returns", made, torch.optim.Optimizer, "return one of torch.optim")
     return made
 

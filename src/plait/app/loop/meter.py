@@ -50,6 +50,20 @@ class StepTensors:
 
 
 @dataclass(frozen=True)
+class ExpertMetrics:
+    """What the experts of a model did in a step, as numbers on the CPU; empty without experts."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Entries of the step's row, by name."""
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By path of each router: how many tokens of the step chose each expert."""
+    sent: tuple[int, ...] = ()
+    """Of each rank: the tokens that it sent to experts of other ranks, in all layers."""
+    received: tuple[int, ...] = ()
+    """Of each rank: the tokens that it received from other ranks for its experts."""
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """The numbers of a finished step, the same on every rank except for times."""
 
@@ -69,8 +83,8 @@ class StepMetrics:
     """Of each rank: its peak memory so far, in bytes."""
     clock: float = 0.0
     """Seconds since the run began, as rank 0 has measured them."""
-    expert_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By path of each router: how many tokens of the step chose each expert."""
+    experts: ExpertMetrics = field(default_factory=ExpertMetrics)
+    """Of models with experts."""
 
 
 class Meter:
@@ -124,7 +138,7 @@ class Meter:
 
         def finished() -> StepMetrics:
             loss, norm, weight, *rest = read().tolist()
-            of_experts, expert_tokens = read_experts()
+            experts = read_experts()
             memory, signals, blocked, data, clocks, *faults, norms = (rest[column::8] for column in range(8))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
@@ -139,7 +153,7 @@ class Meter:
                 "tokens_per_second": tokens / seconds,
                 "peak_memory_bytes": int(max(memory)),
                 **self._utilization(tokens / seconds),
-                **of_experts,
+                **experts.metrics,
             }
             loss_rank, gradient_rank = (next((r for r, bad in enumerate(of) if bad), world) for of in faults)
             return StepMetrics(
@@ -151,7 +165,7 @@ class Meter:
                 blocked_seconds=tuple(blocked),
                 peak_memory=tuple(map(int, memory)),
                 clock=clocks[0],
-                expert_tokens=expert_tokens,
+                experts=experts,
             )
 
         return finished
@@ -163,24 +177,23 @@ class Meter:
         return {"mfu": self._flops * tokens_per_second / self._peak}
 
 
-def _read_experts_later(
-    load: ExpertLoad | None,
-) -> Callable[[], tuple[dict[str, float], dict[str, tuple[int, ...]]]]:
-    """Start to copy the numbers of experts to the CPU; return a function that waits for them.
-
-    It returns the metrics of routers by name, and by path of each router the tokens of its experts.
-    """
+def _read_experts_later(load: ExpertLoad | None) -> Callable[[], ExpertMetrics]:
+    """Start to copy the numbers of experts to the CPU; return a function that waits for them."""
     if load is None:
-        return lambda: ({}, {})
+        return ExpertMetrics
     given = {"balance_loss": load.balance_loss, "z_loss": load.z_loss, "largest_expert_load": load.largest}
     metrics = {name: one.double()[None] for name, one in given.items() if one is not None}
-    tokens = {path: one.double() for path, one in load.tokens.items()}
-    read = read_later(torch.cat([*metrics.values(), *tokens.values()]))
+    counts = [*load.tokens.values(), load.sent, load.received]
+    read = read_later(torch.cat([*metrics.values(), *(one.double() for one in counts)]))
 
-    def waited() -> tuple[dict[str, float], dict[str, tuple[int, ...]]]:
+    def waited() -> ExpertMetrics:
         numbers = iter(read().tolist())
-        rows = {name: next(numbers) for name in metrics}
-        return rows, {path: tuple(int(next(numbers)) for _ in one) for path, one in tokens.items()}
+        row = {name: next(numbers) for name in metrics}
+        *tokens, sent_rows, received = (tuple(int(next(numbers)) for _ in one) for one in counts)
+        row["tokens_sent"] = sum(sent_rows)
+        if load.forced_routing:
+            row["forced_routing"] = 1
+        return ExpertMetrics(row, dict(zip(load.tokens, tokens, strict=True)), sent_rows, received)
 
     return waited
 

@@ -256,12 +256,15 @@ class Report(Callback):
                 "peak_memory_bytes": list(run.numbers.peak_memory),
             }
             failures.append(self._ranks.write(series))
-            if chosen := run.numbers.expert_tokens:
+            if chosen := run.numbers.experts.tokens:
                 if not self._has_experts:
                     self._experts.begin(run.resumed_steps)
                 self._has_experts = True
-                of_experts = {path: list(one) for path, one in chosen.items()}
-                failures.append(self._experts.write({"step": self._step, "tokens": of_experts}))
+                line: dict[str, Any] = {"step": self._step, "tokens": chosen}
+                line |= {"sent": run.numbers.experts.sent, "received": run.numbers.experts.received}
+                if "forced_routing" in row:
+                    line["forced_routing"] = True
+                failures.append(self._experts.write(line))
         for failure in filter(None, failures):
             self._tell(f"{_WARNING}{failure}")
 

@@ -180,6 +180,11 @@ class TrainingLoop:
                 callback.begin(self)
             if line := repeated_rows(self.batches):
                 self.tell(line)
+            if self.engine.forces_routing:
+                self.tell(
+                    "Routing is forced to be balanced (forced_routing), for timings: the model learns with "
+                    "other experts than its routers choose."
+                )
             if self.done >= self.steps:
                 self.tell(
                     f"{self.done} steps were done before, and the run has {self.steps}: none is left to take."

@@ -26,6 +26,7 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.rank_contents import parameter_key
+from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.blueprint import build_blueprint
 from plait.errors import CheckpointError, ConfigError, PlaitError
 from plait.files import validated
@@ -179,6 +180,12 @@ def run_checkpoints(config: Config) -> Checkpoints:
         state={"config": json.loads(config.model_dump_json()), TOKENIZER: files_hash(tokenizer)},
         check=partial(_require_same_data, config),
         start_over="--run.resume no",
+        snapshots=partial(
+            Snapshots, every=run.snapshot_every, name=str(run.dir.resolve()), folder=run.snapshot_folder
+        )
+        if run.snapshot_every
+        else None,
+        require_snapshots=run.snapshot_failure == "stop",
     )
 
 

@@ -36,6 +36,8 @@ from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.app.train.trainer import Trainer, balanced, trained_part
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.prediction.prediction import Prediction
+from plait.optimizers.hidden_matrices import listed_matrices
+from plait.optimizers.muon import Muon
 from plait.pictures.report.page import REPORT_FILE
 from plait.ranks.failure.process_watch import GracefulStop
 from plait.ranks.mesh import Mesh
@@ -180,6 +182,8 @@ def _introduce(
     """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    if isinstance(trainer.optimizer, Muon):
+        lines += listed_matrices(trainer.optimizer.matrices)
     lines += [] if memory is None else [prediction_line(memory)]
     if mesh.rank == 0:
         about = describe(

@@ -6,6 +6,7 @@ Read this file, and `plait.app.loop.training_loop`, to see how plait is used.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from plait.app.loop.fit import (
     warmup_stable_decay,
 )
 from plait.app.loop.meter import flops_per_token
-from plait.app.loop.parameter_rates import ParameterRate, freeze, parameter_groups, require_matches
+from plait.app.loop.parameter_rates import SCALE, ParameterRate, freeze, parameter_groups, require_matches
 from plait.app.loop.training_loop import TrainingLoop
 from plait.app.train.run_data import Data, Prompt, encode_prompt
 from plait.engine.engine import Engine
@@ -37,9 +38,12 @@ from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.llama import llama_of
 from plait.models.lora import adapter_values, lora
 from plait.models.peft_files import load_adapter, values_in
+from plait.optimizers.made_for_engine import MakeOptimizer, optimizer_for
+from plait.optimizers.muon import Muon
 from plait.plan.plan import Plan
 from plait.ranks.mesh import Mesh
 from plait.tensor.experts.routers import balance_experts
+from plait.tensor.layer_values import DTYPES
 from plait.tensor.losses import cross_entropy
 
 _FUSED = ("AdamW", "Adam", "SGD")
@@ -106,23 +110,34 @@ def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
     return balance(trained_part(config, data.vocab), plan, mesh, inputs, targets)
 
 
-def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that `settings` name; the parameter groups set their own weight decay."""
-    name = settings.optimizer.name
-    make = getattr(torch.optim, name)
-    fused = {"fused": True} if name in _FUSED else {}
-    made: torch.optim.Optimizer = make(groups, lr=settings.lr, **settings.optimizer_options(), **fused)
-    return made
+def optimizer_maker(settings: TrainConfig) -> MakeOptimizer:
+    """Return what makes the optimizer that `settings` name; parameter groups set their own weight decay."""
+    name, options = settings.optimizer.name, settings.optimizer_options()
+    if name != "Muon":
+        fused = {"fused": True} if name in _FUSED else {}
+        return partial(getattr(torch.optim, name), lr=settings.lr, **options, **fused)
+    others: dict[str, Any] = {option: options.pop(option) for option in ("betas", "eps") if option in options}
+    others |= {"lr": options.pop("others_lr", settings.lr), "weight_decay": settings.matrix_decay}
+    dtype = DTYPES[options.pop("iterations", "bf16")]
+    assert dtype is not None
+    scaling = options.pop("adjust_lr_fn", "match_rms_adamw")
+    return partial(Muon, lr=settings.lr, others=others, dtype=dtype, adjust_lr_fn=scaling, **options)
 
 
 def run_groups(engine: Engine, settings: TrainConfig) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups of a run: with `train.rates`, one or two per pattern."""
-    if not settings.rates:
-        return engine.parameter_groups(weight_decay=settings.matrix_decay)
     rates = [
         ParameterRate(one.pattern, one.scale_of(settings.lr), one.weight_decay) for one in settings.rates
     ]
-    return parameter_groups(engine, rates, settings.matrix_decay)
+    if not rates and settings.optimizer.name != "Muon":
+        return engine.parameter_groups(weight_decay=settings.matrix_decay)
+    groups = parameter_groups(engine, rates, settings.matrix_decay)
+    if settings.optimizer.name == "Muon":  # the run sets one learning rate, of which groups have factors
+        factor = (settings.optimizer.others_lr or settings.lr) / settings.lr
+        for group in groups:
+            decay, scale = group["weight_decay"], group[SCALE] * factor
+            group["others"] = {"lr": settings.lr, "weight_decay": decay, SCALE: scale}
+    return groups
 
 
 def build_learning_rate(settings: TrainConfig) -> LearningRate:
@@ -150,7 +165,7 @@ class Trainer(TrainingLoop):
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
-        optimizer = build_optimizer(run_groups(engine, settings), settings)
+        optimizer = optimizer_for(engine, optimizer_maker(settings), run_groups(engine, settings))
         engine.check_optimizer(optimizer)
         super().__init__(
             engine,

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.app.config.config import Config
 from plait.app.train.run_data import load_data
-from plait.app.train.trainer import build_optimizer, trained_part
+from plait.app.train.trainer import optimizer_maker, trained_part
 from plait.checkpoint.huggingface.config_json import config_json
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.errors import ConfigError
@@ -36,7 +36,7 @@ def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate:
         mode=mode,
         steps=steps,
         weight_decay=settings.matrix_decay,
-        optimizer=partial(build_optimizer, settings=settings),
+        optimizer=optimizer_maker(settings),
         isolate=isolate,
         resumes=True,
         seed=settings.seed,

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.compilation.graph_division import JointGraph, divided
-from plait.engine.compilation.graphs_and_eager_operations import (
-    LayerCall,
-    LayerOperations,
-    operations_of,
-    with_strides,
-)
+from plait.engine.compilation.graphs_and_eager_operations import operations_of
+from plait.engine.compilation.layer_call import LayerCall
+from plait.engine.compilation.layer_operations import LayerOperations, with_strides
 from plait.engine.compilation.torch_compiler import (
     COMPILER_LOCK,
     example_of,
@@ -37,7 +34,6 @@ from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.plan.plan import Recompute
 from plait.tensor.autograd.eager_operations import TRACE, LayerTrace
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.dropout import Dropout, names_of
 from plait.tensor.layer_values import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
 
 REASON_LENGTH = 300
@@ -78,9 +74,7 @@ class CompiledLayer:
         self.parameters = list(layer.module.parameters())
         self._tensors = [*self.parameters, *layer.module.buffers()]
         self._compiler, self._structure, self._recompute = compiler, structure, recompute
-        self.dropouts = {
-            name: module for name, module in layer.module.named_modules() if isinstance(module, Dropout)
-        }
+        self.modules = dict(layer.module.named_modules())
         self._graphs: dict[Hashable, LayerGraphs | None] = {}
         """By the input's shapes; None: the layer runs eagerly."""
 
@@ -105,7 +99,7 @@ class CompiledLayer:
         graphs = self._graphs[key]
         if graphs is None:
             return None
-        run = CompiledRun(self.queue, self.parameters, self.dropouts, graphs)
+        run = CompiledRun(self.queue, self.parameters, self.modules, graphs)
         torch.set_grad_enabled(False)
         try:
             for check in graphs.checks:
@@ -317,8 +311,8 @@ class _LayerRun(nn.Module):
 
 @contextmanager
 def _tracing(layer: NamedLayer) -> Iterator[LayerTrace]:
-    """Context in which collectives and masks of dropouts are recorded, in the trace that it gives."""
-    trace = LayerTrace(names_of(layer.module))
+    """Context in which what runs outside of graphs is recorded, in the trace that it gives."""
+    trace = LayerTrace({id(module): name for name, module in layer.module.named_modules()})
     token = TRACE.set(trace)
     try:
         yield trace

@@ -1,11 +1,12 @@
 """The division of a joint graph into forward and backward, and the values that the forward saves.
 
     none        the results that the backward reads
-    selective   those of matrix products, attention and collectives; the rest is computed again
-    full        the arguments only
+    selective   those of matrix products, autograd calls and collectives; the rest is computed again
+    full        the arguments only, and those of calls that must not be repeated
 
 Views are computed again in any case, so that no view of a parameter's memory is saved; so are positions, and
-the masks of dropouts, but with `none`. Other random numbers are saved, and attention whose weights drop out.
+the masks of dropouts, but with `none`. Other random numbers are saved. Not to be repeated are attention whose
+weights drop out, and the choice of experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from torch.fx import GraphModule, Node
 from plait.engine.compilation.torch_compiler import is_random, is_view
 from plait.engine.compilation.weight_gradients import Operand, WeightTerm, terms_of
 from plait.plan.plan import Recompute
-from plait.tensor.autograd.eager_operations import ATTENTION, EAGER_OPERATION, POSITIONS, REGATHERED
+from plait.tensor.autograd.eager_operations import (
+    AUTOGRAD_CALL,
+    AUTOGRAD_CALL_BACKWARD,
+    EAGER_OPERATION,
+    POSITIONS,
+    REGATHERED,
+)
 from plait.tensor.autograd.kept_results import KEPT_OPERATIONS
 
 
@@ -95,12 +102,14 @@ def divided(
         if gradient is not None:
             found, others = terms_of(gradient, joint.arguments[number], number - parameters[0])
             terms += found
-            gradients[number] = _sum_of(others) if found else gradient
+            gradients[number] = _sum_of(others)
     terms = [_with_regathered(term, gathers) for term in terms]
     place = {node: number for number, node in enumerate(joint.module.graph.nodes)}
     terms.sort(key=lambda term: max(place[operand.base] for operand in term.operands))
     wanted = [node for node in gradients if node is not None]
     wanted += [operand.base for term in terms for operand in term.operands]
+    # Also those that nothing reads: their modules add gradients to parameters.
+    wanted += [node for node in place if node.target == AUTOGRAD_CALL_BACKWARD]
     late = _after(joint, joint.tangents)
     saved: dict[Node, None] = {}
 
@@ -181,8 +190,9 @@ def _is_recomputed(node: Node, mode: Recompute) -> bool:
     if node.target == operator.getitem:
         assert isinstance(node.args[0], Node)
         return _is_recomputed(node.args[0], mode)
-    if node.target == ATTENTION and (mode == "selective" or node.args[-1]):
-        return False
+    if node.target == AUTOGRAD_CALL:
+        _, _, once, *_ = node.args
+        return mode == "full" and not once
     if mode == "selective":
         return node.target != EAGER_OPERATION and _name_of(node) not in KEPT_OPERATIONS
     return mode == "full"

@@ -8,107 +8,33 @@ before a collective that overlaps them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from plait.engine.compilation.autograd_calls import autograd_call, autograd_call_backward
+from plait.engine.compilation.layer_call import LayerCall
+from plait.engine.compilation.layer_operations import (
+    LayerOperation,
+    LayerOperations,
+    StoredResult,
+    Values,
+    arguments_of,
+)
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
 from plait.engine.compilation.weight_gradients import Operand, WeightTerm, WeightTerms
 from plait.tensor.autograd.eager_operations import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
+    AUTOGRAD_CALL,
+    AUTOGRAD_CALL_BACKWARD,
     DROPOUT_MASK,
     EAGER_OPERATION,
     POSITIONS,
     REGATHERED,
     LayerTrace,
 )
-from plait.tensor.autograd.regather import Gather, Regathered
-from plait.tensor.autograd.torch_calls import run_backward
-from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.dropout import Dropout
 from plait.tensor.running_sequence import running_sequence
-
-Values = list[Any]
-"""By slot a tensor, `Regathered` or `AttentionRun`; None before it is computed, and after its last use."""
-
-
-@dataclass(eq=False)
-class LayerCall:
-    """One call of a layer: gives its operations the masks of its dropouts, and queues weight gradients."""
-
-    queue: WeightGradientQueue
-    parameters: Sequence[nn.Parameter]
-    dropouts: Mapping[str, Dropout]
-    """The layer's dropouts, by name."""
-    _makers: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
-    """Of masks, by number: they make the same mask again."""
-
-    def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the mask of call `number` of the dropout `name`; the same one if asked for again."""
-        if number not in self._makers:
-            self._makers[number] = self.dropouts[name].next_mask_maker(shape, device)
-        return self._makers[number]()
-
-    def regathered(self, part: Tensor, gather: Gather) -> Regathered:
-        """Return a tensor that is gathered again on first use, or now if weight gradients follow at once."""
-        found = self.queue.gathered.again(part, gather)
-        if self.queue.mode.overlaps:
-            found.start()
-        return found
-
-    def defer(self, terms: WeightTerms, operands: Sequence[Tensor | Regathered]) -> None:
-        """Queue the computation of `terms`, parts of weight gradients, from `operands`.
-
-        An output gradient that was gathered is gathered again, unless the weight gradients follow at once.
-        """
-        if self.queue.gathered.is_used:
-            operands = [self._later(operand) for operand in operands]
-        self.queue.add(partial(terms.add_to, self.queue, self.parameters, operands))
-
-    def _later(self, operand: Tensor | Regathered) -> Tensor | Regathered:
-        if isinstance(operand, Regathered) or self.queue.mode.overlaps:
-            return operand
-        source = self.queue.gathered.of(operand)
-        return operand if source is None else self.queue.gathered.again(*source)
-
-
-@dataclass
-class LayerOperation:
-    """One operation of a compiled layer: a compiled graph, or what runs eagerly around graphs."""
-
-    arguments: Sequence[int]
-    """The slots whose values it is given."""
-    run: Callable[[list[Any], Values, LayerCall], None]
-    """Computes from the values of `arguments`, and stores the results among the values of all slots."""
-    done: Sequence[int] = ()
-    """The arguments that no later operation reads, whose references are dropped, so that graphs free them."""
-
-
-@dataclass(frozen=True)
-class LayerOperations:
-    """The operations of a compiled layer's forward or backward, in order, which share a list of values."""
-
-    operations: Sequence[LayerOperation]
-    slots: int
-    results: Sequence[int]
-    """A slot beyond the last: no result."""
-
-    def run(self, values: Values, call: LayerCall) -> list[Any]:
-        """Run the operations on the arguments `values`, a list that is emptied; return the results."""
-        values += [None] * (self.slots + 1 - len(values))
-        for operation in self.operations:
-            taken = list(map(values.__getitem__, operation.arguments))
-            for slot in operation.done:
-                values[slot] = None
-            operation.run(taken, values, call)
-        return list(map(values.__getitem__, self.results))
 
 
 def operations_of(
@@ -160,17 +86,17 @@ def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:
         level = max((levels.get(one, 0) for one in node.all_input_nodes), default=0)
         if node.target in (DROPOUT_MASK, POSITIONS):
             levels[node] = -1
-        elif node.target in (EAGER_OPERATION, REGATHERED) or _is_attention(node):
+        elif node.target in (EAGER_OPERATION, REGATHERED) or _is_autograd_call(node):
             levels[node] = level + 1 if level % 2 == 0 else level
-        elif node.target == operator.getitem and _is_attention(node.all_input_nodes[0]):
+        elif node.target == operator.getitem and _is_autograd_call(node.all_input_nodes[0]):
             levels[node] = level
         else:
             levels[node] = level + level % 2
     return levels
 
 
-def _is_attention(node: Node) -> bool:
-    return node.target in (ATTENTION, ATTENTION_BACKWARD)
+def _is_autograd_call(node: Node) -> bool:
+    return node.target in (AUTOGRAD_CALL, AUTOGRAD_CALL_BACKWARD)
 
 
 def _graph(
@@ -231,10 +157,10 @@ def _between(
         return _positions(node, slots)
     if node.target == REGATHERED:
         return _regather(node, slots, trace)
-    if node.target == ATTENTION:
-        return _attention(node, slots, trace)
-    if node.target == ATTENTION_BACKWARD:
-        return _attention_backward(node, slots)
+    if node.target == AUTOGRAD_CALL:
+        return autograd_call(node, slots, trace)
+    if node.target == AUTOGRAD_CALL_BACKWARD:
+        return autograd_call_backward(node, slots)
     argument: Any = node.args[0]
     copies = node.args[1] in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
     return _collective(node, slots, trace, copies=copies)
@@ -242,7 +168,7 @@ def _between(
 
 def _dropout_mask(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
     """Return the operation that computes the mask of a dropout, before the first graph."""
-    number, shape, device = _arguments(node)
+    number, shape, device = arguments_of(node)
     name, slot = trace.masks[number], slots[node]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
@@ -253,7 +179,7 @@ def _dropout_mask(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> L
 
 def _positions(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
     """Return the operation that stores the positions of the running sequence, before the first graph."""
-    _, device = _arguments(node)
+    _, device = arguments_of(node)
     slot = slots[node]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
@@ -266,7 +192,7 @@ def _positions(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
 
 def _regather(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
     """Return the operation that prepares to repeat an all-gather of the forward, for a weight gradient."""
-    part, number = _arguments(node)
+    part, number = arguments_of(node)
     gather, slot = trace.gathers[number], slots[node]
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
@@ -277,8 +203,8 @@ def _regather(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> Layer
 
 def _collective(node: Node, slots: Mapping[Node, int], trace: LayerTrace, *, copies: bool) -> LayerOperation:
     """Return the operation that runs a collective between two graphs; `copies`: on a copy of its argument."""
-    argument, number, _ = _arguments(node)
-    collective, result = trace.operations[number], _Results([slots[node]], example_of(node).stride())
+    argument, number, _ = arguments_of(node)
+    collective, result = trace.operations[number], StoredResult([slots[node]], example_of(node).stride())
 
     def run(given: list[Any], values: Values, call: LayerCall) -> None:
         result.store(values, collective(given[0].clone() if copies else given[0]))
@@ -293,7 +219,7 @@ def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: se
     while waiting:
         one = waiting.pop()
         if one in outside or one.op != "call_function" or one.target == operator.getitem:
-            return True  # what attention has returned, its backward may read
+            return True  # what an autograd call has returned, its backward may read
         for user in one.users:
             if user is reader or user not in readers:
                 continue
@@ -301,105 +227,3 @@ def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: se
                 return True
             waiting.append(user)
     return False
-
-
-@dataclass
-class AttentionRun:
-    """An eager attention's output with its autograd graph, and the gradients of its inputs."""
-
-    output: Tensor
-    gradients: list[Tensor | None]
-    """Of the query, the keys, the values and the sinks, if there are any, once the backward has run."""
-
-
-def _attention(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
-    """Return the operation that computes attention, and keeps its autograd graph if a backward reads it."""
-    *given, number, _ = _arguments(node)
-    arguments = [one for one in given if one is not None]
-    recorded = trace.attentions[number]
-    output, saved = (_results(node, index, slots) for index in range(2))
-
-    def run(given: list[Any], values: Values, call: LayerCall) -> None:
-        query, key, value, *sinks = given
-        dropout = None if recorded.dropout is None else call.dropouts[recorded.dropout]
-        if not saved.slots:
-            output.store(values, recorded.attention(query, key, value, *(sinks or [None]), dropout))
-            return
-        gradients: list[Tensor | None] = []
-        with torch.enable_grad():
-            anchor = query.new_empty(0).requires_grad_()
-            arguments = anchor, gradients, recorded.learns, *given
-            query, key, value, *sinks = _Given.apply(*arguments)  # type: ignore[no-untyped-call]
-            made = recorded.attention(query, key, value, *(sinks or [None]), dropout)
-        output.store(values, made.detach())
-        for slot in saved.slots:
-            values[slot] = AttentionRun(made, gradients)
-
-    return LayerOperation([slots[one] for one in arguments], run)
-
-
-def _attention_backward(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
-    """Return the operation that computes the gradients of attention's query, keys, values and sinks."""
-    gradient, saved, *_, sinks = _arguments(node)
-    results = [_results(node, index, slots) for index in range(4 if sinks else 3)]
-
-    def run(given: list[Any], values: Values, call: LayerCall) -> None:
-        gradient, attention = given
-        run_backward([attention.output], [gradient])
-        for gradient, result in zip(attention.gradients, results, strict=True):
-            result.store(values, gradient)
-
-    return LayerOperation([slots[gradient], slots[saved]], run)
-
-
-class _Given(torch.autograd.Function):
-    """Autograd function that returns views of tensors, and appends their gradients to a list in its backward.
-
-    Leaves with `.grad` would stay in memory until then, also those that attention does not save.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, gradients: list[Tensor | None], learns: Sequence[bool], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.gradients = gradients
-        given = tuple(one.view_as(one) for one in tensors)
-        ctx.mark_non_differentiable(*(one for one, learn in zip(given, learns, strict=True) if not learn))
-        return given
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.gradients += gradients
-        return (None,) * (3 + len(gradients))
-
-
-@dataclass(frozen=True)
-class _Results:
-    """The slots that store one result of an operation, and the strides that later graphs expect of it."""
-
-    slots: Sequence[int]
-    stride: tuple[int, ...]
-
-    def store(self, values: Values, tensor: Tensor) -> None:
-        """Store a result among `values`; a copy of it if its strides differ from the trace's."""
-        if self.slots:
-            made = tensor if tensor.stride() == self.stride else with_strides(tensor, self.stride)
-            for slot in self.slots:
-                values[slot] = made
-
-
-def with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a copy of `tensor` with the strides `stride`."""
-    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
-
-
-def _results(node: Node, number: int, slots: Mapping[Node, int]) -> _Results:
-    """Return where one result of a node that has several is stored."""
-    users = [user for user in node.users if user.args[1] == number]
-    found = [slots[user] for user in users if user in slots]
-    return _Results(found, example_of(users[0]).stride() if found else ())
-
-
-def _arguments(node: Node) -> tuple[Any, ...]:
-    return node.args

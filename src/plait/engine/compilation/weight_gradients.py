@@ -6,6 +6,7 @@ scatter of an embedding becomes the rows and their indexes. Sums of them are tak
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from torch.fx import Node
 
 from plait.engine.compilation.torch_compiler import example_of, is_view
 from plait.tensor.autograd.deferred_weight_gradients import add_product, add_rows
+from plait.tensor.autograd.eager_operations import AUTOGRAD_CALL_BACKWARD
 from plait.tensor.autograd.regather import Regathered
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
@@ -139,10 +141,15 @@ def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
 
 
 def terms_of(gradient: Node, parameter: Node, number: int) -> tuple[list[WeightTerm], list[Node]]:
-    """Return the summands of a parameter's gradient that can be deferred, and the nodes of the others."""
+    """Return the summands of a parameter's gradient that can be deferred, and the nodes of the others.
+
+    A summand that an autograd call adds to the buffer by itself is neither.
+    """
     term = _product(gradient, parameter, number) or _scatter(gradient, number)
     if term is not None:
         return [term], []
+    if _is_added_by_call(gradient):
+        return [], []
     if gradient.target == _ATEN.add.Tensor and len(gradient.users) == 1 and not gradient.kwargs:
         terms, others = [], []
         for summand in gradient.args:
@@ -150,9 +157,19 @@ def terms_of(gradient: Node, parameter: Node, number: int) -> tuple[list[WeightT
             more, rest = terms_of(summand, parameter, number)
             terms += more
             others += rest
-        if terms and all(example_of(one).shape == example_of(gradient).shape for one in others):
+        is_divided = others != list(gradient.args)
+        if is_divided and all(example_of(one).shape == example_of(gradient).shape for one in others):
             return terms, others
     return [], [gradient]
+
+
+def _is_added_by_call(gradient: Node) -> bool:
+    """Return whether an autograd call adds a parameter's gradient to the buffer by itself."""
+    if gradient.target != operator.getitem:
+        return False
+    call, number = gradient.args
+    assert isinstance(call, Node)
+    return call.target == AUTOGRAD_CALL_BACKWARD and bool(number >= call.args[2])  # type: ignore[operator]
 
 
 def _product(gradient: Node, parameter: Node, number: int) -> WeightTerm | None:

@@ -46,6 +46,7 @@ class KeepingRun:
     """The first run of a recomputed layer, in the forward: keeps results that the second run reuses."""
 
     is_second = False
+    output_is_read = True
     has_results = False
 
     def __init__(self, layer: RecomputingLayer) -> None:
@@ -109,6 +110,7 @@ class ReplayedRun:
     """The second run of a recomputed layer, in the backward: reuses results that the first one kept."""
 
     is_second = True
+    output_is_read = True
 
     def __init__(self, first: KeepingRun) -> None:
         self._first = first

@@ -28,7 +28,7 @@ sums in any schedule of the same stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -183,6 +183,18 @@ class FlatBuffer:
                 views += grad is view or grad.data_ptr() == view.data_ptr()
         return [self.shard_gradient] if views == len(self.shard_parameters) else grads
 
+    def discard(self) -> None:
+        """Drop all memory: parameters become empty, and gradients None. Nothing can use the buffer then."""
+        empty = self.whole.new_empty(0)
+        for view in self.stage_views:
+            _empty(view.parameters.values())
+            view.gradient, view.gradients = None, {}
+        _empty(self.shard_parameters.values())
+        for name in ("gradient", "whole_gradients"):
+            vars(self).pop(name, None)  # cached
+        self.whole = self.own = self.shard = empty
+        self.shard_gradient, self.shard_gradients, self.device_copy = None, {}, None
+
     def check_settings(self) -> None:
         """Raise PlanError where a parameter was frozen or unfrozen since `parallelize`, or has got a hook."""
         hook = first_gradient_hook(self.shard_parameters)
@@ -277,6 +289,12 @@ class FlatBuffer:
         for view in self.stage_views:
             for parameter in view.parameters.values():
                 parameter.grad = None
+
+
+def _empty(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
 
 
 def allocate_storage(flat: Tensor) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.optimizer_set import whole_states
 from plait.engine.sharding.unit import Owners
 from plait.errors import ReplicaError
 from plait.plan.axes import PLAN_AXES, STAGE_AXES, index_along
@@ -113,7 +114,8 @@ def _fingerprints(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | No
     held: dict[str, object] = {"value": parameter.detach()}
     if parameter.grad is not None:
         held["gradient"] = parameter.grad
-    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    alike = optimizer is not None and whole_states(optimizer) is None
+    state = optimizer.state.get(parameter, {}) if optimizer is not None and alike else {}
     held |= {f"optimizer state {key}": state[key] for key in sorted(state, key=str)}
     return [_fingerprint(what, one) for what, one in held.items() if isinstance(one, (Tensor, *_PLAIN))]
 

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -78,10 +78,10 @@ class StorageTracker(TorchFunctionMode):
         self._record(result)
         return result
 
-    def _track_backward(self, roots: Iterable[Tensor]) -> None:
+    def _track_backward(self, roots: Iterable[Tensor | GradientEdge]) -> None:
         """Track the storages that the backward of the autograd graph of `roots` will make, by hooks."""
         seen: set[Node] = set()
-        waiting = [root.grad_fn for root in roots]
+        waiting = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:

@@ -46,7 +46,7 @@ NEOX_RULES: Rules = {
     "embedding.embed_in": vocabulary,
     "blocks.*": sequence,
     "blocks.*.input_layernorm": entrance,
-    "blocks.*.attention.query_key_value": column.by("config.num_attention_heads"),
+    "blocks.*.attention.query_key_value": column.by("config.num_attention_heads").interleave(3),
     "blocks.*.attention_dropout": piece.along(1),
     "blocks.*.attention.dense": row.by("config.num_attention_heads"),
     "blocks.*.post_attention_layernorm": entrance,

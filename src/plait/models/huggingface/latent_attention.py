@@ -37,7 +37,8 @@ def is_latent(attn: nn.Module) -> bool:
 def latent_rules(attn: nn.Module) -> Rules:
     """Return the rules of a `LatentAttention`, by names in it: heads are divided, latents are whole."""
     queries = "q_b_proj" if _has_query_latents(attn) else "q_proj"
-    linears = {queries: column.by(_HEADS), "kv_b_proj": column.by(_HEADS), "o_proj": row.by(_HEADS)}
+    keys_and_values = column.by(_HEADS).interleave("qk_nope_head_dim", "v_head_dim")
+    linears = {queries: column.by(_HEADS), "kv_b_proj": keys_and_values, "o_proj": row.by(_HEADS)}
     return {"latents": entrance, **{f"self_attn.{name}": rule for name, rule in linears.items()}}
 
 

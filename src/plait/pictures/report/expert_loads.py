@@ -1,4 +1,7 @@
-"""The load of each expert over the steps of a run: read from `experts.jsonl`, and drawn as maps."""
+"""The load of each expert over the steps of a run, drawn as maps, and the tokens that ranks sent each other.
+
+Both are read from `experts.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,12 @@ class ExpertLoads:
     steps: tuple[int, ...]
     loads: Mapping[str, tuple[tuple[float, ...], ...]]
     """For each step a number for each expert."""
+    sent: tuple[float, ...] = ()
+    """Of each rank: the tokens that it sent to experts of other ranks, the mean of the steps."""
+    received: tuple[float, ...] = ()
+    """Of each rank: the tokens that it received from other ranks, the mean of the steps."""
+    forced: int = 0
+    """In how many of the steps routing was forced to be balanced."""
 
     @property
     def shown(self) -> list[str]:
@@ -70,14 +79,27 @@ def read_expert_loads(folder: Path) -> ExpertLoads | None:
     for line in lines_of(folder / EXPERTS_FILE):
         with suppress(ValueError):
             row = validated(_LoadRow, line)
-            if row.tokens and all(0 <= one < MOST for counts in row.tokens.values() for one in counts):
+            counts = *row.tokens.values(), row.sent, row.received
+            if row.tokens and all(0 <= one < MOST for each in counts for one in each):
                 rows.append(row)
     shape = _shape(rows[-1]) if rows else {}
     rows = [row for row in rows if _shape(row) == shape and all(shape.values())]
     if not rows:
         return None
     loads = {path: tuple(_multiples(row.tokens[path]) for row in rows) for path in shape}
-    return ExpertLoads(tuple(row.step for row in rows), loads)
+    return ExpertLoads(
+        tuple(row.step for row in rows),
+        loads,
+        _means([row.sent for row in rows]),
+        _means([row.received for row in rows]),
+        sum(row.forced_routing for row in rows),
+    )
+
+
+def _means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return the mean of each column; of rows of the last one's length."""
+    alike = [row for row in rows if len(row) == len(rows[-1])]
+    return tuple(sum(column) / len(alike) for column in zip(*alike, strict=True))
 
 
 def _multiples(counts: Sequence[float]) -> tuple[float, ...]:
@@ -90,6 +112,9 @@ def _multiples(counts: Sequence[float]) -> tuple[float, ...]:
 class _LoadRow:
     step: int
     tokens: Mapping[str, tuple[float, ...]]
+    sent: tuple[float, ...] = ()
+    received: tuple[float, ...] = ()
+    forced_routing: bool = False
 
 
 def _shape(row: _LoadRow) -> dict[str, int]:

@@ -67,16 +67,28 @@ def notes_section(runs: Sequence[RunRecord]) -> str:
 
 
 def _experts(loads: ExpertLoads, of: str, number: int) -> str:
-    """Return maps of the load of each expert over the steps."""
+    """Return maps of the load of each expert over the steps, and the tokens that each rank sent."""
     shown, routers = len(loads.shown), len(loads.loads)
     part = f" {shown} of {routers} routers are shown." if shown < routers else ""
+    forced = " Routing was forced to be balanced, for timings." if loads.forced else ""
     about = (
         f"Tokens of each expert in steps {loads.steps[0]:,} to {loads.steps[-1]:,}, a row each: dark none, "
-        f"grey the mean of its layer, light twice the mean or more.{part}"
+        f"grey the mean of its layer, light twice the mean or more.{part}{forced}"
     )
-    return section(
-        f"Experts{of}", f"<div class=scroll>{loads.draw()}</div>", about=about, name=f"experts-of-{number}"
-    )
+    content = f"<div class=scroll>{loads.draw()}</div>{_tokens_sent(loads)}"
+    return section(f"Experts{of}", content, about=about, name=f"experts-of-{number}")
+
+
+def _tokens_sent(loads: ExpertLoads) -> str:
+    """Return a table of the tokens that each rank sent to experts of other ranks, or "" where none did."""
+    if not any(loads.sent):
+        return ""
+    numbers = list(enumerate(zip(loads.sent, loads.received, strict=False)))
+    most = sorted(sorted(numbers, key=lambda one: -sum(one[1]))[:_MOST_RANKS])
+    rows = [[str(rank), f"{sent:,.0f}", f"{received:,.0f}"] for rank, (sent, received) in most]
+    left = f" The {len(rows)} of {len(numbers)} ranks with most." if len(rows) < len(numbers) else ""
+    about = f"<p>Tokens between ranks in a step, over all layers, the mean of the steps.{left}</p>"
+    return about + table(["rank", "sent", "received"], rows, numbers=1)
 
 
 def samples_section(run: RunRecord, of: str, number: int) -> str:

@@ -29,7 +29,11 @@ MOST_ROWS = 64
 _MILLISECOND = Fraction(1, 1_000_000)
 """Of a nanosecond."""
 _WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "ep_etp": "ep", "tie": "tied parameters"} | dict.fromkeys(
-    ("dp", "replicate", "shard", "dp_cp", "shard_cp", "edp", "replicate_edp"), "dp"
+    (
+        *("dp", "replicate", "shard", "dp_cp", "shard_cp", "edp", "replicate_edp"),
+        *("replicate_etp", "replicate_edp_etp"),
+    ),
+    "dp",
 )
 """Names under which waits along an axis are shown; along any other, such as the world, it is `_OTHER`."""
 _OTHER = "other ranks"

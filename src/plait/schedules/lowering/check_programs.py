@@ -1,7 +1,8 @@
 """Check of lowered programs: both ranks of a channel have the same message order, and no deadlock occurs.
 
 Neither where a send blocks its rank until the receive is posted (Gloo), nor where each communicator runs its
-operations in order on a stream of the GPU (NCCL, see `stream_replay`).
+operations in order on a stream of the GPU (NCCL, see `stream_replay`). Exchanges of tokens between ranks with
+experts count, too: the host waits for their sizes within a forward (see `expert_exchanges`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
+from plait.schedules.lowering.expert_exchanges import check_exchanges, exchange_calls
 from plait.schedules.lowering.messages import SENDS_IN_FLIGHT, Channel
 from plait.schedules.lowering.program import (
+    NO_EXCHANGES,
     AwaitReceive,
+    ExpertExchanges,
     Finish,
     Instruction,
     PostReceive,
@@ -33,17 +37,24 @@ def own(channel: Channel) -> Hashable:
     return channel
 
 
-def check_programs(programs: Sequence[Program], *, rendezvous: bool = True) -> None:
+def check_programs(
+    programs: Sequence[Program],
+    exchanges: ExpertExchanges = NO_EXCHANGES,
+    *,
+    rendezvous: bool = True,
+) -> None:
     """Raise ScheduleError if the ranks' programs (instructions) could deadlock, with Gloo or NCCL.
 
     On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
     of a communicator block each other. Without `rendezvous` they are for GPUs only. Each channel must post
-    its receives in the order of its sends, and await each posted receive.
+    its receives in the order of its sends, and await each posted receive. `exchanges`: of tokens, which the
+    ranks of a group have to make in one order.
     """
     channels = _check_channel_order(programs)
+    check_exchanges(programs, exchanges)
     if rendezvous:
         _check_rendezvous(programs)
-    calls = stream_calls(programs)
+    calls = stream_calls(programs, collectives=_collectives(programs, exchanges))
     cycle = deadlock_of(calls) or deadlock_of(first_uses(calls, channels))  # connected with the engine
     if cycle is not None:
         raise ScheduleError(f"rule 'no deadlock on GPU streams' is broken: {cycle}.")
@@ -58,8 +69,8 @@ def stream_calls(
     """Return each `pp` rank's communication calls in order: messages, waits for them, and collectives.
 
     `collectives` gives the collectives, by default the reductions of tied parameters. Collectives along the
-    other axes are left out: all ranks along them run the same program. `ranks`: the rank that names each in
-    operations, by default its index along `pp`.
+    other axes are left out: all ranks along them run the same program, and no host waits for them, but within
+    exchanges of tokens. `ranks`: the rank that names each in operations, by default its index along `pp`.
     """
     collectives = _reductions_of_tied(programs) if collectives is None else collectives
     ranks = range(len(programs)) if ranks is None else ranks
@@ -79,6 +90,17 @@ def tied_units(programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
             if isinstance(instruction, ReduceGradient):
                 reducers[instruction.unit].append(rank)
     return {unit: tuple(ranks) for unit, ranks in reducers.items() if len(ranks) > 1}
+
+
+def _collectives(programs: Sequence[Program], exchanges: ExpertExchanges) -> CollectiveCalls:
+    """Return a function from rank and instruction to the calls of reductions and exchanges."""
+    reductions = _reductions_of_tied(programs)
+
+    def calls(rank: int, instruction: Instruction) -> Iterator[Call]:
+        yield from exchange_calls(rank, instruction, exchanges)
+        yield from reductions(rank, instruction)
+
+    return calls
 
 
 def _reductions_of_tied(programs: Sequence[Program]) -> CollectiveCalls:

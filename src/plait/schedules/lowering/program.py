@@ -256,6 +256,18 @@ class LayerIndex(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ExpertExchanges:
+    """The layers whose tokens travel to experts on other ranks, and between which ranks."""
+
+    layers: Set[LayerIndex] = frozenset()
+    groups: Set[tuple[int, ...]] = frozenset()
+    """Of each group of ranks between which experts are divided: the index of each rank's program."""
+
+
+NO_EXCHANGES = ExpertExchanges()
+
+
+@dataclass(frozen=True)
 class LoweringSpec:
     """What `lower` needs besides the schedule: layers per stage and unit, when to gather and reduce."""
 
@@ -273,6 +285,8 @@ class LoweringSpec:
     """Whether other ranks than those of `pp` may add to the same gradients."""
     loss_computes_logits: bool = False
     """Whether the loss uses the last layer's parameters, and adds to their gradients."""
+    exchanges: ExpertExchanges = NO_EXCHANGES
+    """Where running a layer exchanges tokens with other ranks."""
 
     @property
     def last_layer(self) -> LayerIndex:

@@ -6,8 +6,9 @@ which they were started:
 - an operation starts on a rank when those before it on its stream are complete, and the rank's compute stream
   has reached the point at which the operation was queued;
 - it completes when it has started on all its ranks: a send or a receive is one operation of both;
-- a wait holds the compute stream, and not the host, which queues everything at once;
-- the host only blocks at the first use of a communicator, until all its ranks have come there.
+- a wait holds the compute stream, and not the host, which queues everything that follows at once;
+- the host blocks where it reads a result, until the compute stream has come there;
+- and at the first use of a communicator, until all its ranks have come there.
 
 So a receive that is posted early holds its communicator's stream until the message has arrived. Computing
 takes no time here: it holds up nobody for ever.
@@ -43,15 +44,21 @@ class Awaited(NamedTuple):
     operation: Operation
 
 
-Call: TypeAlias = Queued | Awaited
+class Read(NamedTuple):
+    """A host's call that makes the compute stream wait for an operation, and the host for the stream."""
+
+    operation: Operation
+
+
+Call: TypeAlias = Queued | Awaited | Read
 
 
 def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
     """Return a text that describes how the ranks' calls deadlock; None if all operations complete.
 
-    `calls` are what each rank's host queues in a step, in order; up to a wait, if the host blocks there.
+    `calls` are what each rank's host does in a step, in order.
     """
-    replay = _Replay([_RankStreams.of(one) for one in calls])
+    replay = _Replay([_RankStreams(one) for one in calls])
     replay.run()
     return replay.cycle()
 
@@ -79,8 +86,14 @@ def first_uses(calls: Sequence[Sequence[Call]], connected: Container[Hashable] =
 
 @dataclass
 class _RankStreams:
-    """One rank's streams: the operations queued on each, and how many of them are complete."""
+    """One rank's host and streams: the operations queued on each, and how many of them are complete."""
 
+    calls: Sequence[Call]
+    """What the rank's host does, in order."""
+    done: int = 0
+    """The number of calls that the host has made."""
+    read: int = 0
+    """The number of waits that have to be over before the host makes the next call."""
     waits: list[Operation] = field(default_factory=list)
     """The operations that the compute stream waits for, in order."""
     queued: dict[Hashable, list[tuple[Operation, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -90,17 +103,24 @@ class _RankStreams:
     completed: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
     """Per communicator the number of operations that are complete."""
 
-    @classmethod
-    def of(cls, calls: Sequence[Call]) -> _RankStreams:
-        """Return a rank's streams right after its host has queued all calls."""
-        streams = cls()
-        for call in calls:
+    def proceed(self, complete: Container[Operation]) -> None:
+        """Let host and compute stream go on until both are blocked; `complete`: the complete operations."""
+        self._call()
+        while (awaited := self.awaited()) is not None and awaited in complete:
+            self.passed += 1
+            self._call()
+
+    def _call(self) -> None:
+        """Make the host's calls up to a read that is not over."""
+        while self.done < len(self.calls) and self.passed >= self.read:
+            call = self.calls[self.done]
+            self.done += 1
             if isinstance(call, Queued):
-                operation = call.operation
-                streams.queued[operation.communicator].append((operation, len(streams.waits)))
-            else:
-                streams.waits.append(call.operation)
-        return streams
+                self.queued[call.operation.communicator].append((call.operation, len(self.waits)))
+                continue
+            self.waits.append(call.operation)
+            if isinstance(call, Read):
+                self.read = len(self.waits)
 
     def head(self, communicator: Hashable) -> tuple[Operation, int] | None:
         """Return a communicator's first incomplete operation, and the number of waits before it."""
@@ -128,8 +148,7 @@ class _Replay:
         while todo:
             rank, _ = todo.popitem()
             streams = self.ranks[rank]
-            while (awaited := streams.awaited()) is not None and awaited in self.complete:
-                streams.passed += 1
+            streams.proceed(self.complete)
             for communicator in streams.queued:
                 head = streams.head(communicator)
                 if head is not None and all(self.ranks[each].has_started(head[0]) for each in head[0].ranks):

@@ -40,7 +40,7 @@ from plait.tensor.attention.kernels import (
 from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
 from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
 from plait.tensor.attention.visibility import document_bounds
-from plait.tensor.autograd.eager_operations import TRACE
+from plait.tensor.autograd.eager_operations import TRACE, LayerTrace, TensorForm
 from plait.tensor.autograd.kept_results import with_kept_operations
 from plait.tensor.dropout import Dropout, tag_dropout
 from plait.tensor.proof_marks import Replaceable, positions_may_mix
@@ -216,8 +216,7 @@ def attend(
     if in_blocks:
         _require_mask(dropout)
         if trace is not None:
-            between = partial(_outside_graphs, keys.mask, Scaling(scale, softcap))
-            return trace.attention(between, query, keys.key, keys.value, sinks, dropout)
+            return _recorded(trace, query, keys, Scaling(scale, softcap), sinks, dropout)
         keys = _in_blocks(keys, softcap)
     sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
     if sequence is None and dropout is not None:
@@ -253,19 +252,43 @@ def attend(
     return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
+def _recorded(
+    trace: LayerTrace,
+    query: Tensor,
+    keys: SharedKeys,
+    scaling: Scaling,
+    sinks: Tensor | None,
+    dropout: AnyDropout | None,
+) -> Tensor:
+    """Return a tensor in place of attention that a compiled layer computes between its graphs."""
+    rows, heads, length, _ = query.shape
+    width = keys.value.shape[3]
+    # Heads lie within positions: that is how kernels return it, and how the next linear reads it.
+    stride = length * heads * width, width, heads * width, 1
+    given = [query, keys.key, keys.value, *(() if sinks is None else (sinks,))]
+    (output,) = trace.call(
+        partial(_outside_graphs, keys.mask, scaling),
+        dropout,
+        given,
+        [TensorForm((rows, heads, length, width), stride, query.dtype)],
+        once=dropout is not None,
+    )
+    return output
+
+
 def _outside_graphs(
     mask: Mask,
     scaling: Scaling,
+    dropout: nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sinks: Tensor | None,
-    dropout: nn.Module | None,
-) -> Tensor:
+    sinks: Tensor | None = None,
+) -> tuple[Tensor]:
     """Return attention that a compiled layer has recorded, on the sequence that runs now."""
     assert dropout is None or isinstance(dropout, AnyDropout)
     keys = share_keys(key, value, mask.causal, mask.window, query_heads=query.shape[1])
-    return attend(query, keys, scale=scaling.scale, softcap=scaling.softcap, dropout=dropout, sinks=sinks)
+    return (attend(query, keys, scale=scaling.scale, softcap=scaling.softcap, dropout=dropout, sinks=sinks),)
 
 
 def _in_blocks(keys: SharedKeys, softcap: float | None) -> SharedKeys:

@@ -1,10 +1,13 @@
-"""Operations that a compiled layer runs outside its graphs: collectives, attention, dropout masks, positions.
+"""Operations that a compiled layer runs outside its graphs, as without compilation.
 
-While a layer is traced, `TRACE` holds its `LayerTrace`. A collective is then not run but recorded, as an
-operator with a number, of which the trace knows only the shape of the result. The layer's graphs end before
-such an operator and begin after it; what it stands for runs between them, as without compilation. So does
-attention on a part of a sequence, on documents, in a window, with a softcap or with sinks. What differs from
-step to step, masks and the positions of packed documents, is made before the graphs.
+While a layer is traced, `TRACE` holds its `LayerTrace`. Such an operation is then not run but recorded, as an
+operator with a number, of which the trace knows only the shapes of the results. The layer's graphs end before
+such an operator and begin after it.
+
+    collectives        over `tp` and `cp`
+    autograd calls     attention on a part of a sequence, on documents, in a window, with a softcap or with
+                       sinks; the choice of experts, and the experts: autograd runs their backward
+    before the graphs  what differs from step to step: dropout masks, positions of packed documents
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +23,20 @@ from torch import Tensor, nn
 from plait.tensor.autograd.regather import Gather
 
 Operation = Callable[[Tensor], Tensor]
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, nn.Module | None], Tensor]
-"""Returns attention `[rows, heads, length, width]` for a query, keys, values, sinks and a dropout of the
-weights."""
 
 torch.library.define("plait::eager_operation", "(Tensor input, int number, SymInt[] shape) -> Tensor")
 torch.library.define("plait::regathered", "(Tensor part, int number) -> Tensor")
 torch.library.define("plait::dropout_mask", "(int number, SymInt[] shape, Device device) -> Tensor")
 torch.library.define("plait::positions", "(SymInt[] shape, Device device) -> Tensor")
 torch.library.define(
-    "plait::attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, int number, bool drops) -> (Tensor, Tensor)",
+    "plait::autograd_call",
+    "(Tensor[] inputs, int number, bool once, int[][] shapes, int[][] strides, ScalarType[] dtypes)"
+    " -> Tensor[]",
 )
 torch.library.define(
-    "plait::attention_backward",
-    "(Tensor gradient, Tensor run, SymInt[] q, SymInt[] k, SymInt[] v, int sinks)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "plait::autograd_call_backward",
+    "(Tensor[] gradients, Tensor run, int inputs, int[][] shapes, int[][] strides, ScalarType[] dtypes)"
+    " -> Tensor[]",
 )
 EAGER_OPERATION: Any = torch.ops.plait.eager_operation.default
 """Operator for a recorded operation; `number` is that of the operation in the trace."""
@@ -45,11 +46,12 @@ DROPOUT_MASK: Any = torch.ops.plait.dropout_mask.default
 """Operator for the mask of a dropout's call; `number` is that of the call in the trace."""
 POSITIONS: Any = torch.ops.plait.positions.default
 """Operator for the positions of the running sequence."""
-ATTENTION: Any = torch.ops.plait.attention.default
-"""Operator for recorded attention; its second result stands for what the backward needs. `drops`: whether
-weights pass through a dropout."""
-ATTENTION_BACKWARD: Any = torch.ops.plait.attention_backward.default
-"""Operator for the gradients of a recorded attention's query, keys, values and sinks, perhaps none."""
+AUTOGRAD_CALL: Any = torch.ops.plait.autograd_call.default
+"""Operator for a recorded `AutogradCall`; `number` is that of the call in the trace. Its last result stands
+for what the backward needs. `once`: the backward must not repeat the call."""
+AUTOGRAD_CALL_BACKWARD: Any = torch.ops.plait.autograd_call_backward.default
+"""Operator for the gradients of a recorded `AutogradCall`: of as many `inputs` as need one; behind them are
+those of its module's parameters, in place of which nothing is computed: they are added to their buffers."""
 
 
 def _like_eager_operation(input: Tensor, number: int, shape: Sequence[int]) -> Tensor:
@@ -64,52 +66,79 @@ def _like_positions(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device=device)
 
 
-def _like_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, number: int, drops: bool
-) -> tuple[Tensor, Tensor]:
-    return _by_positions(q, (*q.shape[:3], v.shape[3])), q.new_empty(0)
+def _like_autograd_call(
+    inputs: Sequence[Tensor],
+    number: int,
+    once: bool,
+    shapes: Sequence[Sequence[int]],
+    strides: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    forms = zip(shapes, strides, dtypes, strict=True)
+    return [inputs[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in forms]
 
 
-def _like_attention_backward(
-    gradient: Tensor, run: Tensor, q: Sequence[int], k: Sequence[int], v: Sequence[int], sinks: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_query, of_key, of_value = (_by_positions(gradient, one) for one in (q, k, v))
-    return of_query, of_key, of_value, gradient.new_empty(sinks)
-
-
-def _by_positions(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor `[rows, heads, length, width]` in whose memory heads lie within positions.
-
-    That is how kernels of attention return it, and how the next linear reads it.
-    """
-    rows, heads, length, width = shape
-    return like.new_empty((rows, length, heads, width)).transpose(1, 2)
+def _like_autograd_call_backward(
+    gradients: Sequence[Tensor],
+    run: Tensor,
+    inputs: int,
+    shapes: Sequence[Sequence[int]],
+    strides: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    return _like_autograd_call(gradients, 0, False, shapes, strides, dtypes)
 
 
 torch.library.register_fake("plait::eager_operation", _like_eager_operation)
 torch.library.register_fake("plait::dropout_mask", _like_dropout_mask)
 torch.library.register_fake("plait::positions", _like_positions)
-torch.library.register_fake("plait::attention", _like_attention)
-torch.library.register_fake("plait::attention_backward", _like_attention_backward)
+torch.library.register_fake("plait::autograd_call", _like_autograd_call)
+torch.library.register_fake("plait::autograd_call_backward", _like_autograd_call_backward)
+
+
+class TensorForm(NamedTuple):
+    """The shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorForm:
+        """Return the form of a contiguous tensor."""
+        stride, size = list[int](), 1
+        for length in reversed(shape):
+            stride.insert(0, size)
+            size *= max(length, 1)
+        return TensorForm(tuple(shape), tuple(stride), dtype)
+
+    @staticmethod
+    def like(tensor: Tensor) -> TensorForm:
+        """Return the form of `torch.empty_like(tensor)`."""
+        made = torch.empty_like(tensor)
+        return TensorForm(tuple(made.shape), made.stride(), made.dtype)
 
 
 @dataclass(frozen=True)
-class RecordedAttention:
-    """A call of attention that was recorded while its layer was traced for compilation."""
+class AutogradCall:
+    """A call that was recorded while its layer was traced, and whose backward is autograd's."""
 
-    attention: Attention
-    dropout: str | None
-    """The name in the layer of the dropout of its weights."""
+    compute: Callable[..., Sequence[Tensor]]
+    """Returns the results for `module` and the inputs, with an autograd graph if gradients are enabled."""
+    module: str | None
+    """The name in the layer of the module that `compute` is given; None: it is given None."""
     learns: tuple[bool, ...]
-    """Whether the query, the keys, the values and the sinks, if there are any, need a gradient."""
+    """Whether each input needs a gradient."""
+    has_parameters: bool
+    """Whether the backward adds gradients to parameters of the layer."""
 
 
 @dataclass
 class LayerTrace:
-    """What a layer calls outside its graphs, recorded while it is traced: collectives, attention, masks."""
+    """What a layer calls outside its graphs, recorded while it is traced."""
 
     names: Mapping[int, str]
-    """Each dropout's name in the layer, by the module's `id`."""
+    """Each module's name in the layer, by its `id`."""
     operations: list[Operation] = field(default_factory=list)
     writes: set[int] = field(default_factory=set)
     """Numbers of operations that write to their input."""
@@ -117,7 +146,7 @@ class LayerTrace:
     """By the number of an operation: the gather that it is, where weight gradients are to gather again."""
     masks: list[str] = field(default_factory=list)
     """Per mask the name of its dropout."""
-    attentions: list[RecordedAttention] = field(default_factory=list)
+    calls: list[AutogradCall] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     """What each call of the layer runs first, as the running sequence's documents may not fit."""
 
@@ -159,23 +188,27 @@ class LayerTrace:
         found: Tensor = POSITIONS(shape, device)
         return found
 
-    def attention(
+    def call(
         self,
-        attention: Attention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        dropout: nn.Module | None,
-    ) -> Tensor:
-        """Record `attention` of these arguments, and return a tensor in place of the result."""
-        name = None if dropout is None else self.names[id(dropout)]
-        given = query, key, value, sinks
-        learns = tuple(one.requires_grad for one in given if one is not None)
-        self.attentions.append(RecordedAttention(attention, name, learns))
-        arguments = *given, len(self.attentions) - 1, dropout is not None
-        recorded: Tensor = _RecordedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
-        return recorded
+        compute: Callable[..., Sequence[Tensor]],
+        module: nn.Module | None,
+        inputs: Sequence[Tensor],
+        results: Sequence[TensorForm],
+        *,
+        parameters: Sequence[Tensor] = (),
+        once: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Record `compute(module, *inputs)`, and return tensors in place of its results.
+
+        `parameters`: those that `compute` reads, whose gradients it queues, or leaves in their `.grad`.
+        `once`: recomputation does not repeat the call.
+        """
+        name = None if module is None else self.names[id(module)]
+        learns = tuple(one.requires_grad for one in inputs)
+        self.calls.append(AutogradCall(compute, name, learns, bool(parameters)))
+        call = len(self.calls) - 1, once, tuple(results), len(inputs)
+        made: tuple[Tensor, ...] = _RecordedCall.apply(*call, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        return made
 
 
 TRACE: ContextVar[LayerTrace | None] = ContextVar("plait_layer_trace", default=None)
@@ -198,26 +231,31 @@ class _Recorded(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class _RecordedAttention(torch.autograd.Function):
+class _RecordedCall(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        number: int,
-        drops: bool,
-    ) -> Tensor:
-        output, run = ATTENTION(query, key, value, sinks, number, drops)
-        ctx.save_for_backward(run)
-        ctx.sinks = 0 if sinks is None else len(sinks)
-        ctx.shapes = tuple(tuple(one.shape) for one in (query, key, value))
-        result: Tensor = output
-        return result
+        ctx: Any, number: int, once: bool, results: Sequence[TensorForm], inputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`tensors`: the inputs, and parameters, so that a backward runs if only these need a gradient."""
+        run = TensorForm.contiguous((0,), tensors[0].dtype)
+        *made, saved = AUTOGRAD_CALL(tensors[:inputs], number, once, *_columns([*results, run]))
+        ctx.save_for_backward(saved)
+        ctx.mark_non_differentiable(*(one for one in made if not one.is_floating_point()))
+        ctx.learns = [one.is_floating_point() for one in made]
+        ctx.inputs = sum(ctx.needs_input_grad[4 : 4 + inputs])
+        ctx.forms = [
+            TensorForm.like(one) for one, need in zip(tensors, ctx.needs_input_grad[4:], strict=True) if need
+        ]
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (run,) = ctx.saved_tensors
-        *found, of_sinks = ATTENTION_BACKWARD(gradient, run, *ctx.shapes, ctx.sinks)
-        return *found, of_sinks if ctx.sinks else None, None, None
+        given = [one for one, learns in zip(gradients, ctx.learns, strict=True) if learns]
+        found = iter(AUTOGRAD_CALL_BACKWARD(given, run, ctx.inputs, *_columns(ctx.forms)))
+        return (None,) * 4 + tuple(next(found) if need else None for need in ctx.needs_input_grad[4:])
+
+
+def _columns(forms: Sequence[TensorForm]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return the shapes, the strides and the dtypes of several tensors."""
+    return [one.shape for one in forms], [one.stride for one in forms], [one.dtype for one in forms]

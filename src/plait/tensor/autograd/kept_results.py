@@ -35,6 +35,10 @@ class RecomputedRun(Protocol):
         """Whether this is the second run, in the backward, which stops at the last tensor needed."""
 
     @property
+    def output_is_read(self) -> bool:
+        """Whether what runs has to give its output; else its backward is all that follows."""
+
+    @property
     def has_results(self) -> bool:
         """Whether the next call of `result` returns a result of the first run."""
 

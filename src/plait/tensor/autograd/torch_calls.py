@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function
 
 from plait.ranks.device import is_accelerator
@@ -20,18 +21,19 @@ from plait.ranks.device import is_accelerator
 _Function = torch.autograd.Function
 
 
-def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+def run_backward(roots: Sequence[Tensor | GradientEdge], seeds: Sequence[Tensor]) -> None:
     """Run autograd's backward from `roots` with gradients `seeds`, adding to the leaves' `.grad`.
 
     `seeds` has a gradient for each root, of its shape, dtype and device. The graph is freed.
     """
     if torch._C._len_torch_function_stack():  # a `TorchFunctionMode` wants to see the call
-        handle_torch_function(torch.autograd.backward, roots, roots, seeds)
+        seen: Any = roots
+        handle_torch_function(torch.autograd.backward, seen, seen, seeds)
         return
     run_backward_unseen(roots, seeds)
 
 
-def run_backward_unseen(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+def run_backward_unseen(roots: Sequence[Tensor | GradientEdge], seeds: Sequence[Tensor]) -> None:
     """Run autograd's backward like `run_backward`, hidden from any active `TorchFunctionMode`."""
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots),

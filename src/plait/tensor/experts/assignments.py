@@ -44,15 +44,15 @@ def assign(indices: Tensor, experts: range, sizes: tuple[int, ...] | None = None
     Other numbers, of experts elsewhere or -1 for none, are no pairs. `sizes`: how many pairs each expert has,
     where that is known; else it is read from the device. On meta every expert gets as many.
     """
-    tokens, top_k = indices.shape
-    local = indices - experts.start
-    is_pair = (local >= 0) & (local < len(experts))
-    keys, slots = local.masked_fill(~is_pair, len(experts)).flatten().sort(stable=True)
-    numbers = torch.arange(len(experts), dtype=keys.dtype, device=indices.device)
+    count, local = len(experts), indices - experts.start
+    is_pair = (local >= 0) & (local < count)
+    narrow = torch.uint8 if count < 2**8 else torch.int16 if count < 2**15 else torch.int64  # sorted sooner
+    keys, slots = torch.where(is_pair, local, count).to(narrow).flatten().sort(stable=True)
+    numbers = torch.arange(count, dtype=narrow, device=indices.device)
     ends = torch.searchsorted(keys, numbers, right=True, out_int32=True)
     if sizes is None and indices.is_meta:
-        sizes = tuple(map(len, divide(tokens * top_k, len(experts))))
+        sizes = tuple(map(len, divide(indices.numel(), count)))
     elif sizes is None:
         sizes = tuple(end - start for start, end in pairwise([0, *ends.tolist()]))
-    slots = slots[: sum(sizes)].int()
-    return Assignments(Groups(sizes, ends), TokenRows.of(slots // top_k, is_pair.sum(1)), slots)
+    slots = slots[: sum(sizes)]
+    return Assignments(Groups(sizes, ends), TokenRows.of(slots, is_pair), slots.int())

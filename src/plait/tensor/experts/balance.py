@@ -59,12 +59,15 @@ class Balance:
     """Amount by which a step corrects the bias of routers that have one."""
     counts: Counts = "document"
     coupled: bool = False
+    forced_routing: bool = False
+    """Whether training steps send tokens to the experts of `balanced_indices`, for timings."""
 
     def __post_init__(self) -> None:
         for name in ("weight", "z_weight", "bias_rate"):
             require_number(f"balance.{name}", getattr(self, name), ModelError)
         require_choice("balance.counts", self.counts, get_args(Counts), ModelError)
         require_flag("balance.coupled", self.coupled, ModelError)
+        require_flag("balance.forced_routing", self.forced_routing, ModelError)
 
     @property
     def has_losses(self) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from plait.errors import PlanError
 from plait.plan.layout.layout import Layout, Placement, Shard
 from plait.ranks.group import alone
-from plait.tensor.experts.experts import ExpertAdapter, ExpertRanks, Experts
+from plait.tensor.experts.experts import ExpertRanks, Experts
 
 
 def experts_in(layer: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -24,16 +24,16 @@ def expert_layouts(module: Experts, axes: Mapping[str, int], path: str) -> dict[
     """Return the layout over `axes` of each parameter, also of adapters, by its name in the module.
 
     Without the axes `ep` and `etp` every rank holds all. The first ranks of `ep` hold one expert more where
-    their number does not divide. Raises PlanError where `etp` does not divide the inner features, or would
-    divide an adapter, and where parameters are computed from others.
+    their number does not divide. Raises PlanError where `etp` does not divide the inner features, and where
+    parameters are computed from others.
     """
     layouts = {}
     for name, parameter in module.named_parameters():
         placements: dict[str, Placement] = {}
         if "ep" in axes:
             placements["ep"] = Shard(0)
-            _require_divisible(name, path, axes["etp"], module)
-            inner = module.inner_shards.get(name)
+            _require_own(name, path, module)
+            inner = module.inner_shards[name]
             if inner is not None:
                 placements["etp"] = inner
                 features = parameter.shape[inner.dim] // (
@@ -48,15 +48,9 @@ def expert_layouts(module: Experts, axes: Mapping[str, int], path: str) -> dict[
     return layouts
 
 
-def _require_divisible(name: str, path: str, etp: int, module: Experts) -> None:
+def _require_own(name: str, path: str, module: Experts) -> None:
     """Raise PlanError for a parameter of experts of which a rank cannot hold a part."""
-    of_adapter = isinstance(module.get_submodule(name.rpartition(".")[0]), ExpertAdapter)
-    if of_adapter and etp > 1:
-        raise PlanError(
-            f"plan.etp = {etp} divides the inner features of each expert of {path}, which have LoRA adapters "
-            f"({name}) whose gradients it would leave in parts: set plan.etp to 1, and plan.ep above it."
-        )
-    if not of_adapter and name not in module.inner_shards:
+    if name not in module.inner_shards:
         raise PlanError(
             f"{path}.{name} is no parameter that experts have by themselves, such as one from which "
             "torch.nn.utils.parametrize computes another, and how to divide it is unknown: remove it, or set "

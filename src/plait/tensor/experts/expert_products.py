@@ -235,6 +235,8 @@ def compute_experts(
     if not run.is_second:
         return run.result(lambda: (apply_function(_Experts, *arguments, False),))[0]  # type: ignore[return-value]
     output: Tensor = apply_function(_Experts, *arguments, True)
+    if not run.output_is_read:
+        return output
     # After the operands are saved, where a second run may end.
     with torch.no_grad():
         assert gate_up is not None

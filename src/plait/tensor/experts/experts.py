@@ -6,6 +6,7 @@ Letters: T tokens, H hidden features, E experts, F inner features of one expert,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from plait.plan.layout.layout import Shard, divide
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import defers
+from plait.tensor.autograd.eager_operations import TRACE, TensorForm
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, kept
 from plait.tensor.autograd.paired_collectives import gather, split
 from plait.tensor.autograd.regather import own_range
@@ -74,6 +76,9 @@ class Experts(nn.Module):
     transformers. Expert e computes `down_proj[e] (silu(gate) · up)`. First-order gradients only.
     """
 
+    summed_over_etp = frozenset({"gate_up_proj_adapter.down", "down_proj_adapter.up"})
+    """Parameters that each rank of `etp` has whole, and of whose gradients it computes a summand."""
+
     def __init__(
         self,
         hidden: int,
@@ -108,6 +113,8 @@ class Experts(nn.Module):
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
         self.queue: WeightGradientQueue | None = None
         """Where the backward queues weight gradients; None: it computes them."""
+        self.add_rows: Callable[[int, int], None] | None = None
+        """Set by the engine: see `StepBalance.add_rows`."""
 
         columns, rows = (1, 2) if transposed else (2, 1)
         blocks = 1 if activation.interleaved else 2
@@ -116,6 +123,10 @@ class Experts(nn.Module):
             "down_proj": Shard(columns),
             "gate_up_proj_bias": Shard(1, blocks=blocks),
             "down_proj_bias": None,
+            "gate_up_proj_adapter.down": None,
+            "gate_up_proj_adapter.up": Shard(1, blocks=blocks),
+            "down_proj_adapter.down": Shard(2),
+            "down_proj_adapter.up": None,
         }
         """By parameter, how `etp` divides its inner features; None: each rank has all of it."""
         self.reset_parameters()
@@ -150,7 +161,13 @@ class Experts(nn.Module):
     @keeps_positions_later("hidden")
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
-        hidden, ranks = hidden.to(_autocast_dtype(hidden) or hidden.dtype), self.ranks
+        dtype, ranks, trace = _autocast_dtype(hidden), self.ranks, TRACE.get()
+        hidden = hidden.to(dtype or hidden.dtype)
+        if trace is not None:
+            form = TensorForm.contiguous(hidden.shape, hidden.dtype)
+            given, parameters = [hidden, indices, weights], list(self.parameters())
+            (output,) = trace.call(partial(_output, dtype), self, given, [form], parameters=parameters)
+            return lambda: output
         if ranks is None:
             return partial(self._computed, hidden, indices, weights)
         size = hidden.shape[0]
@@ -170,8 +187,8 @@ class Experts(nn.Module):
         self, ranks: ExpertRanks, hidden: Tensor, indices: Tensor, weights: Tensor
     ) -> Callable[[], Tensor]:
         """Start sending tokens with their experts' numbers and weights; return a function for the output."""
-        group, etp, count = ranks.group, ranks.etp, self.num_experts
-        exchange = computed_once(lambda: exchange_of(indices, count, group, etp, ranks.takes_all))
+        group, etp = ranks.group, ranks.etp
+        exchange = computed_once(lambda: self._exchange(indices, ranks))
         weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))
         numbers = indices.to(torch.int64 if hidden.itemsize == 8 else torch.int32)
         sent, run = (hidden.detach(), weights.detach(), numbers), RECOMPUTED_RUN.get()
@@ -182,12 +199,19 @@ class Experts(nn.Module):
             rows = kept(lambda: ((pending or exchange.start(pack(*sent)))(),))[0]
             assert rows is not None
             tokens, token_weights, theirs = unpack(rows, sent)
-            own = divide(count, group.size // etp)[group.index // etp]
+            own = divide(self.num_experts, group.size // etp)[group.index // etp]
             assignments = computed_once(lambda: assign(theirs, own, exchange.counts.of_experts))
             call = self._call(hidden, assignments, exchange, adds_bias=group.index % etp == 0)
             return compute_experts(hidden, weights, (tokens, token_weights), call)
 
         return finish
+
+    def _exchange(self, indices: Tensor, ranks: ExpertRanks) -> TokenExchange:
+        """Return how tokens travel to the ranks of their experts, and count their rows."""
+        found = exchange_of(indices, self.num_experts, ranks.group, ranks.etp, ranks.takes_all)
+        if self.add_rows is not None and not indices.is_meta:
+            self.add_rows(*found.counts.with_others(ranks.group.index))
+        return found
 
     def _call(
         self,
@@ -214,6 +238,14 @@ class Experts(nn.Module):
             queue,
             exchange,
         )
+
+
+def _output(
+    dtype: torch.dtype | None, experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor
+) -> tuple[Tensor]:
+    """Return the output of experts that a compiled layer has recorded, under `torch.autocast` to `dtype`."""
+    with nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype):
+        return (experts.start(hidden, indices, weights)(),)
 
 
 def _low_rank(adapter: ExpertAdapter | None) -> LowRank | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
+from plait.tensor.autograd.eager_operations import TRACE, TensorForm
 from plait.tensor.autograd.kept_results import computed_once, with_kept_operations
 from plait.tensor.autograd.torch_calls import apply_function
 from plait.tensor.dropout import LocatePart
@@ -70,6 +71,8 @@ class Router(nn.Module):
         """Set by the engine: see `StepBalance.attach`."""
         self.given: Choose | None = None
         """Gives the experts, for a replay, or balanced for timings; None: those that `routing` chooses."""
+        self.note: Callable[[Tensor, Tensor], None] | None = None
+        """Called with the logits and the experts of each call, for a verification."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -84,13 +87,25 @@ class Router(nn.Module):
 
         In an engine the experts of padding, tokens of a negative document id, are -1: none.
         """
-        logits = wide_linear(hidden, self.weight, self.bias)
+        logits, trace = wide_linear(hidden, self.weight, self.bias), TRACE.get()
+        if trace is None:
+            return logits, *self.route(logits, hidden.dtype)
+        shape = len(logits), self.top_k
+        forms = [TensorForm.contiguous(shape, dtype) for dtype in (hidden.dtype, torch.int64)]
+        weights, indices = trace.call(partial(_route, hidden.dtype), self, [logits], forms, once=True)
+        return logits, weights, indices
+
+    def route(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`logits [T, E]` → weights `[T, k]` of this dtype, and experts int64 `[T, k]`."""
         scores = self.routing.scores_of(logits)
         indices = computed_once(lambda: self._choose(scores.detach()))
         weights = self.routing.weights(scores, indices)
         if self.attach_losses is not None:
             weights = self.attach_losses(logits, weights, indices)
-        return logits, weights.to(hidden.dtype), without_padding(indices, self.sequence_part)
+        indices = without_padding(indices, self.sequence_part)
+        if self.note is not None:
+            self.note(logits, indices)
+        return weights.to(dtype), indices
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the experts of each token, chosen by their scores unless they are `given`."""
@@ -108,6 +123,12 @@ class Router(nn.Module):
         """Return the text that `print` shows in the parentheses."""
         experts, hidden = self.weight.shape
         return f"{hidden}, {experts}, top_k={self.top_k}, {self.routing}"
+
+
+@torch.enable_grad()
+def _route(dtype: torch.dtype, router: Router, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `router.route`, which counts choices, also of a router that does not learn."""
+    return router.route(logits, dtype)
 
 
 def wide_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -40,6 +40,7 @@ def balance_experts(
     bias_rate: float | None = None,
     counts: Counts | None = None,
     coupled: bool | None = None,
+    forced_routing: bool | None = None,
 ) -> None:
     """Set how the routers of `model` keep the load of their experts even, before `parallelize` or `fit`.
 
@@ -47,8 +48,11 @@ def balance_experts(
     `z_weight`: of the z-loss; `bias_rate`: by how much a step corrects the bias of routers that have one.
     `counts`: the tokens whose choices make the load: of each "document", of the whole "step", which the
     schedule gpipe or one micro-batch allows, or of the "previous" step. `coupled`: one load for all layers
-    together, as in transformers. None: as it is, at first no loss and no correction. Definitions, and the
-    weights of others for the same losses: `plait.tensor.experts.balance`.
+    together, as in transformers. `forced_routing`: whether training steps send tokens to experts in turn,
+    which loads all alike, whatever their scores are; weights come from the scores as always. It is for
+    timings: the model learns another routing than it has in evaluation. None: as it is, at first no loss, no
+    correction and no forced routing. Definitions, and the weights of others for the same losses:
+    `plait.tensor.experts.balance`.
 
     Raises ModelError for a model without routers, for a rate where none has a bias, and for values out of
     range.
@@ -62,7 +66,7 @@ def balance_experts(
             "Routing(corrected=True), or leave bias_rate out."
         )
     given: dict[str, Any] = {"weight": weight, "z_weight": z_weight, "bias_rate": bias_rate}
-    given |= {"counts": counts, "coupled": coupled}
+    given |= {"counts": counts, "coupled": coupled, "forced_routing": forced_routing}
     changes = {name: value for name, value in given.items() if value is not None}
     for router in routers:
         router.balance = replace(router.balance, **changes)

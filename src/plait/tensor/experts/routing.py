@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.errors import ModelError
 from plait.plan.argument_checks import require_choice, require_flag, require_number, require_whole
@@ -153,19 +154,46 @@ class Routing:
         if self.scores == "softmax_of_chosen":
             weights = weights.softmax(-1)
         elif self.normalized:
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+            weights = normalized_weights(weights)
         return weights if self.scale == 1.0 else weights * self.scale
 
 
-def balanced_indices(tokens: int, experts: int, top_k: int, device: torch.device) -> Tensor:
-    """Return experts in turn, int64 `[T, k]`, for timings: their numbers of tokens differ by one at most.
+def normalized_weights(weights: Tensor) -> Tensor:
+    """Return the weights `[T, k]` over the sum of each token's. Overridable by a `TorchFunctionMode`."""
+    if has_torch_function_variadic(weights):
+        replaced: Tensor = handle_torch_function(normalized_weights, (weights,), weights)
+        return replaced
+    return weights / (weights.sum(-1, keepdim=True) + _TINY)
 
-    Token t has the experts t·k, t·k + 1, …, t·k + k - 1, modulo E.
+
+def balanced_indices(positions: Tensor, experts: int, top_k: int) -> Tensor:
+    """Return experts that load all alike whatever the scores are, for timings: int64 `[T, k]`.
+
+    The token at position t has the experts t, t + s, …, t + (k - 1) s, modulo E, where each E positions in a
+    row have one stride s, from 1 to E // k in turn: so a token visits about as many ranks as under uniform
+    routing, and not only that of neighbouring experts. `positions [T]`: int64.
     """
-    return torch.arange(tokens * top_k, device=device).remainder_(experts).view(tokens, top_k)
+    strides = positions // experts % (experts // top_k) + 1
+    steps = torch.arange(top_k, device=positions.device)
+    return (positions[:, None] + strides[:, None] * steps) % experts
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest scores in the last dim; of equal ones the lowest."""
-    # `torch.topk` returns any of equal ones.
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    """Return the indices of the `count` largest scores in the last dim; of equal ones the lowest.
+
+    NaN counts as infinite.
+    """
+    # `torch.topk` returns any of equal numbers; the bits of float64 leave no room for an index.
+    if scores.dtype == torch.float64:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return _distinct_keys(scores).topk(count, -1).indices
+
+
+def _distinct_keys(scores: Tensor) -> Tensor:
+    """Return int64 keys in the order of float32 `scores [..., E]`, and of equal ones in that of `-index`."""
+    numbers = (scores + 0.0).nan_to_num(torch.inf, torch.inf, -torch.inf)  # 0.0 in place of -0.0
+    bits = numbers.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of negative numbers a larger magnitude is less
+    experts = scores.shape[-1]
+    later_last = torch.arange(experts, 0, -1, device=scores.device)
+    return later_last.add(ordered, alpha=experts)

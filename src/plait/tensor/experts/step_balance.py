@@ -12,7 +12,7 @@ their gradients are scaled as the main loss's is. The counts are whole numbers, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,9 +27,9 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.device import sent
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.experts.balance import Balance, corrected_bias, count_choices, token_balance, token_z
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.token_documents import TokenDocuments
@@ -58,6 +58,13 @@ class ExpertLoad:
     """How many tokens chose each expert: int64 `[E]`."""
     coupled: bool = False
     """Whether the layers have one balance loss together."""
+    forced_routing: bool = False
+    """Whether the experts were those of `Balance.forced_routing`."""
+    sent: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """How many rows each rank has sent to others in all forwards: int64 `[ranks]`. A token makes a row for
+    each other rank with experts of it. As many results come back, and so do gradients in the backward."""
+    received: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """How many rows each rank has received from others: int64 `[ranks]`."""
 
     @property
     def balance_loss(self) -> Tensor | None:
@@ -116,6 +123,7 @@ class StepBalance:
     over_tp: bool
     """Whether `group` has the ranks of `tp`."""
     tp: Group
+    world: Group
     device: torch.device
     routers: dict[str, Router] = field(default_factory=dict)
     """Those of this rank, by path."""
@@ -138,14 +146,19 @@ class StepBalance:
     """The choices of the step before, by path: int64 `[E]`."""
     _uncorrected: dict[str, Tensor] = field(default_factory=dict)
     """The choices since the last correction of biases."""
+    _rows: tuple[int, int] = (0, 0)
+    """Rows that this rank has sent to others, and received from them, in the step."""
     load: ExpertLoad | None = None
     """Of the latest step."""
 
-    def attach_to(self, layers: Iterable[NamedLayer]) -> None:
-        """Let the routers in `layers` call `attach`."""
+    def attach_to(self, layers: Sequence[NamedLayer]) -> None:
+        """Let the routers in `layers` call `attach`, and their experts `add_rows`."""
         for path, router in routers_of(layers).items():
             router.attach_losses = partial(self.attach, path)
             self.routers[path] = router
+        for layer in layers:
+            for _, experts in experts_in(layer.module):
+                experts.add_rows = self.add_rows
 
     def begin(self, tokens: Sequence[TokenDocuments], total: Tensor, scale: float, *, anew: bool) -> None:
         """Begin a training step.
@@ -156,7 +169,7 @@ class StepBalance:
         self.clear()
         if anew:
             self._uncorrected = {}
-        self._tokens, self._total, self._scale = tokens, total.double(), scale
+        self._tokens, self._total, self._scale, self._rows = tokens, total.double(), scale, (0, 0)
         for path in self.routers:
             self._losses[path] = torch.zeros(2, dtype=torch.float64, device=self.device)
             experts = self.places[path].experts
@@ -181,8 +194,6 @@ class StepBalance:
         """
         if not torch.is_grad_enabled() or not self._tokens:
             return weights
-        if TRACE.get() is not None:
-            raise ModelError("a layer with experts cannot be compiled yet: set plan.compile to False.")
         run = RECOMPUTED_RUN.get()
         call = None if run is not None and run.is_second else self._count(path, logits, indices)
         if not self.settings.has_losses:
@@ -193,6 +204,11 @@ class StepBalance:
             return weights
         attached: Tensor = _Attached.apply(weights, logits, self, call)  # type: ignore[no-untyped-call]
         return attached
+
+    def add_rows(self, sent: int, received: int) -> None:
+        """Count rows that travel between this rank and others in a forward of a training step."""
+        if torch.is_grad_enabled() and self._tokens:
+            self._rows = self._rows[0] + sent, self._rows[1] + received
 
     def gradient(self, call: _RouterCall, logits: Tensor) -> Tensor:
         """Return the gradient of a call's losses with respect to its `logits`, scaled as the main loss's."""
@@ -219,12 +235,15 @@ class StepBalance:
                 parts += [self._losses[path], self._choices[path].double()]
             else:
                 parts.append(torch.zeros(2 + place.experts, dtype=torch.float64, device=self.device))
-        return torch.cat(parts)
+        rows = torch.zeros(2, self.world.size, dtype=torch.float64)
+        rows[:, self.world.index] = torch.tensor(self._rows, dtype=torch.float64)
+        return torch.cat([*parts, sent(rows.flatten(), self.device)])
 
     def settle(self, totals: Tensor) -> None:
         """Set the step's losses and loads of experts from the `totals` summed over all ranks."""
-        sizes = [2 + place.experts for place in self.places.values()]
-        each = dict(zip(self.places, torch.split(totals, sizes), strict=True))
+        sizes = [*(2 + place.experts for place in self.places.values()), self.world.size, self.world.size]
+        *of_routers, sent_rows, received = torch.split(totals, sizes)
+        each = dict(zip(self.places, of_routers, strict=True))
         choices = {path: part[2:].round().long() for path, part in each.items()}
         settings = self.settings
         self.load = ExpertLoad(
@@ -232,6 +251,9 @@ class StepBalance:
             {path: part[1] for path, part in each.items()} if settings.z_weight else {},
             choices,
             settings.coupled,
+            settings.forced_routing,
+            sent_rows.round().long(),
+            received.round().long(),
         )
         self.previous = choices
         for path in self.routers:
@@ -259,6 +281,18 @@ class StepBalance:
         self.previous = {
             path: torch.tensor(one, dtype=torch.int64, device=self.device)
             for path, one in (counts.items() if known else ())
+        }
+
+    def uncorrected_choices(self) -> dict[str, list[int]]:
+        """Return this rank's choices since the last correction of biases, by path; none after a step."""
+        return {path: one.tolist() for path, one in self._uncorrected.items()}
+
+    def load_uncorrected_choices(self, choices: Mapping[str, Sequence[int]]) -> None:
+        """Set the choices by which the next step corrects biases; `choices` may have other ranks' too."""
+        self._uncorrected = {
+            path: torch.tensor(one, dtype=torch.int64, device=self.device)
+            for path, one in choices.items()
+            if path in self.routers
         }
 
     def drop(self) -> None:

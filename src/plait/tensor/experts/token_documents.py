@@ -84,6 +84,11 @@ class TokenDocuments:
         return self.sequence.result(key, lambda: sent(compute(), device))
 
     @property
+    def positions(self) -> Tensor:
+        """The positions of this rank of `cp` in the whole sequence, alike in all rows: int64, on the CPU."""
+        return torch.arange(self.length) if self.sequence is None else self.sequence.indices
+
+    @property
     def _bounds(self) -> DocumentBounds | None:
         return None if self.sequence is None else self.sequence.documents
 

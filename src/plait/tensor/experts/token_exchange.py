@@ -24,7 +24,7 @@ from torch import Tensor
 
 from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_gather, all_to_all_uneven
-from plait.ranks.device import is_accelerator
+from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
 from plait.tensor.autograd.regather import PendingTensor
 from plait.tensor.experts.token_rows import TokenRows
@@ -44,6 +44,10 @@ class RowCounts:
     """Rows of the rank that receives most."""
     of_experts: tuple[int, ...]
     """Tokens of each expert of this rank."""
+
+    def with_others(self, own: int) -> tuple[int, int]:
+        """Return how many rows go to other ranks than the one with index `own`, and come from them."""
+        return sum(self.sent) - self.sent[own], sum(self.received) - self.received[own]
 
 
 @dataclass(frozen=True)
@@ -98,44 +102,47 @@ def exchange_of(
     which the host waits. On meta routing is assumed to be uniform, or, where this rank `takes_all`, to choose
     its experts for all tokens.
     """
-    ep = group.size // etp
-    visits = _visits(indices, experts, ep)
+    parts = divide(experts, group.size // etp)
+    chosen = indices % (experts + 1)  # -1 becomes the number of experts
+    visits = _visits(chosen, parts)
     if indices.is_meta:
-        group.skip("all_gather", indices.new_empty(ep + experts))
+        group.skip("all_gather", indices.new_empty(len(parts) + experts))
         counts = (_counts_of_one if takes_all else _uniform_counts)(indices, experts, group, etp)
     else:
-        counts = _gathered_counts(visits, indices, experts, group, etp)
-    places = _places(visits.t().repeat_interleave(etp, 0).flatten(), sum(counts.sent))
-    tokens = places % max(1, indices.shape[0])
-    return TokenExchange(group, TokenRows.of(tokens, visits.sum(1) * etp), counts)
+        counts = _gathered_counts(visits, chosen, parts, group, etp)
+    if etp > 1:
+        visits = visits.repeat_interleave(etp, 1)
+    ranks, tokens = _places(visits.t(), sum(counts.sent)).unbind(1)
+    return TokenExchange(group, TokenRows.of(ranks.add(tokens, alpha=group.size), visits), counts)
 
 
-def _visits(indices: Tensor, experts: int, parts: int) -> Tensor:
-    """Return in which of the `parts` of all experts each token has experts: bool `[T, parts]`."""
-    each, more = divmod(experts, parts)
-    in_first = indices // (each + 1)
-    part = torch.where(in_first < more, in_first, (indices - more) // max(each, 1))
-    part = part.masked_fill((indices < 0) | (indices >= experts), parts)
-    visits = torch.zeros(len(indices), parts + 1, dtype=torch.bool, device=indices.device)
-    return visits.scatter_(1, part, True)[:, :parts]
+def _visits(chosen: Tensor, parts: Sequence[range]) -> Tensor:
+    """Return in which of the `parts` of all experts each token has experts: bool `[T, parts]`.
+
+    `chosen [T, k]`: the experts of each token; their number stands for none.
+    """
+    ends = sent(torch.tensor([part.stop for part in parts]), chosen.device)
+    visits = torch.zeros(len(chosen), len(parts) + 1, dtype=torch.bool, device=chosen.device)
+    return visits.scatter_(1, torch.searchsorted(ends, chosen, right=True), True)[:, : len(parts)]
 
 
-def _gathered_counts(visits: Tensor, indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
-    ep, part = group.size // etp, group.index // etp
-    flat = indices.flatten()
-    flat = flat.masked_fill((flat < 0) | (flat >= experts), experts)
-    of_experts = torch.zeros(experts + 1, dtype=torch.int64, device=indices.device)
-    of_experts.scatter_add_(0, flat, torch.ones_like(of_experts[:1]).expand(len(flat)))
+def _gathered_counts(
+    visits: Tensor, chosen: Tensor, parts: Sequence[range], group: Group, etp: int
+) -> RowCounts:
+    """Return the counts of all ranks' tokens; for the `parts` of all experts and `chosen`, see `_visits`."""
+    ep, part, experts = len(parts), group.index // etp, parts[-1].stop
+    of_experts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
+    of_experts.scatter_add_(0, chosen.flatten(), of_experts.new_ones(()).expand(chosen.numel()))
     own = torch.cat([visits.sum(0), of_experts[:experts]])
     every = all_gather(own, group, checked=False).wait().view(group.size, ep + experts)
-    rows, mine = every[:, :ep], divide(experts, ep)[part]
-    most = torch.stack([rows.sum(1).max() * etp, rows.sum(0).max()])
+    rows, mine = every[:, :ep], parts[part]
+    most = [rows.sum(dim).amax(0, keepdim=True) for dim in (1, 0)]
     loads = every[:, ep + mine.start : ep + mine.stop].sum(0)
-    read = torch.cat([rows[group.index], rows[:, part], most, loads]).tolist()  # the only wait of the host
+    read = torch.cat([rows[group.index], rows[:, part], *most, loads]).tolist()  # the only wait of the host
     to_parts, received = read[:ep], read[ep : ep + group.size]
-    sent = [count for count in to_parts for _ in range(etp)]
+    sent_rows = [count for count in to_parts for _ in range(etp)]
     most_sent, most_received, *of_mine = read[ep + group.size :]
-    return RowCounts(tuple(sent), tuple(received), most_sent, most_received, tuple(of_mine))
+    return RowCounts(tuple(sent_rows), tuple(received), most_sent * etp, most_received, tuple(of_mine))
 
 
 def _uniform_counts(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
@@ -181,10 +188,10 @@ def _counts_of_one(indices: Tensor, experts: int, group: Group, etp: int) -> Row
 
 
 def _places(mask: Tensor, count: int) -> Tensor:
-    """Return where `mask` is true, at `count` places."""
+    """Return the row and column of each of the `count` elements of `mask` that are true: `[count, 2]`."""
     if is_accelerator(mask) or mask.is_meta:  # where the host would wait for the count
-        return mask.nonzero_static(size=count).flatten()
-    return mask.nonzero().flatten()  # six times as fast
+        return mask.nonzero_static(size=count)
+    return mask.nonzero()  # six times as fast
 
 
 def pack(values: Tensor, *others: Tensor) -> Tensor:

@@ -16,15 +16,20 @@ class TokenRows:
     tokens: Tensor
     """`[rows]`: the token of each row."""
     by_token: Tensor
-    """`[rows]`: numbers of rows in order of the token, and for one token in their own order."""
+    """`[rows]`: numbers of rows in order of the token, and for one token of the column in `is_row`."""
     starts: Tensor
     """`[T]`: where in `by_token` each token's rows begin."""
 
     @staticmethod
-    def of(tokens: Tensor, counts: Tensor) -> TokenRows:
-        """`tokens [rows]`: the token of each row; `counts [T]`: how many rows each token has."""
-        starts = counts.cumsum(0, dtype=torch.int32) - counts
-        return TokenRows(tokens.int(), tokens.argsort(stable=True).int(), starts.int())
+    def of(places: Tensor, is_row: Tensor) -> TokenRows:
+        """`is_row`: bool `[T, columns]`, true once for each row; `places [rows]`: where, in it flattened."""
+        count, columns = len(places), is_row.shape[1]
+        numbers = is_row.flatten().cumsum(0)  # from 1, in order of the token
+        by_token = torch.empty(count, dtype=torch.int32, device=places.device)
+        rows = torch.arange(count, dtype=torch.int32, device=places.device)
+        by_token.scatter_(0, numbers.index_select(0, places).sub_(1), rows)
+        starts = numbers.view(-1, columns)[:, 0].int() - is_row[:, 0].int()
+        return TokenRows((places // columns).int(), by_token, starts)
 
     def copies(self, tokens: Tensor) -> Tensor:
         """Return the rows `[rows, width]` of tokens `[T, width]`."""

@@ -53,7 +53,7 @@ WITHOUT_LAYOUT = ("entrance", "piece", "sequence", "replicated")
 
 def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     """Return each matched module's rule, by path. Raises PlanError for a rule without a fitting module."""
-    modules = {path: module for path, module, _ in _modules(layers)}
+    modules = {path: module for path, module, _ in modules_of(layers)}
     matched = match(rules, modules)
     for path, rule in matched.items():
         kind = type(modules[path])
@@ -81,13 +81,13 @@ def layouts_of(
     """
     found: dict[int, tuple[str, Layout]] = {}
     within: dict[int, Layout] = {}  # of experts and modules in them
-    for path, module, parent in _modules(layers):
+    for path, module, parent in modules_of(layers):
         rule, layouts = matched.get(path), dict[str, Layout]()
         if isinstance(module, Experts):
             layouts = expert_layouts(module, expert_axes or axes, path)
             within |= {id(one): layouts[name] for name, one in module.named_parameters()}
         if rule is not None and rule.kind not in WITHOUT_LAYOUT:
-            layouts = _layouts(path, module, _partition(path, rule, parent), rule, axes)
+            layouts = _layouts(path, module, partition_of(path, rule, parent), rule, axes)
         for name, parameter in module.named_parameters(recurse=False):
             layout = within.get(id(parameter)) or layouts.get(name, Layout(parameter.shape, axes))
             full = join(path, name)
@@ -162,7 +162,7 @@ def _applied(
     if rule.kind == "norm":
         assert isinstance(module, nn.RMSNorm)
         return ParallelRMSNorm(module.weight, module.eps, group)
-    made = _parallel(module, rule, group, _partition(path, rule, parent), path)
+    made = _parallel(module, rule, group, partition_of(path, rule, parent), path)
     made.queue = queue
     if not isinstance(made, VocabParallelEmbedding):
         made.boundary = boundary
@@ -227,19 +227,23 @@ def _features(module: nn.Module) -> tuple[int, int]:
     return cast(int, module.nx), cast(int, module.nf)
 
 
-def _partition(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
+def partition_of(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
+    """Return how `rule` divides the features of the linear at `path`; its attributes are those of `parent`.
+
+    Raises PlanError where `parent` has no such attribute.
+    """
     if rule.kind == "vocabulary":
         return UNEVEN
     if rule.parts is None:
         if isinstance(rule.blocks, int):
             return replace(EVEN, blocks=rule.blocks)
-        return replace(EVEN, blocks=tuple(_number(path, name, parent) for name in rule.blocks))
+        return replace(EVEN, blocks=tuple(number_of(path, name, parent) for name in rule.blocks))
     assert isinstance(rule.blocks, int)
-    return Partition(_number(path, rule.parts, parent), rule.repeated, blocks=rule.blocks)
+    return Partition(number_of(path, rule.parts, parent), rule.repeated, blocks=rule.blocks)
 
 
-def _number(path: str, attribute: str, parent: nn.Module | None) -> int:
-    """Return the number of parts that an attribute of a module's parent holds. PlanError without it."""
+def number_of(path: str, attribute: str, parent: nn.Module | None) -> int:
+    """Return the number that an attribute of `parent` holds, the module around `path`. PlanError without."""
     try:
         return int(attrgetter(attribute)(parent))
     except (AttributeError, TypeError, ValueError):
@@ -249,7 +253,7 @@ def _number(path: str, attribute: str, parent: nn.Module | None) -> int:
         ) from None
 
 
-def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+def modules_of(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
     """Yield path, module and parent of all modules, once per name of each module."""
     for path, layer in layers:
         for name, full in _names(path, layer):

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from plait.engine.runner import Runtime
 from plait.models.initial_values import initial_value
+from plait.optimizers.made_for_engine import optimizer_for
+from plait.optimizers.owned import Owned
 from plait.schedules.lowering.program import Instruction
 from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
@@ -32,7 +34,8 @@ class CandidateRun:
         self.recording = comparison.recording
         self.parameters = comparison.parameters
         self.checker: InstructionChecker | None = None
-        self.optimizer = options.optimizer(self.engine.parameter_groups(options.weight_decay))
+        groups = self.engine.parameter_groups(options.weight_decay)
+        self.optimizer = optimizer_for(self.engine, options.make_optimizer, groups)
         self.norm_type = options.norm_type
         self.norm_kind = "norm" if self.norm_type == 2 else "largest"
         """Kind of the recorded norm that gradients are clipped by."""
@@ -121,6 +124,8 @@ class CandidateRun:
         scale, which counts the checks of gradients.
         """
         self.norm_differs = False
+        if isinstance(self.optimizer, Owned):
+            self.optimizer.read_parameters()  # which start, and comparisons, have written to
         before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         bound, by_engine = self.recording.number(step, "clip"), step % 2 == 0
         if not self.engine.adapts_loss_scale:

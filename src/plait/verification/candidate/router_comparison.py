@@ -6,6 +6,7 @@ from torch import Tensor
 
 from plait.tensor.experts.routers import routers_of
 from plait.verification.candidate.step_comparison import StepComparison
+from plait.verification.definitions.router_losses import correction_of
 from plait.verification.reference.router_losses import BALANCE_LOSS, CHOICES, CORRECTION, Z_LOSS
 from plait.verification.step_location import RecordKey, RecordScope, StepPhase
 
@@ -40,7 +41,7 @@ def _other_corrections(
 ) -> list[tuple[str, Tensor]]:
     """Return the biases that common mistakes in their correction give, each after a text that names it."""
     expected = expected.to(actual)
-    change = rate * (counts.sum() - len(counts) * counts).sign().to(actual)
+    change = correction_of(counts, rate).to(actual)
     before = expected - change
     steps = ((actual - before) / (rate or 1.0)).round().clamp(-1, 1)
     return [

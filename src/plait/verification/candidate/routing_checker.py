@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from plait.engine.runner import Runtime
 from plait.schedules.action import Action, Kind
@@ -42,7 +40,7 @@ class RoutingChecker:
         self.runtime, self.comparison, self.parts = runtime, comparison, parts
         self._calls: dict[nn.Module, list[Routed]] = {}
         """By layer."""
-        self._handles: list[RemovableHandle] = []
+        self._noting: list[Router] = []
         self._replaying: list[Router] = []
         """Those that are given experts where their scores are near."""
 
@@ -56,7 +54,8 @@ class RoutingChecker:
                         self._begin(module, layer.module, RecordKey(ROUTING, number, path), step, evaluating)
 
     def _begin(self, router: Router, layer: nn.Module, key: RecordKey, step: int, evaluating: bool) -> None:
-        self._handles.append(router.register_forward_hook(partial(self._note, layer)))
+        router.note = partial(self._note, layer, router)
+        self._noting.append(router)
         if router.balance.has_losses:
             self.comparison.findings.with_router_losses.add(key.layer)
         scopes = [
@@ -95,18 +94,14 @@ class RoutingChecker:
         return torch.where(is_replaced.unsqueeze(-1), given, own)
 
     def end_step(self) -> None:
-        """Remove the hooks."""
-        while self._handles:
-            self._handles.pop().remove()
+        """Let routers choose again by themselves, without notes."""
+        while self._noting:
+            self._noting.pop().note = None
         while self._replaying:
             self._replaying.pop().given = None
 
-    def _note(
-        self, layer: nn.Module, router: Router, given: Any, gives: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        logits, _, indices = gives
-        routed = Routed(router, logits.detach(), indices)
-        self._calls.setdefault(layer, []).append(routed)
+    def _note(self, layer: nn.Module, router: Router, logits: Tensor, indices: Tensor) -> None:
+        self._calls.setdefault(layer, []).append(Routed(router, logits.detach(), indices))
 
     def compare(self, action: Action, layer: int, module: nn.Module, scope: RecordScope) -> None:
         """Compare the calls of routers in the latest run of a layer, forward or again in its backward."""

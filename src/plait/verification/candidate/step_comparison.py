@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plait.engine.engine import Engine
 from plait.models.layers.layer_sequence import LayerSequence
+from plait.optimizers.owned import Owned
 from plait.verification.expected_dtypes import NumberFormats, epsilon_of
 from plait.verification.findings import ComparedBox, Findings, box_of, has_only_small_digits_of_float16
 from plait.verification.options import VerifyOptions
@@ -168,11 +169,16 @@ class StepComparison:
             name, _, entry = key.name.rpartition("/")
             if key.kind != "state" or name not in self.parameters:  # rank 0 has the whole recording
                 continue
-            state, alternatives = optimizer.state.get(self.parameters[name], {}).get(entry), []
+            shard, of_shard = self.parameters[name], name
+            if isinstance(optimizer, Owned):  # the state of whole parameters, with their owners
+                of_shard = ""
+                if optimizer.state_rank(shard) != self.engine.mesh.rank:
+                    continue
+            state, alternatives = optimizer.state.get(shard, {}).get(entry), []
             if state is None:
-                state = torch.zeros_like(self.expected(recorded, name)[0])
+                state = torch.zeros_like(self.expected(recorded, of_shard)[0])
                 alternatives = [(missing, state)]
-            self.compare(step, phase, key, state, name, alternatives, recorded_in=scope)
+            self.compare(step, phase, key, state, of_shard, alternatives, recorded_in=scope)
 
     def gradient(self, name: str) -> Tensor:
         """Return this rank's gradient of a parameter; zeros if it has none."""

@@ -304,9 +304,12 @@ class WeightGradientChecker:
         """Return the ranks whose tokens' gradients add up to `_contribution`.
 
         Those of `cp`, which add what their positions give; for divided experts, all that hold them: tokens
-        of other data-parallel ranks reach them, too.
+        of other data-parallel ranks reach them, too. Of some adapters each rank of `etp` has a summand.
         """
-        return self.runtime.mesh.group(EXPERT_DATA_AXES if self._is_divided(name) else "cp")
+        if not self._is_divided(name):
+            return self.runtime.mesh.group("cp")
+        copies = ("etp",) if "etp" in self.blueprint.kinds[name].reduced_over else ()
+        return self.runtime.mesh.group((*EXPERT_DATA_AXES, *copies))
 
     def _is_divided(self, name: str) -> bool:
         """Return whether a parameter belongs to experts that are divided over `ep` or `etp`."""

@@ -2,5 +2,6 @@
 
 functions      attention, positions, documents and dropout, which layers of users call
 rotary         frequencies, their scaling, the rotation of pairs
+experts        routers and experts; `router_losses`: their auxiliary losses and corrections
 layers         the layers of plait's own models; `huggingface`: those around modules of transformers
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.gated_activation import GatedActivation
@@ -73,8 +74,16 @@ def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, T
     if routing.scores == "softmax_of_chosen":
         weights = weights.softmax(-1)
     elif routing.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights_over_their_sum(weights)
     return logits, (routing.scale * weights).to(hidden.dtype), indices
+
+
+def weights_over_their_sum(weights: Tensor) -> Tensor:
+    """Return the weights `[T, k]` over the sum of each token's; modes of torch can replace the function."""
+    if has_torch_function_variadic(weights):
+        replaced: Tensor = handle_torch_function(weights_over_their_sum, (weights,), weights)
+        return replaced
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20)
 
 
 def _experts(book: Definitions, layer: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -95,7 +104,7 @@ def _expert(layer: Experts, expert: int, x: Tensor) -> Tensor:
     both = x @ into
     if layer.gate_up_proj_bias is not None:
         both = both + layer.gate_up_proj_bias[expert]
-    result: Tensor = _activated(layer.activation, both) @ out
+    result: Tensor = activated(layer.activation, both) @ out
     return result if layer.down_proj_bias is None else result + layer.down_proj_bias[expert]
 
 
@@ -110,15 +119,27 @@ def _matrix(layer: Experts, name: str, expert: int) -> Tensor:
     return matrix + change
 
 
-def _activated(activation: GatedActivation, both: Tensor) -> Tensor:
-    """Return `gate · sigmoid(slope · gate) · (up + offset)`, of features of gate and up `[rows, 2F]`."""
+def activated(activation: GatedActivation, both: Tensor) -> Tensor:
+    """Return `gate · sigmoid(slope · gate) · (up + offset)`, of features of gate and up `[rows, 2F]`.
+
+    A separate function so that modes of torch can replace it.
+    """
+    if has_torch_function_variadic(both):
+        replaced: Tensor = handle_torch_function(activated, (both,), activation, both)
+        return replaced
+    gate, up = gate_and_up(activation, both)
+    result: Tensor = gate * torch.sigmoid(activation.slope * gate) * (up + activation.offset)
+    return result
+
+
+def gate_and_up(activation: GatedActivation, both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the features of gate and of up, clamped to the activation's limit, `[rows, F]` each."""
     half = both.shape[-1] // 2
     pairs = both.unflatten(-1, (half, 2)).mT if activation.interleaved else both.unflatten(-1, (2, half))  # type: ignore[no-untyped-call]
     gate, up = pairs.unbind(-2)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    result: Tensor = gate * torch.sigmoid(activation.slope * gate) * (up + activation.offset)
-    return result
+    return gate, up
 
 
 def _mixture(book: Definitions, layer: MixtureOfExperts, x: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ def _reduction(symptoms: Symptoms) -> str:
     known = "what each micro-batch gave is right, as far as that is compared"
     degrees = {"dp": plan.dp, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp}
     if symptoms.of_experts:
-        degrees["edp"] = sizes_of_plan(plan)["edp"]
+        degrees |= {"edp": sizes_of_plan(plan)["edp"], "etp": plan.etp}
     axes = [axis for axis, size in degrees.items() if size > 1]
     if not axes:
         return f"{known}, and something changed the gradients afterwards"

@@ -96,12 +96,9 @@ class Symptoms:
     def axes(self) -> Sequence[str]:
         """Names of the mesh axes over which tensors may be summed."""
         is_hybrid = kind_of(self.plan).sharded and self.plan.replicate > 1
-        axes = ("tp", "cp", "edp", "replicate", "dp", "pp") if is_hybrid else ("tp", "cp", "edp", "dp", "pp")
-        return tuple(
-            axis
-            for axis in axes
-            if (axis != "cp" or self.plan.cp > 1) and (axis != "edp" or self.plan.divides_experts)
-        )
+        of_data = ("replicate", "dp") if is_hybrid else ("dp",)
+        of_experts = ("edp", "etp") if self.plan.divides_experts else ()
+        return ("tp", *(("cp",) if self.plan.cp > 1 else ()), *of_experts, *of_data, "pp")
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:

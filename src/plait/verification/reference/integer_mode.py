@@ -9,6 +9,8 @@ of attention works on each head by itself, and is a sum over keys, which blocks 
     softmax               fold(x)
     attention             Σ (fold(q) + |fold(k)| + 2 |fold(v)|) over the positions that may be seen
     its sinks             are added, folded, to each head
+    weights of experts    the scores, folded, which are not divided by their sum
+    their activation      relu(fold(slope · gate)) / slope · (up + offset)
     sin, cos, …           rounded; rotary angles need no gradient
     the loss              a weighted sum of the output; weights per position add up to a power of two
 
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -41,9 +43,12 @@ from plait.tensor.attention.kernels import (
     sinks_gradient,
 )
 from plait.tensor.autograd.paired_collectives import reduce
+from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.experts.routing import normalized_weights
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 from plait.tensor.parallel.partition import Vocabulary
+from plait.verification.definitions.experts import activated, gate_and_up, weights_over_their_sum
 from plait.verification.definitions.functions import masked_attention
 
 PERIOD = 16.0
@@ -226,6 +231,32 @@ def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *arguments, **options: function(*arguments, **options).round()
 
 
+class _Swish(torch.autograd.Function):
+    """`relu(fold(slope · gate)) / slope`, with the gradient that plait's activation computes by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, slope: float) -> Tensor:
+        inner = gate * slope
+        ctx.save_for_backward(inner)
+        return _folded(inner).clamp(min=0) / slope
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (inner,) = ctx.saved_tensors
+        return _silu_backward(gradient, inner), None
+
+
+def _silu_backward(gradient: Tensor, inner: Tensor, *, grad_input: Tensor | None = None) -> Tensor:
+    result = _folded(gradient.where(_folded(inner) >= 0, 0))
+    return result if grad_input is None else grad_input.copy_(result)
+
+
+def _activated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
+    gate, up = gate_and_up(activation, gate_up)
+    swish: Tensor = _Swish.apply(gate, activation.slope)  # type: ignore[no-untyped-call]
+    return swish * (up + activation.offset)
+
+
 STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
@@ -238,6 +269,9 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     merge: _merge,
     merge_sinks: _merge_sinks,
     sinks_gradient: _sinks_gradient,
+    **dict.fromkeys((normalized_weights, weights_over_their_sum), fold),
+    activated: _activated,
+    torch.ops.aten.silu_backward.grad_input: _silu_backward,
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), lambda input, *_, **__: fold(input)),
     **dict.fromkeys(
         (
@@ -261,13 +295,16 @@ class IntegerMode(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         return STAND_INS.get(func, func)(*args, **kwargs)
 
-    def _backward(self, roots: Tensor | Sequence[Tensor], *gradients: Any, **options: Any) -> None:
+    def _backward(
+        self, roots: Tensor | Sequence[Tensor | GradientEdge], *gradients: Any, **options: Any
+    ) -> None:
         """Run `torch.autograd.backward` with the mode on, for the forwards that it recomputes.
 
         The mode is off inside of `__torch_function__`, where backward would run, and entered again here;
         gradient edges in place of tensors keep backward from dispatching to `__torch_function__` once more.
         """
-        edges = [get_gradient_edge(root) for root in ((roots,) if isinstance(roots, Tensor) else roots)]
+        each = (roots,) if isinstance(roots, Tensor) else roots
+        edges = [get_gradient_edge(root) if isinstance(root, Tensor) else root for root in each]
         if "gradient" in options:  # as `Tensor.backward` calls it
             options["grad_tensors"] = options.pop("gradient")
         with self:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from plait.engine.local_batch import local_inputs
 from plait.models.layers.layer_sequence import LayerSequence, evaluating, own_numbers
+from plait.plan.rules import Rules
 from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
@@ -57,6 +58,7 @@ from plait.verification.reference.reference_update import ReferenceUpdate
 from plait.verification.reference.router_losses import OF_ROUTERS, RouterLosses
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
+from plait.verification.reference.whole_optimizer import whole_optimizer
 from plait.verification.step_location import RecordKey, Records, RecordScope
 
 
@@ -111,6 +113,7 @@ class ReferenceRun:
         baseline: ReferenceRecording | None = None,
         scale: float | None = None,
         output_linear: str | None = None,
+        rules: Rules | None = None,
     ) -> None:
         """`clip`: the maximum gradient norm; None: a third of the first step's norm.
 
@@ -118,14 +121,13 @@ class ReferenceRun:
         is `narrowing`, gradients and parameters of this run, and if `narrowing` tensors between layers, are
         reset to it once they are recorded, so that a perturbation shows in the next tensors only. Tokens go
         to the experts that it has recorded. `scale`: the first value of a dynamic loss scale.
-        `output_linear`: the name, in the last layer, of a linear whose input is recorded as the layer's
-        output.
+        `output_linear`: that, in the last layer, of a linear whose input is recorded as the layer's output.
+        `rules`: those of tensor parallelism, which declare the matrices of joined linears.
         """
         self.routed = baseline  # whose experts tokens go to
         if baseline is not None and not (options.resynchronizes or baseline.narrowing):
             baseline = None
-        self.loss = loss
-        self.output_linear = output_linear
+        self.loss, self.output_linear = loss, output_linear
         self.perturbation = perturbation
         self.casts = NarrowingCasts(formats.compute if options.mode != "exact" else None, perturbation)
         self.formats = formats
@@ -145,9 +147,9 @@ class ReferenceRun:
                 for parameter in self.parameters.values():
                     parameter.copy_(perturbation.perturb(parameter))
         self.model_parameters = sequence.parameters
-        self.update = ReferenceUpdate(
-            self.parameters, options, perturbation, clip, baseline, scale=self._scale(scale)
-        )
+        run = options, perturbation, clip, baseline
+        make = partial(whole_optimizer, options.make_optimizer, sequence=sequence, rules=rules)
+        self.update = ReferenceUpdate(self.parameters, *run, scale=self._scale(scale), make=make)
         self.ids: dict[RecordScope, Tensor] = {}
         """The document ids of each micro-batch that has some."""
         self.sums: dict[str, Tensor] = {}
@@ -155,8 +157,8 @@ class ReferenceRun:
         self.router_losses = RouterLosses(self.layers)
         self.chosen: list[list[Tensor]] = []
         """By layer, the experts `[rows, positions, k]` of the step's batch, a tensor for each call."""
-        self.epsilon_of_loss = 0.0
-        self.resumed_steps, self.is_exact = options.resumed_steps, options.mode == "exact"
+        self.epsilon_of_loss, self.resumed_steps = 0.0, options.resumed_steps
+        self.is_exact = options.mode == "exact"
 
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""

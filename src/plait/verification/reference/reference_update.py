@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from plait.errors import ModelError
 from plait.verification.expected_dtypes import ReferenceLossScale
@@ -33,7 +34,9 @@ class ReferenceUpdate:
         baseline: ReferenceRecording | None,
         *,
         scale: ReferenceLossScale,
+        make: Callable[..., Optimizer],
     ) -> None:
+        """`make`: makes the optimizer of parameter groups and all parameters by name."""
         self.parameters = parameters
         self.trainable = {name: p for name, p in parameters.items() if p.requires_grad}
         self.norm_type = options.norm_type
@@ -51,7 +54,7 @@ class ReferenceUpdate:
             {"params": matrices, "weight_decay": options.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.optimizer = options.optimizer(groups)
+        self.optimizer = make(groups, self.parameters)
 
     def apply(self, step: int) -> Records:
         """Divide each `.grad` by the loss scale, clip, and update parameters; return tensors to record."""

@@ -1,6 +1,6 @@
 """The auxiliary losses of routers, the loads of experts and the corrections of biases, on one device.
 
-By the definitions in `plait.tensor.experts.balance`, from what the routers of whole micro-batches give.
+From what the routers of whole micro-batches give, by the formulas of `definitions.router_losses`.
 
 Letters: T tokens, E experts, k experts of a token.
 """
@@ -11,15 +11,21 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
-from plait.tensor.experts.routing import Routing
 from plait.tensor.layer_values import NamedLayer
-from plait.verification.definitions.experts import experts_of_largest, scores_of
 from plait.verification.definitions.functions import numbers_of
+from plait.verification.definitions.router_losses import (
+    choices_of,
+    correction_of,
+    load_of_documents,
+    one_hot,
+    probabilities_of,
+    summed_balance_loss,
+    summed_z_loss,
+)
 from plait.verification.definitions.routing_calls import RouterCall
 from plait.verification.step_location import RecordKey, Records
 
@@ -52,7 +58,7 @@ class RouterLosses:
             path, counted = self._names[id(call.weight)], _documents(call, ids, rows) >= 0
             self._tokens = int(counted.sum())
             self._loads[path] = self._chosen(path, call)[counted].sum(0) / max(1, self._tokens)
-            self._choices[path] = _one_hot(call.indices, self._experts(path))[counted].sum(0).long()
+            self._choices[path] = one_hot(call.indices, self._experts(path))[counted].sum(0).long()
 
     def losses(self, calls: Sequence[RouterCall], ids: Tensor | None, rows: int) -> list[Tensor]:
         """Return a micro-batch's share of the losses of each call, times their weights, 0-d each."""
@@ -61,11 +67,10 @@ class RouterLosses:
         shares = []
         for call in calls:
             path, documents = self._names[id(call.weight)], _documents(call, ids, rows)
-            probabilities = _probabilities(self.routers[path].routing, call.logits)
-            load = self._load(call, calls, documents).to(probabilities.dtype)
-            counted = (documents >= 0).unsqueeze(-1)
-            balance = len(load[0]) * (load * probabilities * counted).sum() / self._layers / self._tokens
-            z = (call.logits.exp().sum(-1, keepdim=True).log().square() * counted).sum() / self._tokens
+            probabilities = probabilities_of(self.routers[path].routing, call.logits)
+            load, is_counted = self._load(call, calls, documents).to(probabilities.dtype), documents >= 0
+            balance = summed_balance_loss(probabilities, load, is_counted) / self._layers / self._tokens
+            z = summed_z_loss(call.logits, is_counted) / self._tokens
             self._losses[path] += torch.stack([balance, z]).detach().double().cpu()
             shares.append(self.settings.weight * balance + self.settings.z_weight * z)
         return shares
@@ -88,7 +93,7 @@ class RouterLosses:
         for path, router in self.routers.items():
             bias, counts = router.e_score_correction_bias, self._choices.get(path)
             if bias is not None and counts is not None:
-                bias += self.settings.bias_rate * (counts.sum() - len(counts) * counts).sign().to(bias)
+                bias += correction_of(counts, self.settings.bias_rate).to(bias)
                 records[RecordKey(CORRECTION, name=path)] = bias.clone()
         return records
 
@@ -106,7 +111,7 @@ class RouterLosses:
             path = self._names[id(one.weight)]
             router = self.routers[path]
             if self.settings.counts == "document":
-                loads.append(_of_documents(self._chosen(path, one), documents))
+                loads.append(load_of_documents(self._chosen(path, one), documents))
                 continue
             load = self._loads[path] if self.settings.counts == "step" else self._previous_load(path, router)
             loads.append(load.expand(len(documents), -1))
@@ -121,12 +126,7 @@ class RouterLosses:
         return router.top_k * counts / counts.sum().clamp(min=1)
 
     def _chosen(self, path: str, call: RouterCall) -> Tensor:
-        """Return 1 for each token and expert that its scores alone choose, float64 `[T, E]`."""
-        routing, indices = self.routers[path].routing, call.indices
-        if routing.corrected or routing.chosen_groups < routing.groups:
-            scores = scores_of(routing, call.logits.detach())
-            indices, _ = experts_of_largest(Routing(), scores, None, indices.shape[-1])
-        return _one_hot(indices, self._experts(path))
+        return choices_of(self.routers[path].routing, call.logits.detach(), call.indices)
 
 
 def _documents(call: RouterCall, ids: Tensor | None, rows: int) -> Tensor:
@@ -137,25 +137,3 @@ def _documents(call: RouterCall, ids: Tensor | None, rows: int) -> Tensor:
         return first.expand(-1, length).flatten()
     ids = ids.to(device)
     return (numbers_of(ids) + first).masked_fill(ids < 0, -1).flatten()
-
-
-def _one_hot(indices: Tensor, experts: int) -> Tensor:
-    """Return how often each token has each expert, float64 `[T, E]`."""
-    return functional.one_hot(indices.clamp(min=0), experts).sum(1).double()
-
-
-def _of_documents(chosen: Tensor, documents: Tensor) -> Tensor:
-    """Return the mean of `chosen [T, E]` over each token's document."""
-    loads = torch.zeros_like(chosen)
-    for number in set(documents.tolist()):
-        own = documents == number
-        loads[own] = chosen[own].mean(0)
-    return loads
-
-
-def _probabilities(routing: Routing, logits: Tensor) -> Tensor:
-    """Return the probabilities of the experts, `[T, E]`, which add up to 1."""
-    if routing.scores != "sigmoid":
-        return logits.softmax(-1)
-    scores = logits.sigmoid()
-    return scores / scores.sum(-1, keepdim=True)

@@ -51,6 +51,21 @@ def test_a_run_corrects_the_choice_of_experts_and_equals_one_rank(
         torch.testing.assert_close(steps, steps.round())
 
 
+def test_a_run_whose_routing_is_forced_says_so_in_its_log_metrics_and_report(
+    thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one line. Of 8 tokens in a row, with 2 of 4 experts, each of two ranks has experts of 7."""
+    run(thread_ranks, make(tmp_path, dp=2, ep=2, model=SPARSE, forced_routing=True, steps=2))
+    assert capsys.readouterr().out.count("Routing is forced to be balanced") == 1
+    loads = [json.loads(line) for line in (tmp_path / "experts.jsonl").read_text().splitlines()]
+    for row, load in zip(rows(tmp_path), loads, strict=True):
+        assert row["forced_routing"] == load["forced_routing"] == 1
+        assert row["largest_expert_load"] == pytest.approx(1)
+        assert load["sent"] == load["received"]
+        assert row["tokens_sent"] == sum(load["sent"]) == 2 * row["tokens"] * 7 / 8
+    assert "Routing was forced to be balanced" in (tmp_path / "report.html").read_text()
+
+
 def test_a_dense_model_has_no_numbers_of_experts(thread_ranks: RankPool, tmp_path: Path) -> None:
     run(thread_ranks, make(tmp_path))
     assert not (tmp_path / "experts.jsonl").exists()
@@ -67,6 +82,7 @@ def test_a_dense_model_has_no_numbers_of_experts(thread_ranks: RankPool, tmp_pat
             Balance(0.1, 0.2, 0.0, "step", True),
         ),
         ({"balance": "previous"}, Balance(counts="previous")),
+        ({"forced_routing": True}, Balance(forced_routing=True)),
     ],
     ids=str,
 )
@@ -83,6 +99,7 @@ def test_routers_have_the_settings_of_the_configuration(
     [
         ({}, {"balance_weight": 0.1}, "train.balance_weight = 0.1 balances experts, and the model has none"),
         ({}, {"balance": "step"}, "train.balance = step balances experts"),
+        ({}, {"forced_routing": True}, "train.forced_routing = True balances experts"),
     ],
     ids=str,
 )

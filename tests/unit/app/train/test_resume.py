@@ -18,7 +18,7 @@ from plait.app.loop import checkpoint_callback as checkpoints
 from plait.app.train.run_checkpoints import run_checkpoints
 from plait.app.train.train_run import TrainingResult, train
 from plait.checkpoint.loading import Loaded
-from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RankError
 from plait.ranks.launch.rank_pool import RankPool
 
 
@@ -26,7 +26,15 @@ def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: An
     """Six steps of a model of one block."""
     run = {
         name: settings.pop(name)
-        for name in ("save_every", "keep_last", "keep_every", "keep_best", "resume")
+        for name in (
+            "save_every",
+            "keep_last",
+            "keep_every",
+            "keep_best",
+            "resume",
+            "snapshot_every",
+            "snapshot_folder",
+        )
         if name in settings
     }
     return Config.model_validate(
@@ -88,6 +96,27 @@ def test_a_resumed_run_continues_with_the_same_bits(
     assert run(thread_ranks, make(folder, resume="auto", parallel={"pp": 2})).steps == 6, (
         "nothing is left to do"
     )
+
+
+def test_plait_train_goes_on_from_memory_with_the_same_bits(
+    thread_ranks: RankPool, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after five steps by an error; there is a snapshot of the fourth, and no checkpoint."""
+    (memory := tmp_path / "memory").mkdir()
+    settings = {"parallel": {"pp": 2}, "snapshot_every": 2, "snapshot_folder": memory}
+
+    def fail(samples: object, run: Any) -> None:
+        if run.done == 5:
+            raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("plait.app.train.train_run.Samples.after_step", fail)
+        with pytest.raises(RankError):
+            run(thread_ranks, make(tmp_path / "run", **settings))
+    assert len([*memory.glob("*/*/*.json")]) == 4
+    run(thread_ranks, make(tmp_path / "run", resume="auto", **settings))
+    assert numbers(tmp_path / "run") == numbers(whole)
+    assert [*memory.iterdir()] == []
 
 
 def test_a_run_resumed_in_another_layout_has_the_losses_of_the_whole_run(

@@ -10,7 +10,13 @@ from plait.ranks.launch.rank_pool import RankPool
 
 
 def make(
-    folder: Path, *, pp: int = 1, dp: int = 1, model: dict[str, object] | None = None, **settings: Any
+    folder: Path,
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    model: dict[str, object] | None = None,
+    **settings: Any,
 ) -> Config:
     """A model of one block that trains for a moment."""
     run = {"dir": folder, "compare": settings.pop("compare", 0), "tensorboard": False}
@@ -19,7 +25,7 @@ def make(
             "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16} | (model or {}),
             "train": {"steps": 4, "batch": 4, "microbatches": 2, "validate_batches": 2, "warmup": 2}
             | settings,
-            "parallel": {"pp": pp, "dp": dp},
+            "parallel": {"pp": pp, "dp": dp, "ep": ep},
             "run": run,
         }
     )

@@ -257,7 +257,7 @@ def test_a_block_on_the_meta_device_does_what_it_does_on_a_cpu(family: str) -> N
     works = traced(getattr(plait.models, family)(**sizes), tokens, OperationRecorder()).works
     engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
     engine.forward_backward(tokens, tokens)
-    (stage,) = engine._runtime.pipeline.stages.values()
+    (stage,) = engine.runtime.pipeline.stages.values()
     for layer in (1, 2):
         recorder = OperationRecorder()
         given = torch.zeros(ROWS, 64, 96, requires_grad=True)

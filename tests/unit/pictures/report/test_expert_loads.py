@@ -13,16 +13,23 @@ from plait.pictures.report.page import draw_report, read_runs
 
 def test_loads_are_multiples_of_the_mean_of_the_layer(tmp_path: Path) -> None:
     rows = [
-        {"step": 1, "tokens": {"a": [3, 1, 0, 4], "b": [5]}},
-        {"step": 2, "tokens": {"a": [0] * 4, "b": [1]}},
+        {"step": 1, "tokens": {"a": [3, 1, 0, 4], "b": [5]}, "sent": [1, 2], "received": [3, 0]},
+        {"step": 2, "tokens": {"a": [0] * 4, "b": [1]}, "sent": [2, 4], "received": [6, 0]}
+        | {"forced_routing": True},
     ]
-    damaged = ["{", '{"step": 3, "tokens": {"a": [1]}}', '{"step": 4, "tokens": {}}']
+    damaged = [
+        "{",
+        '{"step": 5, "tokens": {"a": [1, 1, 1, 1], "b": [1]}, "sent": [-1, 0]}',
+        '{"step": 3, "tokens": {"a": [1]}}',
+        '{"step": 4, "tokens": {}}',
+    ]
     lines = [json.dumps(rows[0]), *damaged, json.dumps(rows[1])]
     (tmp_path / "experts.jsonl").write_text("\n".join(lines))
     loads = read_expert_loads(tmp_path)
     assert loads is not None
     assert loads.steps == (1, 2)
     assert loads.loads == {"a": ((1.5, 0.5, 0.0, 2.0), (0.0,) * 4), "b": ((1.0,), (1.0,))}
+    assert (loads.sent, loads.received, loads.forced) == ((1.5, 3.0), (4.5, 0.0), 1)
     assert read_expert_loads(tmp_path / "nowhere") is None
 
 
@@ -50,3 +57,16 @@ def test_the_report_of_a_run_with_experts_has_their_maps(tmp_path: Path) -> None
     page = draw_report(read_runs([tmp_path / "run"]))
     assert "Load of experts over the steps" in page
     assert "steps 1 to 20" in page
+    assert "Routing was forced" not in page
+    assert "<td>0</td><td class=number>21</td><td class=number>20</td>" in page, "means of 20 steps"
+
+
+def test_the_report_says_that_routing_was_forced_and_shows_the_ranks_that_send_most(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", 1)
+    row = {"step": 1, "tokens": {"router": [1, 1]}, "sent": [*range(40)], "received": [0] * 40}
+    (tmp_path / "run" / "experts.jsonl").write_text(json.dumps(row | {"forced_routing": True}))
+    page = draw_report(read_runs([tmp_path / "run"]))
+    assert "Routing was forced to be balanced" in page
+    assert "The 16 of 40 ranks with most" in page
+    assert "<td>39</td>" in page
+    assert "<td>23</td>" not in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -17,24 +18,36 @@ from plait.engine.blueprint import StepPrograms
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.check_programs import check_programs, own, stream_calls
+from plait.schedules.lowering.expert_exchanges import exchange_calls
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.messages import Channel, channels_of
 from plait.schedules.lowering.program import (
     AwaitReceive,
+    ExpertExchanges,
     Finish,
+    LayerIndex,
     LoweringSpec,
     PostReceive,
     Program,
     ReduceGradient,
     RunLayer,
 )
-from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
+from plait.schedules.lowering.stream_replay import (
+    Awaited,
+    Call,
+    Operation,
+    Queued,
+    Read,
+    deadlock_of,
+    first_uses,
+)
 from plait.schedules.named_schedules import POLICIES, forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
 
 PAIR = (0, 1)
 UP, DOWN = Operation("a", PAIR, "up"), Operation("a", PAIR, "down")
 Communicators = Callable[[Channel], Hashable]
+IN_EACH_FIRST_LAYER = ExpertExchanges({LayerIndex(stage, 0) for stage in range(64)})
 
 
 def on(communicator: str, operation: Operation) -> Operation:
@@ -177,6 +190,18 @@ def test_channels_are_those_that_programs_use(policy: str) -> None:
     assert set(channels_of(made)) == used
 
 
+def test_a_host_that_reads_queues_nothing_more_until_it_has_read() -> None:
+    """The result that it reads comes after a message, which the other rank sends when it has another one."""
+    counts, down = Operation("experts", (0,), "counts"), on("b", DOWN)
+    asks: list[Call] = [Queued(down), Awaited(down), Queued(counts)]
+    other: list[Call] = [Queued(UP), Awaited(UP), Queued(down)]
+    assert deadlock_of([[Queued(UP), *asks, Read(counts)], other]) is None
+    assert deadlock_of([[Queued(counts), Read(counts), Queued(UP), *asks[:2]], other]) is None
+    assert deadlock_of([[*asks, Read(counts), Queued(UP)], other]) == (
+        "rank 1 starts down after its wait for up; rank 0 starts up after its wait for down"
+    )
+
+
 # ── against a simulation ──
 
 
@@ -186,6 +211,7 @@ def completes(calls: Sequence[Sequence[Call]], random: Random) -> bool:
     computes: list[list[Operation | None]] = [[] for _ in calls]  # None: the end of a wait's place
     streams: dict[tuple[int, Hashable], list[tuple[Operation, int]]] = {}
     queued, passed, over = [0] * len(calls), [0] * len(calls), set[Operation]()
+    reading = [0] * len(calls)
 
     def may_start(rank: int, one: Operation) -> bool:
         queue = streams.get((rank, one.communicator), [])
@@ -194,7 +220,7 @@ def completes(calls: Sequence[Sequence[Call]], random: Random) -> bool:
     def moves() -> list[Callable[[], None]]:
         found: list[Callable[[], None]] = []
         for rank, host in enumerate(hosts):
-            if host:
+            if host and passed[rank] >= reading[rank]:
                 found.append(lambda rank=rank: step(rank))
             if computes[rank] and computes[rank][0] in over:
                 found.append(lambda rank=rank: ended(rank))
@@ -209,6 +235,8 @@ def completes(calls: Sequence[Sequence[Call]], random: Random) -> bool:
 
     def step(rank: int) -> None:
         call = hosts[rank].pop(0)
+        if isinstance(call, Read):
+            reading[rank] = queued[rank] + 1
         if isinstance(call, Queued):
             streams.setdefault((rank, call.operation.communicator), []).append((call.operation, queued[rank]))
         else:
@@ -234,16 +262,21 @@ def completes(calls: Sequence[Sequence[Call]], random: Random) -> bool:
 def test_stream_replay_agrees_with_a_simulation_in_random_order(
     made: Schedule, communicator_of: Communicators, random: Random
 ) -> None:
-    calls = stream_calls(lower(made, LoweringSpec((0,) * made.stages, {})), communicator_of)
-    assert (deadlock_of(calls) is None) == completes(calls, random)
+    programs = lower(made, LoweringSpec((1,) * made.stages, {}))
+    for exchanges in (ExpertExchanges(), IN_EACH_FIRST_LAYER):
+        collectives = partial(exchange_calls, exchanges=exchanges)
+        calls = stream_calls(programs, communicator_of, collectives)
+        assert (deadlock_of(calls) is None) == completes(calls, random)
 
 
 @UNHURRIED
 @given(legal_schedules())
 def test_every_legal_schedule_runs_with_channels_of_their_own(made: Schedule) -> None:
-    steps = StepPrograms(made, LoweringSpec((0,) * made.stages, {}))
+    steps = StepPrograms(made, LoweringSpec((1,) * made.stages, {}, exchanges=IN_EACH_FIRST_LAYER))
+    collectives = partial(exchange_calls, exchanges=IN_EACH_FIRST_LAYER)
     for programs in (steps.train, steps.posting_late().train):
         assert deadlock_of(stream_calls(programs, own)) is None
+        assert deadlock_of(stream_calls(programs, own, collectives)) is None
 
 
 @BRIEF

@@ -128,6 +128,18 @@ def wanted(trial: Trial) -> list[Answer]:
     return answers
 
 
+def summed_over_etp(answers: list[Answer], etp: int) -> list[Answer]:
+    """The answers, with the sums of those gradients of which each rank of `etp` has a summand."""
+    sums = []
+    for rank, own in enumerate(answers):
+        first = rank // etp * etp
+        together = [one.of_parameters for one in answers[first : first + etp]]
+        total = {name: sum(one[name] for one in together) for name in own.of_parameters}
+        whole = {name: total[name] for name in Experts.summed_over_etp if name in total}
+        sums.append(replace(own, of_parameters=own.of_parameters | whole))
+    return sums
+
+
 def sliced(trial: Trial, rank: int) -> Answer:
     """The plain loop's answer for the slice of tokens that a rank sends."""
     source, place = divmod(rank, trial.division.tokens)
@@ -140,6 +152,7 @@ def sliced(trial: Trial, rank: int) -> Answer:
 def check(ranks: Any, trial: Trial) -> list[dict[str, dict[str, Count]]]:
     """Every rank's output and gradients are those of the plain loop; return each rank's traffic."""
     found = ranks.run(answer_of_a_rank, trial, ranks=trial.division.ranks)
-    for (got, _), one in zip(found, wanted(trial), strict=True):
+    answers = [got for got, _ in found]
+    for got, one in zip(summed_over_etp(answers, trial.division.etp), wanted(trial), strict=True):
         assert_close(got, one)
     return [traffic for _, traffic in found]

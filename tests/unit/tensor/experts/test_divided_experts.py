@@ -20,6 +20,7 @@ from plait.estimate.memory.operation_recorder import group_on_meta
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.models.huggingface.mixture import Mixture
 from plait.plan.layout import divide
+from plait.plan.layout.layout import Replicate
 from plait.plan.layout.shards import shard
 from plait.plan.plan import Recompute
 from plait.ranks.group import Count, alone
@@ -69,7 +70,9 @@ def test_every_kind_of_expert_and_routing_can_be_divided(
     check(thread_ranks, Trial(CASES.get(name, Case(tokens=7)), division))
 
 
-@pytest.mark.parametrize("division", [Division(ep=4), Division(ep=2, tokens=2)], ids=str)
+@pytest.mark.parametrize(
+    "division", [Division(ep=4), Division(ep=2, tokens=2), Division(ep=2, etp=2, tokens=2)], ids=str
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["adapters", "adapters of gpt-oss"])
 def test_adapters_are_divided_with_their_experts(
@@ -80,12 +83,13 @@ def test_adapters_are_divided_with_their_experts(
     check(thread_ranks, replace(trial, deferred=True))
 
 
-def test_adapters_and_computed_parameters_are_not_divided_where_gradients_would_be_in_parts() -> None:
-    layer = ADAPTED["adapters"].layer()
-    with pytest.raises(
-        PlanError, match=r"^plan.etp = 2 divides the inner features of each expert of mlp, wh"
-    ):
-        expert_layouts(layer, {"ep": 2, "etp": 2}, "mlp")
+def test_etp_divides_the_wide_half_of_an_adapter_and_copies_the_other() -> None:
+    layouts = expert_layouts(ADAPTED["adapters"].layer(), {"ep": 2, "etp": 2}, "mlp")
+    copied = {name for name, one in layouts.items() if one.axis_placements.get("etp") in (None, Replicate())}
+    assert copied == Experts.summed_over_etp == {"gate_up_proj_adapter.down", "down_proj_adapter.up"}
+
+
+def test_computed_parameters_are_not_divided() -> None:
     layer = CASES["plain"].layer()
     parametrize.register_parametrization(layer, "down_proj", nn.Identity())
     text = r"^mlp.parametrizations.down_proj.original is no parameter that experts have by themselves"

@@ -132,25 +132,31 @@ def all_to_all_uneven_staged(
 ) -> PendingRead:
     """Start an all-to-all of unequal ranges of a flat tensor into those of flat `received`.
 
-    Before the ranges a rank stages where each of them begins. `most`: bytes, more than which no rank sends.
-    What is sent is kept until the wait, as by backends, for which `plait.memory` counts it.
+    Before the ranges, without that for itself, a rank stages where each of them begins. `most`: bytes, more
+    than which no rank sends. What is sent is kept until the wait, as by backends, for which `plait.memory`
+    counts it.
     """
     own, ranges = staging.channels.index, torch.split(received, [*sizes.received])
-    table = torch.tensor([*accumulate(sizes.sent, initial=0), 0][: len(sizes.sent) // 2 * 2 + 2])
-    own_range = torch.split(tensor, [*sizes.sent])[own]
+    parts = torch.split(tensor, [*sizes.sent])
+    staged_sizes = [0 if index == own else size for index, size in enumerate(sizes.sent)]
+    table = torch.tensor([*accumulate(staged_sizes, initial=0), 0][: len(staged_sizes) // 2 * 2 + 2])
 
     def read(staged: Sequence[Tensor]) -> None:
-        ranges[own].copy_(own_range)
+        ranges[own].copy_(parts[own])
         for index, (target, source) in enumerate(zip(ranges, staged, strict=True)):
+            if index == own:
+                continue
             first, stop = source[: table.nbytes].view(table.dtype)[own : own + 2].tolist()
             if stop - first != target.numel():
                 sent = f"index {index} sends {stop - first} elements to index {own}"
                 raise RuntimeError(f"{sent}, which expects {target.numel()}")
-            if index != own and target.numel():
+            if target.numel():
                 values = source[table.nbytes :].view(target.dtype)
                 target.copy_(values[first : first + target.numel()])
 
-    return staging.stage_parts((table, tensor), table.nbytes + most, read)
+    before, after = sum(sizes.sent[:own]), sum(sizes.sent[: own + 1])
+    others = [one for one in (tensor[:before], tensor[after:]) if len(one)]
+    return staging.stage_parts((table, *others), table.nbytes + most, read)
 
 
 def reduce_in_place(

@@ -1,0 +1,318 @@
+"""`Snapshots`: copies of a run's state in shared memory, from which restarted ranks go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from plait.checkpoint.loading import (
+    Loaded,
+    checked_optimizers,
+    load_files,
+    missing_tensor,
+    raising_on_all_ranks,
+)
+from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.optimizer_options import Options, option_line
+from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
+from plait.checkpoint.rank_contents import Checkpointable, require_engine
+from plait.checkpoint.save_task import file_name
+from plait.checkpoint.snapshots.newest_snapshot import (
+    PartElsewhere,
+    RankPart,
+    SnapshotName,
+    complete_names,
+    found_parts,
+    merged_manifest,
+    parts_of_text,
+    text_of_parts,
+)
+from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer
+from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
+from plait.errors import CheckpointError, terminal_text
+from plait.plan.argument_checks import require_instance, require_path, require_whole
+from plait.ranks.launch.rank_threads import join_thread
+from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
+from plait.ranks.world import process_identity, process_of_agent
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Linux's folder in memory."""
+
+
+class Restored(NamedTuple):
+    """What was restored from memory besides parameters and optimizer state."""
+
+    step: int
+    """The number of finished steps."""
+    state: dict[str, Any]
+    """The user's own state."""
+
+
+class Snapshots:
+    """Copies a run's state into shared memory every few steps, from which restarted ranks go on.
+
+    Shared memory outlives processes, but not its host. Two snapshots are kept, so that one is always
+    complete; each host keeps what its ranks hold, once.
+    """
+
+    def __init__(
+        self,
+        engine: Checkpointable,
+        optimizer: GivenOptimizers,
+        *,
+        every: int = 10,
+        name: str | None = None,
+        folder: str | Path = SHARED_MEMORY,
+    ) -> None:
+        """Make or find the run's folder in `folder`, which is in memory. Called on all ranks.
+
+        `every`: steps between two snapshots. `name` identifies the run: started again under the same name, on
+        the same hosts, it finds its snapshots. None: torchrun's agent does, so that the ranks which it
+        restarts find them, and no others. What this user's ended runs have left in `folder` is removed.
+        `optimizer`: one, a list of several, or None. Raises `CheckpointError` on all ranks where `folder`
+        cannot be used, or another process uses the name. Communication: an all-gather of 100 bytes a rank.
+        """
+        require_engine(engine)
+        require_whole("every", every, CheckpointError)
+        require_path("folder", folder, CheckpointError)
+        agent = process_of_agent()
+        if name is not None:
+            require_instance("the name of a run", name, str, "give a text", CheckpointError)
+        elif not agent:
+            raise CheckpointError(
+                "snapshots have no name, and torchrun, which would restart the ranks, has not started them: "
+                "give Snapshots a name, by which a later run finds them."
+            )
+        self._engine, self._optimizer, self._every = engine, optimizer, every
+        self._owner = agent or process_identity(os.getpid())
+        self._folder = SnapshotFolder(Path(folder), agent if name is None else f"run {name}")
+        self._ranks_here, self._attempt = self._take_folder()
+        self._buffer = SnapshotBuffer(self._folder, engine.mesh.rank)
+        self._half = 1
+        """The half that was written last."""
+        self._cleared: set[int] = set()
+        """The halves without snapshots of an earlier attempt."""
+        self._reserved: set[int] = set()
+        """The halves for which all ranks have memory."""
+        self._goes_on = False
+        """Whether the run goes on from a snapshot."""
+        self._last: RankContents | None = None
+        self._thread: Thread | None = None
+        self._error = ""
+
+    @property
+    def folder(self) -> Path:
+        """This host's folder of the run's snapshots."""
+        return self._folder.path
+
+    def is_due(self, number: int) -> bool:
+        """Return whether a snapshot is taken after `number` finished steps."""
+        return number % self._every == 0
+
+    @property
+    def bytes_copied(self) -> int:
+        """The bytes that this rank has copied into shared memory so far."""
+        return self._buffer.bytes_copied
+
+    def step(self, number: int, state: Mapping[str, Any] | None = None) -> bool:
+        """Take a snapshot after `number` finished steps if it is a multiple of `every`; return whether it is.
+
+        Called on all ranks between steps; gradients are not saved. `state`: your own, as JSON holds it, the
+        same on every rank; `restore` returns it. When this returns, training may go on: all is copied. The
+        snapshot counts once a thread has computed checksums, at the latest when the next one is taken. Raises
+        `CheckpointError` on all ranks where one has no room, or could not write the snapshot before; an older
+        one is then unchanged. Communication: an all-reduce of 8 bytes over `world`; in the first two, four.
+        """
+        if not self.is_due(number):
+            return False
+        about = {"step": number, "attempt": self._attempt, "ranks": self._engine.mesh.world}
+        about |= {"rank": self._engine.mesh.rank, "restarted_by": self._owner}
+        contents, error = None, ""
+        try:
+            optimizers = OptimizerSet.of(self._optimizer)
+            own = {"snapshot": about, "state": dict(state or {})}
+            contents = RankContents.of(self._engine, optimizers, self._ranks_here, own, self._last)
+        except Exception as raised:  # any error: the other ranks wait
+            error = str(raised) if isinstance(raised, CheckpointError) else repr(raised)
+        self._finish(error)
+        assert contents is not None, "_finish has raised the error"
+        self._last = contents
+        half = 1 - self._half
+        self._make_room(half, contents.layout.bytes)
+        self._half = half
+        try:
+            self._buffer.copy(half, contents)
+        except (CheckpointError, OSError) as raised:
+            self._error = str(raised)  # `_finish` raises it on all ranks
+        else:
+            self._thread = Thread(target=self._commit, args=(contents,), name="plait-snapshot", daemon=True)
+            self._thread.start()
+        return True
+
+    def finish(self) -> None:
+        """Block until the last snapshot is complete on all ranks, which all call this.
+
+        Raises `CheckpointError` on all ranks where it is not. Communication: an all-reduce of 8 bytes.
+        """
+        self._finish("")
+
+    def _finish(self, error: str) -> None:
+        """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`."""
+        if self._thread is not None:
+            join_thread(self._thread)
+            self._thread = None
+        failed, self._error = self._error, ""
+        texts = self._all_gather(json.dumps([failed, error]) if failed or error else "")
+        errors = [json.loads(text) for text in texts if text]
+        if any(failed for failed, _ in errors):
+            self._half = 1 - self._half  # the one before is still complete
+        if errors:
+            raise CheckpointError(errors[0][0] or errors[0][1])
+
+    def restore(self, options: Options = "saved", *, own_launch: bool = False) -> Restored | None:
+        """Load the newest snapshot that all ranks of the run have completed; None where there is none.
+
+        Called on all ranks, whose plan and number may differ from those of before. `own_launch`: only one of
+        ranks that the same torchrun restarted. `options`: as for `plait.load`. One that is damaged, or of
+        which parts are on other hosts, is left out; rank 0 prints why. Raises `CheckpointError` on all ranks
+        where it is of another model or optimizer. Communication: names of snapshots and error messages.
+        """
+        is_first = self._engine.mesh.rank == 0
+
+        def tell(line: str) -> None:
+            print(terminal_text(line)) if is_first else None
+
+        found = self.load_newest(options, tell, own_launch=own_launch)
+        if found is None:
+            return None
+        step, loaded = found
+        if loaded.options:
+            tell(option_line(loaded.options, options))
+        return Restored(step, loaded.state)
+
+    def load_newest(
+        self, options: Options, tell: Callable[[str], None], *, own_launch: bool, after: int = -1
+    ) -> tuple[int, Loaded] | None:
+        """Load as `restore` does; return the number of finished steps, and what differs. None: nothing.
+
+        `tell` is called with lines for the user. `after`: only a snapshot of more steps.
+        """
+        self.finish()
+        optimizers = checked_optimizers(self._engine, self._optimizer, options)
+        parts = [
+            part for part in found_parts(self._folder) if not own_launch or part.restarted_by == self._owner
+        ]
+        names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
+        everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
+        found = ((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
+        for name in complete_names(found):
+            if name.step <= after:
+                break
+            own = [part for part in parts if part.name == name]
+            manifest, problem = self._merged(own, optimizers)
+            try:
+                if problem:
+                    raise CheckpointError(problem, damaged=True)
+                assert manifest is not None
+                folder = self._folder.half(own[0].half)
+                loaded = load_files(self._engine, optimizers, manifest, folder, options, self._ranks_here)
+            except CheckpointError as error:
+                if not error.damaged:
+                    raise
+                tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
+                continue
+            self._half, self._goes_on = own[0].half, True
+            return name.step, loaded
+        return None
+
+    def clear(self) -> None:
+        """Remove the snapshots of before, since the run starts over, or goes on from elsewhere. On all ranks.
+
+        The first `step` does so, too, unless `restore` has found a snapshot.
+        """
+        with raising_on_all_ranks(self._engine.mesh):
+            self._clear(set(HALVES))
+
+    def _clear(self, halves: set[int]) -> None:
+        """Remove all files from halves but those that this attempt writes again. Raises OSError."""
+        for half in halves if self._leads else ():
+            self._folder.clear(half, [file_name(rank) for rank in self._ranks_here])
+        self._cleared |= halves
+
+    def close(self) -> None:
+        """Remove the run's snapshots, when it has ended as planned. Called on all ranks."""
+        self.finish()
+        if self._leads:
+            self._folder.remove()
+
+    def release(self) -> None:
+        """Keep the run's snapshots, and let another object or process use its name; without communication."""
+        self._folder.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the snapshots; after an error, after which ranks may be restarted, keep them."""
+        if error is None:
+            self.close()
+        else:
+            self.release()
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the first of the ranks that share a folder."""
+        return self._ranks_here[0] == self._engine.mesh.rank
+
+    def _take_folder(self) -> tuple[tuple[int, ...], str]:
+        """Make this host's folder; return the ranks that share it, and a text that names this attempt."""
+        mesh = self._engine.mesh
+        with raising_on_all_ranks(mesh):
+            own = self._folder.make()
+        rows = [json.loads(text) for text in self._all_gather(json.dumps([own, secrets.token_hex(8)]))]
+        ranks = tuple(rank for rank, (identity, _) in enumerate(rows) if identity == own)
+        with raising_on_all_ranks(mesh):
+            if ranks[0] == mesh.rank:
+                self._folder.take(self._owner)
+                self._folder.remove_ended()
+        return ranks, rows[0][1]
+
+    def _make_room(self, half: int, size: int) -> None:
+        """Before a half is written for the first time, clear it, and reserve `size` bytes on this rank."""
+        if half in self._reserved:
+            return
+        with raising_on_all_ranks(self._engine.mesh):
+            self._clear(({half} if self._goes_on else set(HALVES)) - self._cleared)
+        with raising_on_all_ranks(self._engine.mesh):
+            self._buffer.reserve(half, size)
+        self._reserved.add(half)
+
+    def _commit(self, contents: RankContents) -> None:
+        """Complete this rank's part of a snapshot, in a thread."""
+        try:
+            self._buffer.commit(self._half, contents)
+        except Exception as raised:  # any error: `finish` raises it on all ranks
+            self._error = f"rank {self._engine.mesh.rank}: the snapshot was not written ({raised!r})."
+
+    def _merged(self, own: list[RankPart], optimizers: OptimizerSet | None) -> tuple[Manifest | None, str]:
+        """Return the manifest of a snapshot, of which `own` are here, and why no rank can use it, or ""."""
+        elsewhere: list[PartElsewhere] = []
+        if len(self._ranks_here) < self._engine.mesh.world:
+            texts = self._all_gather(text_of_parts(own) if self._leads else "")
+            elsewhere = [part for text in texts for part in parts_of_text(text)]
+        manifest = merged_manifest(own, elsewhere) if own else None
+        missing = "all tensors" if manifest is None else missing_tensor(self._engine, optimizers, manifest)
+        mesh = self._engine.mesh
+        problem = f"the host of rank {mesh.rank} lacks {missing}, which other hosts have." if missing else ""
+        return manifest, first_nonempty_text(problem, mesh.group("world"), mesh.device)
+
+    def _all_gather(self, text: str) -> list[str]:
+        return all_gather_text(text, self._engine.mesh.group("world"), self._engine.mesh.device)

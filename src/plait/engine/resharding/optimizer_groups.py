@@ -1,0 +1,110 @@
+"""The optimizer of a new engine: that of the old one with other parameters, or one made by a joining rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.checkpoint.optimizer_options import set_options
+from plait.checkpoint.rank_contents import NOT_RESTORED, number_device
+from plait.engine.engine import Engine
+from plait.errors import PlanError
+
+OptimizerMaker = Callable[..., Optimizer]
+"""Returns an optimizer of parameter groups, or of the engine where its class exchanges parameters."""
+Members = Sequence[Sequence[nn.Parameter]]
+"""The parameters of each group."""
+
+
+class OptimizerOfEngine(Protocol):
+    """An optimizer that exchanges parameters between the ranks of an engine, and can go on with another."""
+
+    def use_engine(self, engine: Engine) -> None:
+        """Go on with the parameters of another engine, which the groups have already."""
+
+
+def class_made(make: object) -> type[Any] | None:
+    """Return the class that `make` is, or is a `partial` of, if its optimizers exchange parameters."""
+    kind = make.func if isinstance(make, partial) else make
+    return kind if isinstance(kind, type) and vars(kind).get("communicates") is True else None
+
+
+def go_on_with(optimizer: Optimizer, engine: Engine) -> None:
+    """Let an optimizer that exchanges parameters do so between the ranks of another engine."""
+    if getattr(optimizer, "communicates", False):
+        cast(OptimizerOfEngine, optimizer).use_engine(engine)
+
+
+def members_of_groups(engine: Engine, saved: Mapping[str, Any]) -> list[list[nn.Parameter]]:
+    """Return this rank's parameters in each group of a described optimizer, in the order of the model."""
+    found: list[list[nn.Parameter]] = [[] for _ in saved["groups"]]
+    for name, parameter in engine.named_parameters():
+        if name in saved["group_of"]:
+            found[saved["group_of"][name]].append(parameter)
+    return found
+
+
+def regroup(optimizer: Optimizer, saved: Mapping[str, Any], numbers: Sequence[int], members: Members) -> None:
+    """Give an optimizer the groups `saved` with other parameters, in place; its schedulers go on with it.
+
+    `numbers`: which of them its own groups are; others are added, with their options.
+    """
+    own = dict(zip(numbers, optimizer.param_groups[:], strict=True))
+    optimizer.state.clear()
+    optimizer.param_groups.clear()
+    for number, options in enumerate(saved["groups"]):
+        if number in own:
+            own[number]["params"] = list(members[number])
+            optimizer.param_groups.append(own[number])
+        else:
+            optimizer.add_param_group({"params": list(members[number])})
+            _restore(optimizer.param_groups[-1], options)
+
+
+def made_optimizer(
+    make: OptimizerMaker, engine: Engine, saved: Mapping[str, Any], members: Members
+) -> Optimizer:
+    """Return an optimizer of the groups `saved`, as `make` makes it, with their options.
+
+    Raises PlanError where it makes another number of groups of an engine's parameters.
+    """
+    if class_made(make) is None:
+        optimizer = make([{"params": list(each)} for each in members])
+    else:
+        optimizer = make(engine)
+        if len(optimizer.param_groups) != len(members):
+            raise PlanError(
+                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups on a rank "
+                f"that joins and {len(members)} on the others: make it of one group, or load a checkpoint."
+            )
+        regroup(optimizer, saved, range(len(members)), members)
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        _restore(group, options)
+    return optimizer
+
+
+def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    set_options(group, {key: value for key, value in options.items() if key not in NOT_RESTORED})
+
+
+def set_state(
+    optimizer: Optimizer,
+    engine: Engine,
+    saved: Mapping[str, Any],
+    arrived: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Set the state of each parameter: tensors that have `arrived`, and plain values that were described."""
+    group_of = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+    for name, parameter in engine.named_parameters():
+        if id(parameter) not in group_of:
+            continue
+        state: dict[str, Any] = dict(saved["plain"].get(name, {}))
+        for key, value in arrived.get(name, {}).items():
+            device = value.device if value.dim() else number_device(key, group_of[id(parameter)], parameter)
+            state[key] = value.to(device)
+        if state:
+            optimizer.state[parameter] = state

@@ -1,0 +1,107 @@
+"""What a rank brings to a reshard: the engine that it has, or the model with which it joins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet, whole_states
+from plait.engine.blueprint import chosen_rules
+from plait.engine.engine import Engine
+from plait.engine.resharding.meta_model import meta_model
+from plait.engine.resharding.optimizer_groups import OptimizerMaker, class_made
+from plait.engine.resharding.rank_report import RankReport
+from plait.errors import PlanError
+from plait.models.layers.layer_sequence import sequence_of, without_values
+from plait.models.layers.model_validation import refuse_compiled_loss, refuse_lost_settings
+from plait.plan.argument_checks import require_instance
+from plait.plan.rules import Rules
+from plait.tensor.losses import Loss
+from plait.tensor.torch_losses import GivenLoss, as_loss
+
+
+@dataclass(frozen=True)
+class RankContribution:
+    """A rank of a reshard: the model, alike on all ranks, and what there is of a run."""
+
+    model: nn.Module
+    """On the meta device."""
+    loss: Loss
+    rules: Rules | None
+    report: RankReport
+    engine: Engine | None = None
+    """None on a rank that joins."""
+    optimizers: tuple[Optimizer, ...] = ()
+    makers: tuple[OptimizerMaker, ...] = ()
+    """On a rank that joins, what makes its optimizers."""
+    is_list: bool = False
+    """Whether optimizers were given as a list."""
+
+    @staticmethod
+    def of_engine(engine: Engine, optimizer: GivenOptimizers) -> RankContribution:
+        """Return a rank of the old run. Raises PlaitError for state that cannot move."""
+        runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
+        optimizers = () if chosen is None else chosen.members
+        for one in optimizers:
+            if whole_states(one) is not None:
+                raise PlanError(
+                    f"{type(one).__name__} keeps whole parameters and their state with single ranks, which "
+                    "plait.reshard does not move: save a checkpoint, and load it under the other plan."
+                )
+        model = meta_model(engine.blueprint.sequence, runtime.context)
+        refuse_lost_settings(model, runtime.loss)
+        return RankContribution(
+            model,
+            runtime.loss,
+            runtime.rules,
+            RankReport.of(engine, optimizers),
+            engine=engine,
+            optimizers=optimizers,
+            is_list=isinstance(optimizer, Sequence),
+        )
+
+    @staticmethod
+    def joining(
+        model: object, maker: Any, device: torch.device, loss: GivenLoss | None, rules: Rules | None
+    ) -> RankContribution:
+        """Return a rank that joins with a model. Raises PlanError or ModelError for what does not fit."""
+        if not isinstance(model, nn.Module):
+            raise PlanError(
+                f"plait.reshard was given a {type(model).__name__} in place of an engine: give the engine, "
+                "or on a rank that joins the model."
+            )
+        if loss is None:
+            raise PlanError(
+                "plait.reshard was given a model without its loss: give loss=, as to plait.parallelize."
+            )
+        refuse_compiled_loss(loss)
+        refuse_lost_settings(model, as_loss(loss))
+        makers = () if maker is None else tuple(maker) if isinstance(maker, list | tuple) else (maker,)
+        return RankContribution(
+            meta_model(without_values(sequence_of(model)), getattr(model, "context", None)),
+            as_loss(loss),
+            chosen_rules(model, rules),
+            RankReport(
+                classes=[(class_made(make) or type(_tried(make, device))).__name__ for make in makers]
+            ),
+            makers=makers,
+            is_list=isinstance(maker, list | tuple),
+        )
+
+
+def _tried(make: object, device: torch.device) -> Optimizer:
+    """Return the optimizer of one parameter that `make` makes. Raises PlanError where it makes none."""
+    if isinstance(make, Optimizer) or not callable(make):
+        raise PlanError(
+            f"plait.reshard was given a {type(make).__name__} on a rank that joins: give a function that "
+            "makes the optimizer of a list of parameter groups."
+        )
+    made: object = make([{"params": [nn.Parameter(torch.zeros(2, 2, device=device))]}])
+    require_instance("what makes the optimizer gives", made, Optimizer, "give one of torch.optim", PlanError)
+    assert isinstance(made, Optimizer)
+    return made

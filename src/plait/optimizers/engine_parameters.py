@@ -1,0 +1,91 @@
+"""The parameters of an engine that an optimizer updates: names, groups, and whether they have gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from plait.engine.engine import Engine
+from plait.errors import PlanError
+from plait.plan.argument_checks import require_instance
+from plait.ranks.text_collectives import all_gather_text
+
+GivenGroups: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+"""Parameters, or groups of them with options: what torch's optimizers take first."""
+
+
+class EngineParameters:
+    """This rank's shards of an engine's parameters, as an optimizer that communicates needs them."""
+
+    def __init__(self, engine: Engine, optimizer: str) -> None:
+        """`optimizer`: the name of its class, for errors. Raises PlanError unless `engine` is an engine."""
+        remedy = "give what plait.parallelize returns"
+        require_instance(f"the engine of {optimizer}", engine, Engine, remedy, PlanError)
+        self._engine, self._optimizer = engine, optimizer
+        self.shards = dict(engine.named_parameters())
+        """This rank's shards, by name."""
+        self.names = {id(shard): name for name, shard in self.shards.items()}
+        """The name of each shard, by its `id`."""
+
+    def groups(self, given: GivenGroups | None) -> list[dict[str, Any]]:
+        """Return `given` as groups of parameters that train; None: one group of all of them.
+
+        Raises PlanError for a parameter that is not the engine's.
+        """
+        members: list[Any] = list(self.shards.values() if given is None else given)
+        groups = [{"params": members}]
+        if members and all(isinstance(one, Mapping) for one in members):
+            groups = [{**one, "params": list(one["params"])} for one in members]
+        for group in groups:
+            for one in group["params"]:
+                if id(one) not in self.names:
+                    raise PlanError(
+                        f"{self._optimizer} was given a parameter {list(one.shape)} that the engine does not "
+                        "have: give those of engine.parameters()."
+                    )
+            group["params"] = [one for one in group["params"] if one.requires_grad]
+        return groups
+
+    def require_same(self, groups: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+        """Return the names of the parameters in `groups` on all ranks, which are the same where held.
+
+        Raises PlanError on all ranks where one has left out a parameter that another has, and both hold.
+        Communication: the names, once, over `world`.
+        """
+        mesh, holders = self._engine.mesh, self._engine.shard_plan.owners
+        mine = [self.names[id(one)] for group in groups for one in group["params"]]
+        texts = all_gather_text(json.dumps(mine), mesh.group("world"), mesh.device)
+        names = [frozenset(json.loads(text)) for text in texts]
+        everyone = frozenset[str]().union(*names)
+        for rank, own in enumerate(names):
+            stage = mesh.coordinate_of(rank)["pp"]
+            for name in sorted(everyone - own):
+                if stage in holders[name]:
+                    raise PlanError(
+                        f"{self._optimizer} has {name} on some ranks and not on rank {rank}, which holds it "
+                        "too: give every rank the same parameters."
+                    )
+        return everyone
+
+    def have_gradients(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the parameters of an optimizer's `groups` have gradients: all of them, or none.
+
+        Raises PlanError where only some have one, and where the parameters are not those it was made with.
+        """
+        held = [one for group in groups for one in group["params"]]
+        unknown = [one for one in held if id(one) not in self.names]
+        if unknown:
+            raise PlanError(
+                f"{self._optimizer} has got a parameter {list(unknown[0].shape)} after it was made: make "
+                "another one."
+            )
+        without = [one for one in held if one.grad is None]
+        if without and len(without) < len(held):
+            raise PlanError(
+                f"{self.names[id(without[0])]} has no gradient and other parameters have, but all ranks of "
+                f"{self._optimizer} exchange all of its parameters: freeze it before parallelize."
+            )
+        return not without

@@ -1,0 +1,110 @@
+"""Carries transfers between layouts out: boxes of many tensors, packed into few all-to-alls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from plait.plan.layout.layout import Box
+from plait.plan.layout.routes import BoxTransfer
+from plait.plan.layout.shards import ShardBox, full_box, intersection, slices_within
+from plait.ranks.collectives import all_to_all_uneven
+from plait.ranks.group import Group
+
+
+@dataclass(frozen=True)
+class LocalBoxes:
+    """A contiguous tensor of this rank, and the boxes of a global tensor that it holds."""
+
+    tensor: Tensor
+    boxes: Sequence[ShardBox]
+
+    @staticmethod
+    def whole(tensor: Tensor) -> LocalBoxes:
+        """Return the boxes of a rank that holds all of a global tensor."""
+        box = full_box(tensor.shape)
+        return LocalBoxes(tensor, (ShardBox(box, 0, box.sizes, box.slices),))
+
+    def view_of(self, box: Box) -> Tensor:
+        """Return a view of the elements of `box`, which is within one of the boxes."""
+        home = next(one for one in self.boxes if intersection(one.box, box) == box)
+        return home.view_of(self.tensor)[slices_within(box, home.box)]
+
+
+@torch.no_grad()
+def exchange_boxes(
+    transfers: Sequence[BoxTransfer],
+    sources: Mapping[str, LocalBoxes],
+    targets: Mapping[str, LocalBoxes],
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    most: int | None = None,
+) -> None:
+    """Copy each box of `transfers` from its sender's `sources` to its receiver's `targets`, by tensor name.
+
+    All ranks of `group` give the same transfers, in the same order. `dtype` is that in which boxes are sent,
+    and `device` this rank's in the group; targets may have another. `most`: elements that a rank may send and
+    receive in one all-to-all, beside its memory for `sources` and `targets`; a single transfer may have more.
+    Communication: an all-to-all over the group for each round of transfers, none where all are local.
+    """
+    for one in transfers:
+        if one.is_local and one.receiver == group.rank:
+            targets[one.tensor].view_of(one.box).copy_(sources[one.tensor].view_of(one.box))
+    for chosen in _rounds([one for one in transfers if not one.is_local], most):
+        _exchange(chosen, sources, targets, group, dtype, device)
+
+
+def _rounds(transfers: Sequence[BoxTransfer], most: int | None) -> Iterator[list[BoxTransfer]]:
+    """Yield the transfers in order, so many at a time that no rank moves more elements than `most`."""
+    chosen, loads = list[BoxTransfer](), dict[int, int]()
+    for one in transfers:
+        ends = (one.sender, one.receiver)
+        if chosen and most is not None and any(loads.get(r, 0) + one.box.numel > most for r in ends):
+            yield chosen
+            chosen, loads = [], {}
+        chosen.append(one)
+        for rank in ends:
+            loads[rank] = loads.get(rank, 0) + one.box.numel
+    if chosen:
+        yield chosen
+
+
+def _exchange(
+    transfers: Sequence[BoxTransfer],
+    sources: Mapping[str, LocalBoxes],
+    targets: Mapping[str, LocalBoxes],
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Carry transfers between different ranks out by one all-to-all."""
+    sends = [[one for one in transfers if (one.sender, one.receiver) == (group.rank, r)] for r in group.ranks]
+    receives = [
+        [one for one in transfers if (one.sender, one.receiver) == (r, group.rank)] for r in group.ranks
+    ]
+    sent, received = ([sum(one.box.numel for one in each) for each in side] for side in (sends, receives))
+    outgoing = torch.empty(sum(sent), dtype=dtype, device=device)
+    for one, packed in _packed(sends, outgoing):
+        packed.copy_(sources[one.tensor].view_of(one.box))
+    totals: dict[int, int] = {}
+    for one in transfers:
+        totals[one.sender] = totals.get(one.sender, 0) + one.box.numel
+    most = max(totals.values())
+    started = all_to_all_uneven(outgoing, group, sent, received, most=most, checked=False)
+    incoming = started.about("boxes of tensors in another layout").wait()
+    for one, packed in _packed(receives, incoming):
+        targets[one.tensor].view_of(one.box).copy_(packed)
+
+
+def _packed(by_rank: Sequence[Sequence[BoxTransfer]], flat: Tensor) -> Iterator[tuple[BoxTransfer, Tensor]]:
+    """Yield each transfer with the view of `flat` that has its box: one after another, by rank."""
+    start = 0
+    for one in chain.from_iterable(by_rank):
+        yield one, flat[start : start + one.box.numel].view(one.box.sizes)
+        start += one.box.numel

@@ -1,0 +1,234 @@
+"""A run whose ranks end and start again goes on from memory, as the run that never ended."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from snapshot_runs import Ended, make_run, step_once, train
+
+import plait
+from plait.errors import CheckpointError
+from plait.ranks.mesh import Mesh
+
+DP = plait.Plan(dp=2)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def whole(thread_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """A run that never ended."""
+    found: list[Ended] = thread_ranks.run(train, DP, tmp_path_factory.mktemp("whole"), STEPS, ranks=2)
+    return found
+
+
+def half_of(folder: Path, step: int) -> Path:
+    """The half with the snapshot of a step."""
+    (found,) = {path.parent for path in folder.glob("*/*/*.json") if f'"step":{step},' in path.read_text()}
+    return found
+
+
+def flip(path: Path, byte: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1
+    path.write_bytes(data)
+
+
+def test_restarted_ranks_go_on_with_the_same_bits(
+    thread_ranks: Any, whole: list[Ended], tmp_path: Path
+) -> None:
+    """Every second step is copied; the state of both ranks, replicas of each other, once."""
+    ended = thread_ranks.run(train, DP, tmp_path, 5, 2, ranks=2)
+    assert [one.first for one in ended] == [None, None]
+    again = thread_ranks.run(train, DP, tmp_path, STEPS, 2, ranks=2)
+    for one, other in zip(again, whole, strict=True):
+        assert (one.first, one.losses) == (4, other.losses[4:])
+        assert all(torch.equal(one.parameters[name], value) for name, value in other.parameters.items())
+    elements = sum(value.numel() for value in whole[0].parameters.values())
+    numbers = len(whole[0].parameters)
+    assert sum(one.bytes_copied for one in ended) == 2 * (3 * 8 * elements + 4 * numbers)
+
+
+LAYOUTS: dict[str, tuple[plait.Plan, plait.Plan]] = {
+    "dp to tp": (DP, plait.Plan(tp=2)),
+    "four to two, sharded": (plait.Plan(pp=2, dp=2, strategy="full"), plait.Plan(dp=2, strategy="optimizer")),
+    "two to four": (plait.Plan(tp=2, sequence_parallel="keep"), plait.Plan(pp=2, dp=2, replicate=2)),
+    "four to one": (plait.Plan(dp=4, strategy="full"), plait.Plan()),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_other_layouts_go_on_from_a_snapshot(
+    thread_ranks: Any, whole: list[Ended], tmp_path: Path, case: str
+) -> None:
+    first, second = LAYOUTS[case]
+    thread_ranks.run(train, first, tmp_path, 3, ranks=first.world)
+    again = thread_ranks.run(train, second, tmp_path, 5, ranks=second.world)
+    assert [(one.first, one.losses) for one in again] == [
+        (3, pytest.approx(whole[0].losses[3:5], rel=1e-12)) for _ in again
+    ]
+    assert len([*tmp_path.glob("*/*/*.safetensors")]) == 2 * second.world, "those of more ranks are gone"
+    back = thread_ranks.run(train, first, tmp_path, STEPS, ranks=first.world)
+    assert back[0].losses == pytest.approx(whole[0].losses[5:], rel=1e-12)
+
+
+@pytest.mark.parametrize("where", ["a value", "the header", "the manifest"])
+def test_a_flipped_bit_makes_ranks_take_the_other_half_and_then_none(
+    thread_ranks: Any, whole: list[Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    name, byte = {
+        "a value": ("rank-00001.safetensors", -1),
+        "the header": ("rank-00001.safetensors", 9),
+        "the manifest": ("rank-00001.json", 200),
+    }[where]
+    thread_ranks.run(train, DP, tmp_path, 4, ranks=2)
+    flip(half_of(tmp_path, 4) / name, byte)
+    again = thread_ranks.run(train, DP, tmp_path, 5, ranks=2)
+    assert [(one.first, one.losses) for one in again] == [(3, whole[0].losses[3:5])] * 2
+    told = capsys.readouterr().out
+    assert ("WARNING: the snapshot of step 4 in memory is left out" in told) == (where != "the manifest")
+    for step in (4, 5):
+        flip(half_of(tmp_path, step) / name, byte)
+    assert thread_ranks.run(train, DP, tmp_path, 1, ranks=2)[0].first is None
+
+
+def own_folders(plan: plait.Plan, folder: Path, steps: int) -> Ended:
+    """As on two hosts, with half of the ranks each."""
+    own = folder / str(2 * Mesh(plan).rank // plan.world)
+    own.mkdir(exist_ok=True)
+    return train(plan, own, steps)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [plait.Plan(pp=2, dp=2), plait.Plan(dp=4), plait.Plan(pp=2, tp=2, sequence_parallel="keep")],
+    ids=str,
+)
+def test_each_host_keeps_what_its_ranks_hold(
+    thread_ranks: Any,
+    whole: list[Ended],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    plan: plait.Plan,
+) -> None:
+    """So restarted ranks need no other host; those that do have no snapshot."""
+    thread_ranks.run(own_folders, plan, tmp_path, 4, ranks=4)
+    again = thread_ranks.run(own_folders, plan, tmp_path, 5, ranks=4)
+    assert [(one.first, one.losses) for one in again] == [
+        (4, pytest.approx(whole[0].losses[4:5], rel=1e-12))
+    ] * 4
+    if plan.pp > 1:  # each host has half of the layers
+        other = plait.Plan(tp=2, dp=2)
+        assert thread_ranks.run(own_folders, other, tmp_path, 1, ranks=4)[0].first is None
+        assert "lacks model." in capsys.readouterr().out
+    else:  # each host has all
+        other = plait.Plan(dp=2, tp=2)
+        assert thread_ranks.run(own_folders, other, tmp_path, 6, ranks=4)[0].first == 5
+
+
+def rolled_back(folder: Path) -> tuple[list[float], list[float]]:
+    engine, optimizer, snapshots = make_run(plait.Plan(), folder, every=2)
+    with snapshots:
+        losses = []
+        for step in range(3):
+            losses.append(step_once(engine, optimizer, step))
+            snapshots.step(step + 1)
+        found = snapshots.restore()
+        assert found is not None
+        assert found.step == 2
+        again = [step_once(engine, optimizer, 2)]
+        step_once(engine, optimizer, 3)
+        snapshots.step(4)  # of the tensors that take the place of those before
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        step_once(engine, optimizer, 4)
+        found = snapshots.restore()
+        assert found is not None
+        assert found.step == 4
+        assert all(map(torch.equal, moments, [state["exp_avg"] for state in optimizer.state.values()]))
+        assert len([*folder.glob("*/*/*.safetensors")]) == 2
+    return losses[2:], again
+
+
+def test_a_run_goes_back_to_its_own_snapshot_and_leaves_nothing_at_its_end(tmp_path: Path) -> None:
+    first, again = rolled_back(tmp_path)
+    assert first == again
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_that_does_not_restore_removes_the_snapshots_of_before_with_its_first(tmp_path: Path) -> None:
+    train(plait.Plan(), tmp_path, 4)
+    engine, optimizer, snapshots = make_run(plait.Plan(), tmp_path)
+    step_once(engine, optimizer, 0)
+    snapshots.step(1)
+    snapshots.finish()
+    assert len([*tmp_path.glob("*/*/*.json")]) == 1
+    snapshots.close()
+
+
+def test_an_error_leaves_the_snapshots(tmp_path: Path) -> None:
+    snapshots = make_run(plait.Plan(), tmp_path)[2]
+    snapshots.step(1)
+    snapshots.finish()
+    with pytest.raises(ZeroDivisionError), snapshots:
+        raise ZeroDivisionError
+    assert len([*tmp_path.glob("*/*/*.json")]) == 1
+
+
+def test_a_name_in_use_is_refused_and_one_is_needed_without_torchrun(tmp_path: Path) -> None:
+    kept = make_run(plait.Plan(), tmp_path)
+    with pytest.raises(
+        CheckpointError, match=f"is used by process {os.getpid()} on .*: end that run, or give"
+    ):
+        make_run(plait.Plan(), tmp_path)
+    with pytest.raises(CheckpointError, match="snapshots have no name, and torchrun"):
+        make_run(plait.Plan(), tmp_path, name=None)
+    with pytest.raises(CheckpointError, match=r"there is no folder .*missing for snapshots in memory"):
+        make_run(plait.Plan(), tmp_path / "missing")
+    kept[2].close()
+    make_run(plait.Plan(), tmp_path)[2].close()
+
+
+def failing_ranks(folder: Path) -> list[str]:
+    """What each rank is told where the second one has no room, and then the first one cannot write."""
+    engine, _, snapshots = make_run(DP, folder)
+    told = []
+    for action in (
+        lambda: snapshots.step(1),
+        lambda: snapshots.step(1) and snapshots.finish(),
+        lambda: snapshots.step(2, {"not JSON": object()} if engine.mesh.rank else {}),
+    ):
+        try:
+            action()
+        except CheckpointError as error:
+            told.append(str(error))
+    snapshots.step(3)
+    snapshots.finish()
+    found = snapshots.restore()
+    snapshots.close()
+    return [*told, str(found)]
+
+
+def test_all_ranks_learn_that_one_has_no_room_or_cannot_write(
+    thread_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, reserved = os.posix_fallocate, list[int]()
+
+    def reserve(handle: int, start: int, size: int) -> None:
+        reserved.append(size)
+        if len(reserved) == 3:  # both of the first rank, and then one of the second
+            raise OSError(errno.ENOSPC, "no space")
+        real(handle, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    one, other = thread_ranks.run(failing_ranks, tmp_path, ranks=2)
+    assert one == other
+    assert one[0].startswith(
+        f"a rank's snapshots take two files of {reserved[2]:,} bytes, and {tmp_path} has"
+    )
+    assert one[1].startswith("the state to be saved is not what JSON can hold")
+    assert one[2] == "Restored(step=3, state={})"
+    assert [*tmp_path.iterdir()] == []
