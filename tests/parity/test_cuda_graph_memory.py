@@ -96,7 +96,7 @@ def in_three_steps(case: Case, plan: Plan) -> tuple[list[str], list[list[int]]]:
     return foreign_tensors(engine), found
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_graphs_read_and_write_only_memory_that_stays_where_it_is(
     thread_ranks: Any, row: dict[str, Any]

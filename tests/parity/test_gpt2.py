@@ -39,7 +39,7 @@ def check(thread_ranks, row):
     check_parity(thread_ranks, gpt2(layers=row["layers"], tied=row["tied"]), Plan(**kept, precision="fp64"))
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("row", COVERING, ids=identify)
 def test_gpt2_equals_one_rank_for_every_pair_of_factors(thread_ranks, row):
     check(thread_ranks, row)

@@ -62,7 +62,7 @@ def check(thread_ranks, row, recipe):
     )
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("row", COVERING, ids=identify)
 def test_tensor_parallel_runs_equal_one_rank_for_every_pair_of_factors(thread_ranks, row):
     check(thread_ranks, row, TWO_STEPS)

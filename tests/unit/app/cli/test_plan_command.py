@@ -158,8 +158,11 @@ def test_plait_plan_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) 
     "options",
     [
         ("--model.lora.rank", "4", "--parallel.dp", "2"),
-        ("--parallel.dp", "2", "--parallel.strategy", "full", "--parallel.offload", "full"),
-        ("--train.freeze", "head.*", "--train.optimizer", "SGD"),
+        pytest.param(
+            ("--parallel.dp", "2", "--parallel.strategy", "full", "--parallel.offload", "full"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(("--train.freeze", "head.*", "--train.optimizer", "SGD"), marks=pytest.mark.full),
     ],
     ids=["lora", "offload", "frozen"],
 )

@@ -320,13 +320,13 @@ def test_verify_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> N
     assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--steps 0", "--train.steps abc"])
-def test_plait_verify_shows_help_without_importing_torch(arguments: str) -> None:
+def test_plait_verify_shows_help_without_importing_torch() -> None:
     script = (
-        "import sys\nfrom plait.app.cli.main import main\nmain(['verify', *sys.argv[1:]])\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'"
+        "import sys\nfrom plait.app.cli.main import main\n"
+        "for line in sys.argv[1:]:\n    main(['verify', *line.split()])\n"
+        "    assert 'torch' not in sys.modules, f'{line} imported torch'"
     )
-    command = [sys.executable, "-c", script, *arguments.split()]
+    command = [sys.executable, "-c", script, "--help", "--steps 0", "--train.steps abc"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
