@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
+import plait
 from plait.app.cli.arguments import split_options
 from plait.app.cli.checkpoint import read_options as checkpoint_options
 from plait.app.cli.data import parser as data_parser
@@ -51,12 +52,20 @@ SLOW = {
     "guards": ("guarded=True",),
     "huggingface": ("LlamaForCausalLM", "import transformers"),
     "sharding": ("layers=12",),
-    "which-plan": ("layers=32",),
+    "which-plan": ("layers=32", "ranks_as="),
     "your-own-loop": ("warmup_cosine", "tempfile"),
 }
 """By page, what stands in its scripts that take many seconds: the full run has them."""
-SLOW_OPTIONS = {"--calibrate", "--html"}
-"""Of commands that take many seconds."""
+SLOW_COMMANDS = ("--calibrate", "--html", "--model.layers 24", "schedule auto")
+"""What stands in commands that take many seconds, or search for what the command of another page does."""
+QUICKER_ON_THREADS = (
+    "checkpoints",
+    "context-parallelism",
+    "experts",
+    "sharding",
+    "tensor-parallel-your-model",
+)
+"""Pages whose ranks are threads in the quick run, where processes would take twice the time."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,11 @@ def marks_of(script: Script) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "script", [pytest.param(script, id=str(script.code), marks=marks_of(script)) for script in scripts()]
 )
-def test_a_script_runs_and_prints_what_the_page_says(script: Script) -> None:
+def test_a_script_runs_and_prints_what_the_page_says(
+    script: Script, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script.code.page.stem in QUICKER_ON_THREADS and "not full" in pytestconfig.option.markexpr:
+        monkeypatch.setattr(plait, "launch", partial(plait.launch, ranks_as="threads"))
     if "import transformers" in script.code.text:
         pytest.importorskip("transformers")
     # The line numbers of the page stand in a traceback.
@@ -138,7 +151,12 @@ def test_every_output_belongs_to_a_script() -> None:
 
 @pytest.mark.parametrize(
     ("line", "arguments"),
-    [pytest.param(*one, marks=[pytest.mark.full] if SLOW_OPTIONS & {*one[1]} else []) for one in commands()],
+    [
+        pytest.param(
+            *one, marks=[pytest.mark.full] if any(words in one[0].text for words in SLOW_COMMANDS) else []
+        )
+        for one in commands()
+    ],
     ids=lambda value: str(value)[:60],
 )
 def test_every_plait_command_on_a_page_is_accepted_by_the_command_line(

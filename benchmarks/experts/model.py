@@ -7,7 +7,8 @@ from transformers import Qwen3MoeConfig
 VOCAB, CONTEXT, BATCH = 4096, 256, 8
 
 
-def config(layers: int = 4) -> Qwen3MoeConfig:
+def config(layers: int = 4, *, dense: bool = False) -> Qwen3MoeConfig:
+    """The model's configuration; `dense`: with MLPs as wide as the two experts of a token, and no router."""
     return Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=256,
@@ -15,7 +16,8 @@ def config(layers: int = 4) -> Qwen3MoeConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        intermediate_size=256,
+        intermediate_size=2 * 256,
+        mlp_only_layers=[*range(layers)] if dense else [],
         moe_intermediate_size=256,
         num_experts=8,
         num_experts_per_tok=2,

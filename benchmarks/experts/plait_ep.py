@@ -12,10 +12,12 @@ import plait
 from plait.models.huggingface import from_huggingface
 
 
-def train(plan: plait.Plan, steps: int) -> tuple[float, float]:
+def train(plan: plait.Plan, steps: int, dense: bool, forced_routing: bool) -> tuple[float, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = from_huggingface(Qwen3MoeForCausalLM(config()))
+    model = from_huggingface(Qwen3MoeForCausalLM(config(dense=dense)))
+    if forced_routing:
+        plait.tensor.balance_experts(model, forced_routing=True)
     engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     rows, index = BATCH // plan.dp, engine.mesh.index("dp")
@@ -42,10 +44,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_plan_options(parser)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--dense", action="store_true", help="MLPs of the same active size")
+    parser.add_argument("--forced_routing", action="store_true", help="all experts have the same load")
     options = vars(parser.parse_args())
-    steps = options.pop("steps")
+    run = [options.pop(name) for name in ("steps", "dense", "forced_routing")]
     plan = plait.Plan(**options)
-    print(*plait.launch(train, plan, steps, ranks=plan.world)[0])
+    print(*plait.launch(train, plan, *run, ranks=plan.world)[0])
 
 
 if __name__ == "__main__":

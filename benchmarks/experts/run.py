@@ -16,8 +16,11 @@ RUNS = {
     "transformers, fsdp 2 × ep 2": ["transformers_ep.py", "--ranks", "2", "--ep", "2"],
     "plait, one rank": ["plait_ep.py"],
     "plait, dp 2 × ep 2": ["plait_ep.py", "--dp", "2", "--ep", "2"],
+    "plait, dp 2 × ep 2, loss_rows 128": ["plait_ep.py", "--dp", "2", "--ep", "2", "--loss_rows", "128"],
+    "plait, dp 2 × ep 2, forced routing": ["plait_ep.py", "--dp", "2", "--ep", "2", "--forced_routing"],
     "plait, dp 2 × ep 2, full": ["plait_ep.py", "--dp", "2", "--ep", "2", "--strategy", "full"],
     "plait, dp 2, ep 1": ["plait_ep.py", "--dp", "2"],
+    "plait, dp 2, dense": ["plait_ep.py", "--dp", "2", "--dense"],
     "plait, tp 2 × ep 2": ["plait_ep.py", "--tp", "2", "--ep", "2"],
     "transformers, fsdp 4 × ep 4": ["transformers_ep.py", "--ranks", "4", "--ep", "4"],
     "plait, dp 4 × ep 4": ["plait_ep.py", "--dp", "4", "--ep", "4"],
@@ -40,15 +43,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", choices=RUNS, action="append", help="run this one (may be repeated)")
+    parser.add_argument("--base", choices=RUNS, default=BASE, help="the run that the others are divided by")
     arguments = parser.parse_args()
-    runs = {name: RUNS[name] for name in RUNS if name in (arguments.only or RUNS) or name == BASE}
+    base = arguments.base
+    runs = {name: RUNS[name] for name in RUNS if name in (arguments.only or RUNS) or name == base}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.rounds):
         for name, command in runs.items():
             times[name].append(seconds(command, arguments.steps))
-    print(f"| | seconds a step | × {BASE} | each round |\n|---|---|---|---|")
+    print(f"| | seconds a step | × {base} | each round |\n|---|---|---|---|")
     for name, each in times.items():
-        ratios = [one / base for one, base in zip(each, times[BASE], strict=True)]
+        ratios = [one / of_base for one, of_base in zip(each, times[base], strict=True)]
         rounds = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         print(f"| {name} | {statistics.median(each):.2f} | {statistics.median(ratios):.2f} | {rounds} |")
 

@@ -174,7 +174,7 @@ def quick_step(
         count = count % pp + REPEATS * pp
         shorter = _schedule(plan.schedule, pp, count - pp, plan.chunks)
     made = _schedule(plan.schedule, pp, count, plan.chunks)
-    return FrameworkTimes(timer, made, stage_kinds(model.kinds, cut), stage_modes(plan, cut), shorter)
+    return FrameworkTimes(timer, made, stage_kinds(model.kinds, cut), stage_modes(plan, cut), shorter=shorter)
 
 
 @lru_cache(maxsize=256)  # many runs have the same schedule

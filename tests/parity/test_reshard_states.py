@@ -141,34 +141,31 @@ def test_experts_move_between_all_their_divisions(thread_ranks: RankPool, tmp_pa
 
 
 def accumulated(plans: list[Plan], balance: Balance) -> dict[str, Tensor]:
-    """Gradients of two calls, with a move between them, and the parameters and biases after a step."""
+    """Gradients of a call under each plan, and the parameters and biases after a step under the last."""
     engine: Any = None
-    optimizer: Any = torch.optim.SGD
+    optimizer: Any = None
     for number, plan in enumerate(plans):
-        mesh = mesh_of(plan)
-        if number == 0:
-            engine = plait.parallelize(balanced.build(balance), plan, mesh, loss=plait.cross_entropy)
+        if engine is None:
+            engine = plait.parallelize(balanced.build(balance), plan, mesh_of(plan), loss=plait.cross_entropy)
             optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
-        else:
-            engine, optimizer = plait.reshard(engine, optimizer, plan, mesh)
-        tokens, targets = balanced.batch(number, None)
+        elif plan != plans[number - 1]:
+            engine, optimizer = plait.reshard(engine, optimizer, plan, mesh_of(plan))
+        tokens, targets = balanced.batch(number // 2, None)
         share = balanced.ROWS // plan.dp
-        rows = slice(share * mesh.index("dp"), share * (mesh.index("dp") + 1))
-        engine.forward_backward(tokens[rows], targets[rows])
-    engine, optimizer = plait.reshard(engine, optimizer, plans[0], mesh_of(plans[0]))
+        rows = slice(share * engine.mesh.index("dp"), share * (engine.mesh.index("dp") + 1))
+        if number % 2 == 0:
+            engine.forward_backward(tokens[rows], targets[rows])
     gradients = {f"gradient of {name}": one.clone() for name, one in engine.named_gradients()}
     engine.step(optimizer, 1.0)
     return gradients | engine.state_dict(everywhere=True)
 
 
 def test_gradients_and_choices_of_experts_move_between_backward_and_step(thread_ranks: RankPool) -> None:
-    plans = [
-        Plan(pp=2, dp=2, microbatches=2, precision="fp64", strategy="full"),
-        Plan(dp=4, precision="fp64", microbatches=1),
-    ]
-    balance = Balance(0.2, bias_rate=0.05)
-    still = thread_ranks.run(accumulated, plans[:1] * 2, balance, ranks=4)[0]
-    found = thread_ranks.run(accumulated, plans, balance, ranks=4)[0]
+    """There after one call, back and there again after the second: as under the first plan alone."""
+    first = Plan(pp=2, dp=2, microbatches=2, precision="fp64", strategy="full")
+    other, balance = Plan(dp=4, precision="fp64"), Balance(0.2, bias_rate=0.05)
+    still = thread_ranks.run(accumulated, [first] * 4, balance, ranks=4)[0]
+    found = thread_ranks.run(accumulated, [first, other, other, first], balance, ranks=4)[0]
     assert found.keys() == still.keys()
     for name, one in found.items():
         torch.testing.assert_close(one, still[name], rtol=1e-11, atol=1e-13, msg=name)
@@ -251,6 +248,39 @@ def test_groups_of_single_stages_and_several_optimizers_move(thread_ranks: RankP
         assert kinds == ["SGD", "AdamW"]
 
 
+def with_muon(plans: list[Plan]) -> dict[str, Tensor] | None:
+    """The parameters after two steps of Muon under each plan."""
+    make = partial(plait.Muon, lr=0.02, dtype=torch.float64, others={"lr": 1e-2})
+    engine: Any = None
+    optimizer: Any = None
+    for number, plan in enumerate(plans):
+        mesh = mesh_of(plan)
+        if number == 0 and mesh.has_this_rank:
+            engine = plait.parallelize(language_model(), plan, mesh, loss=plait.cross_entropy)
+            optimizer = make(engine)
+        elif engine is not None:
+            engine, optimizer = plait.reshard(engine, optimizer, plan, mesh)
+        elif number:
+            engine, optimizer = plait.reshard(language_model(), make, plan, mesh, loss=plait.cross_entropy)
+        for _ in range(2 if engine is not None else 0):
+            train_tokens(engine)
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+    return None if engine is None else engine.state_dict(everywhere=True)
+
+
+def test_muon_goes_on_in_another_layout_and_on_a_rank_that_joins(thread_ranks: RankPool) -> None:
+    plans = [
+        Plan(precision="fp64", **options)  # type: ignore[arg-type]
+        for options in ({"dp": 2, "strategy": "full"}, {"tp": 3}, {"pp": 2, "microbatches": 2})
+    ]
+    found = thread_ranks.run(with_muon, plans, ranks=3)
+    alone = thread_ranks.run(with_muon, [Plan(precision="fp64")] * 3, ranks=1)[0]
+    assert found[2] is None
+    for name, one in found[0].items():
+        torch.testing.assert_close(one, alone[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
 def refusals() -> list[str]:
     plan, other = Plan(dp=2), Plan(tp=2)
     mesh, elsewhere = mesh_of(plan), mesh_of(other)
@@ -275,6 +305,8 @@ def refusals() -> list[str]:
     ]
     whole: Any = torch.optim.Adafactor(engine.parameters())
     said.append(told(engine, whole, other, elsewhere))
+    owned = plait.Owned(torch.optim.Adafactor, engine)
+    said.append(told(engine, owned, other, elsewhere))
     engine.forward_backward(*[tokens_of(engine)[:, :-1]] * 2)  # nothing has changed
     assert plait.reshard(engine, optimizer, other, elsewhere)[1] is optimizer
     with pytest.raises(PlanError, match=r"this engine was resharded, and its parameters are elsewhere: use"):
@@ -293,6 +325,7 @@ def test_what_cannot_move_is_refused_on_every_rank_before_anything_moves(thread_
         "was given no engine on any rank: give it on those that have one",
         "plan.layers_per_stage",
         "Adafactor",
+        "Owned keeps whole parameters and their state with single ranks, which plait.reshard does not move",
     ]
     for said, part in zip(first, wanted, strict=True):
         assert part in said, said

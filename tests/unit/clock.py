@@ -8,10 +8,10 @@ from collections.abc import Callable
 class Clock:
     """Stands for the module `time`: a sleep takes a second, in which `happens` is called with its number."""
 
-    def __init__(self, happens: Callable[[int], object]) -> None:
-        self.now, self.happens = 0, happens
+    def __init__(self, happens: Callable[[float], object]) -> None:
+        self.now, self.happens = 0.0, happens
 
-    def monotonic(self) -> int:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:

@@ -86,15 +86,32 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         options, options_of_others = muon_options(given), {**ADAMW_OPTIONS, **(others or {})}
-        self.matrices: dict[str, ParameterMatrices] = parameter_matrices(
-            engine.blueprint.sequence, engine.blueprint.rules, per_head=per_head, routers=routers
-        )
-        """The matrices of each parameter that trains, or why AdamW updates it."""
-        self._parameters = EngineParameters(engine, type(self).__name__)
+        self._chosen = {"per_head": per_head, "routers": routers}
+        self._choose_matrices(engine)
         groups = option_groups(self._parameters.groups(params), options, options_of_others, self._is_matrix)
         shared = {name: options[name] for name in ("lr", "weight_decay", "eps")}
         super().__init__(groups, shared)
         self.dtype = dtype
+        self._own_matrices(engine)
+
+    def use_engine(self, engine: Engine) -> None:
+        """Go on with the parameters of another engine of the model, which the groups have already.
+
+        All ranks of that engine call it. `plait.reshard` does. Communication: as when it was made.
+        """
+        self._choose_matrices(engine)
+        self._own_matrices(engine)
+
+    def _choose_matrices(self, engine: Engine) -> None:
+        """Choose the matrices of an engine's parameters."""
+        self.matrices: dict[str, ParameterMatrices] = parameter_matrices(
+            engine.blueprint.sequence, engine.blueprint.rules, **self._chosen
+        )
+        """The matrices of each parameter that trains, or why AdamW updates it."""
+        self._parameters = EngineParameters(engine, type(self).__name__)
+
+    def _own_matrices(self, engine: Engine) -> None:
+        """Choose the rank that owns each part of the matrices, and allocate what it is exchanged by."""
         everyone = self._parameters.require_same(self.param_groups)
         parts = [
             (name, part) for name, found in self.matrices.items() if name in everyone for part in found.parts

@@ -10,7 +10,7 @@ copies too. All parts have one dtype, and the buffers are allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -177,9 +177,8 @@ def _all_to_alls(
 ) -> list[AllToAll]:
     """Return an all-to-all for the transfers of each direction, which use the same buffers in turn."""
     moved = [[one for one in transfers if not one.is_local] for transfers in directions]
-    mine, ranks = group.rank, group.ranks
-    sent = [[[o for o in each if (o.sender, o.receiver) == (mine, r)] for r in ranks] for each in moved]
-    received = [[[o for o in each if (o.sender, o.receiver) == (r, mine)] for r in ranks] for each in moved]
+    sent = [_by_rank(each, group, lambda one: (one.sender, one.receiver)) for each in moved]
+    received = [_by_rank(each, group, lambda one: (one.receiver, one.sender)) for each in moved]
     outgoing, incoming = (
         torch.empty(max(sum(map(_elements, one)) for one in each), dtype=dtype, device=device)
         for each in (sent, received)
@@ -194,6 +193,18 @@ def _all_to_alls(
         )
         for transfers, sends, receives in zip(moved, sent, received, strict=True)
     ]
+
+
+def _by_rank(
+    transfers: Iterable[BoxTransfer], group: Group, ends: Callable[[BoxTransfer], tuple[int, int]]
+) -> list[list[BoxTransfer]]:
+    """Return this rank's transfers with each rank of the group; `ends`: this rank's end, and the other."""
+    found: dict[int, list[BoxTransfer]] = {rank: [] for rank in group.ranks}
+    for one in transfers:
+        own, other = ends(one)
+        if own == group.rank:
+            found[other].append(one)
+    return list(found.values())
 
 
 def _most_sent(transfers: Iterable[BoxTransfer]) -> int:

@@ -5,6 +5,7 @@ import gc
 import pickle
 import queue
 import sys
+import threading
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clock import Clock
 
 from plait import Mesh
 from plait.errors import CommunicationError
 from plait.ranks import all_reduce
+from plait.ranks.failure import operation_watch
 from plait.ranks.failure.operation_watch import OperationWatch, write_flight_record
 from plait.ranks.transport.torch_distributed import set_timeout
 
@@ -26,9 +29,10 @@ class Event:
     """Stands in for an event on a GPU's stream."""
 
     def __init__(self, done: bool = False) -> None:
-        self.done = done
+        self.done, self.looks = done, threading.Semaphore(0)
 
     def is_done(self) -> bool:
+        self.looks.release()
         return self.done
 
 
@@ -71,23 +75,25 @@ def test_the_watch_names_the_oldest_unfinished_operation(
     assert said.rstrip().endswith(f"plait: torch's flight record is in {tmp_path / 'record-3'}.")
 
 
-def test_each_finished_operation_restarts_the_timeout_of_the_next() -> None:
+def test_each_finished_operation_restarts_the_timeout_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(lambda now: None)
+    monkeypatch.setattr(operation_watch, "time", clock)
     events = [Event() for _ in range(4)]
-    watch, ended = watch_of(events, timeout=0.4)
+    watch, ended = watch_of(events, timeout=0.04)  # of the clock, which stands; the watch looks every 0.01 s
     for _ in events:
         watch.add(Operation("", []))
     for event in events:
-        with pytest.raises(queue.Empty):
-            ended.get(timeout=0.25)
+        for _ in range(2):  # at the second look its time has begun
+            assert event.looks.acquire(timeout=60)
+        clock.now += 0.03
         event.done = True
-    with pytest.raises(queue.Empty):
-        ended.get(timeout=0.5)
+    assert ended.empty()
     watch.close()
 
 
 def body() -> tuple[str, int, bool]:
     """Rank 0's all-reduce is done for the host and not for its device; rank 1 waits for another message."""
-    mesh = Mesh(tp=2, timeout=0.5)
+    mesh = Mesh(tp=2, timeout=1.0)
     group = mesh.group("tp")
     watch, ended = watch_of(iter(Event, None), timeout=0.5)
     watched = dataclasses.replace(group, operation_watch=watch)
@@ -115,7 +121,7 @@ def test_the_error_of_a_watch_names_the_first_failed_rank(
     monkeypatch.chdir(tmp_path)
     (said, code, gone), (_, _, other) = rank_pool.run(body, ranks=2)
     assert said.splitlines()[0] == (
-        "plait: rank 0 waits for all_reduce over tp with 1: no answer within 0.5 s; rank 1 waited for 1F0 "
+        "plait: rank 0 waits for all_reduce over tp with 1: no answer within 1 s; rank 1 waited for 1F0 "
         "from rank 5 over pp in vain; see what rank 5 is doing, or give the mesh more time."
     )
     assert code == 1

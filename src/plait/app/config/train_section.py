@@ -113,8 +113,10 @@ class OptimizerConfig(Section):
                 )
 
     @property
-    def moments(self) -> int:
-        """The number of state tensors that the optimizer keeps per parameter, such as 2 for AdamW."""
+    def moments(self) -> int | Literal["muon"]:
+        """The number of state tensors that the optimizer keeps per parameter: 2 for AdamW; or "muon"."""
+        if self.name == "Muon":
+            return "muon"
         if self.name == "SGD":
             return int(bool(self.momentum))
         if self.name == "RMSprop":

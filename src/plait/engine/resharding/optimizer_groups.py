@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,11 +12,31 @@ from torch.optim import Optimizer
 from plait.checkpoint.optimizer_options import set_options
 from plait.checkpoint.rank_contents import NOT_RESTORED, number_device
 from plait.engine.engine import Engine
+from plait.errors import PlanError
 
-OptimizerMaker = Callable[[list[dict[str, Any]]], Optimizer]
-"""Returns an optimizer of parameter groups; options that the groups do not have are its own."""
+OptimizerMaker = Callable[..., Optimizer]
+"""Returns an optimizer of parameter groups, or of the engine where its class exchanges parameters."""
 Members = Sequence[Sequence[nn.Parameter]]
 """The parameters of each group."""
+
+
+class OptimizerOfEngine(Protocol):
+    """An optimizer that exchanges parameters between the ranks of an engine, and can go on with another."""
+
+    def use_engine(self, engine: Engine) -> None:
+        """Go on with the parameters of another engine, which the groups have already."""
+
+
+def class_made(make: object) -> type[Any] | None:
+    """Return the class that `make` is, or is a `partial` of, if its optimizers exchange parameters."""
+    kind = make.func if isinstance(make, partial) else make
+    return kind if isinstance(kind, type) and vars(kind).get("communicates") is True else None
+
+
+def go_on_with(optimizer: Optimizer, engine: Engine) -> None:
+    """Let an optimizer that exchanges parameters do so between the ranks of another engine."""
+    if getattr(optimizer, "communicates", False):
+        cast(OptimizerOfEngine, optimizer).use_engine(engine)
 
 
 def members_of_groups(engine: Engine, saved: Mapping[str, Any]) -> list[list[nn.Parameter]]:
@@ -44,9 +65,23 @@ def regroup(optimizer: Optimizer, saved: Mapping[str, Any], numbers: Sequence[in
             _restore(optimizer.param_groups[-1], options)
 
 
-def made_optimizer(make: OptimizerMaker, saved: Mapping[str, Any], members: Members) -> Optimizer:
-    """Return an optimizer of the groups `saved`, as `make` makes it, with their options."""
-    optimizer = make([{"params": list(each)} for each in members])
+def made_optimizer(
+    make: OptimizerMaker, engine: Engine, saved: Mapping[str, Any], members: Members
+) -> Optimizer:
+    """Return an optimizer of the groups `saved`, as `make` makes it, with their options.
+
+    Raises PlanError where it makes another number of groups of an engine's parameters.
+    """
+    if class_made(make) is None:
+        optimizer = make([{"params": list(each)} for each in members])
+    else:
+        optimizer = make(engine)
+        if len(optimizer.param_groups) != len(members):
+            raise PlanError(
+                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups on a rank "
+                f"that joins and {len(members)} on the others: make it of one group, or load a checkpoint."
+            )
+        regroup(optimizer, saved, range(len(members)), members)
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         _restore(group, options)
     return optimizer

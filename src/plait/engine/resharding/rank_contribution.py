@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
+from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet, whole_states
 from plait.engine.blueprint import chosen_rules
 from plait.engine.engine import Engine
 from plait.engine.resharding.meta_model import meta_model
-from plait.engine.resharding.optimizer_groups import OptimizerMaker
+from plait.engine.resharding.optimizer_groups import OptimizerMaker, class_made
 from plait.engine.resharding.rank_report import RankReport
 from plait.errors import PlanError
 from plait.models.layers.layer_sequence import sequence_of, without_values
@@ -47,7 +47,12 @@ class RankContribution:
         """Return a rank of the old run. Raises PlaitError for state that cannot move."""
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
-        _refuse_owners(optimizers)
+        for one in optimizers:
+            if whole_states(one) is not None:
+                raise PlanError(
+                    f"{type(one).__name__} keeps whole parameters and their state with single ranks, which "
+                    "plait.reshard does not move: save a checkpoint, and load it under the other plan."
+                )
         model = meta_model(engine.blueprint.sequence, runtime.context)
         refuse_lost_settings(model, runtime.loss)
         return RankContribution(
@@ -81,20 +86,12 @@ class RankContribution:
             meta_model(without_values(sequence_of(model)), getattr(model, "context", None)),
             as_loss(loss),
             chosen_rules(model, rules),
-            RankReport(classes=[type(_tried(make, device)).__name__ for make in makers]),
+            RankReport(
+                classes=[(class_made(make) or type(_tried(make, device))).__name__ for make in makers]
+            ),
             makers=makers,
             is_list=isinstance(maker, list | tuple),
         )
-
-
-def _refuse_owners(optimizers: Sequence[Optimizer]) -> None:
-    """Raise PlanError for an optimizer whose ranks own parts of parameters under the plan it was made for."""
-    for one in optimizers:
-        if vars(type(one)).get("communicates") is True:
-            raise PlanError(
-                f"plait.reshard does not move {type(one).__name__}, whose parameters have owners under the "
-                "old plan: save a checkpoint, and load it under the new one."
-            )
 
 
 def _tried(make: object, device: torch.device) -> Optimizer:

@@ -20,6 +20,7 @@ from plait.engine.resharding.arriving_values import ArrivingValues, LeavingValue
 from plait.engine.resharding.moves import Moves, PlacedBlueprint, plan_moves
 from plait.engine.resharding.optimizer_groups import (
     OptimizerMaker,
+    go_on_with,
     made_optimizer,
     members_of_groups,
     regroup,
@@ -206,8 +207,9 @@ def _carried_out(change: _Change, own: RankContribution, mesh: Mesh) -> tuple[En
     for number, saved in enumerate(change.optimizers):
         members = members_of_groups(engine, saved)
         if own.makers:
-            optimizers.append(made_optimizer(own.makers[number], saved, members))
+            optimizers.append(made_optimizer(own.makers[number], engine, saved, members))
         else:
             regroup(optimizers[number], saved, change.numbers[number], members)
+            go_on_with(optimizers[number], engine)
         set_state(optimizers[number], engine, saved, values.state)
     return engine, optimizers if own.is_list else next(iter(optimizers), None)

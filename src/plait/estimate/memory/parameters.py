@@ -10,6 +10,7 @@ import torch
 
 from plait.engine.blueprint import Blueprint
 from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.optimizer_state import OptimizerState
 from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec
 from plait.plan.parameter_units import replicas_of
 from plait.ranks.transport.shared_memory.transport import STAGING_LIMIT
@@ -36,14 +37,16 @@ class RankBuffer:
     replicas: int
     """How many ranks hold the same parameters, or shards, and sum their gradients."""
 
-    @property
-    def moment(self) -> int:
-        """Bytes of one optimizer-state tensor of this buffer, on the rank with the largest shard."""
+    def state_bytes(self, state: OptimizerState) -> int:
+        """Return the bytes of the state of this buffer's parameters, on the rank where they are most."""
         if not self.spec.kind.trains:
             return 0
         offsets = self.spec.offsets
-        bounds = [offsets.bounds(slot) for slot in offsets.slots]
-        elements = (sum(cuts[rank + 1] - cuts[rank] for cuts in bounds) for rank in range(offsets.shards))
+        bounds = [(offsets.bounds(slot), state.tensors_of(slot.name)) for slot in offsets.slots]
+        elements = (
+            sum(count * (cuts[rank + 1] - cuts[rank]) for cuts, count in bounds)
+            for rank in range(offsets.shards)
+        )
         return max(elements) * self.spec.kind.master.itemsize
 
     @property
@@ -78,15 +81,15 @@ class RankBuffer:
         moves = summed.offloaded and self.device.type != "cpu"
         return summed.elements * dtype.itemsize if moves or summed.dtype != dtype else 0
 
-    def allocated(self, moments: int) -> Iterator[MemoryBlock]:
-        """Yield the memory blocks that stay allocated; `moments`: optimizer-state tensors per parameter."""
+    def allocated(self, state: OptimizerState) -> Iterator[MemoryBlock]:
+        """Yield the memory blocks that stay allocated, with those of the optimizer's `state`."""
         spec = self.spec
         yield self._kept(spec.whole, Category.PARAMETERS)
         yield self._kept(spec.shard, Category.PARAMETERS)
         yield self._kept(spec.gradient, Category.GRADIENTS, self.stages)
         yield self._kept(spec.shard_gradient, Category.GRADIENTS)
         offloaded = spec.kind.offloads_gradients and self.device.type != "cpu"
-        yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
+        yield MemoryBlock(self.state_bytes(state), Category.STATE, offloaded)
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
         """Return a block for `count` tensors of `flat`: 0 bytes unless kept; on the host if offloaded."""
@@ -114,12 +117,14 @@ def rank_buffers(
 class ParameterAccount:
     """Records in a memory ledger what a rank allocates to gather parameters and reduce gradients."""
 
-    def __init__(self, ledger: MemoryLedger, units: Mapping[str, Sequence[RankBuffer]], moments: int) -> None:
-        """Record the memory that stays allocated. `moments`: optimizer-state tensors per parameter."""
+    def __init__(
+        self, ledger: MemoryLedger, units: Mapping[str, Sequence[RankBuffer]], state: OptimizerState
+    ) -> None:
+        """Record the memory that stays allocated, with that of the optimizer's `state`."""
         self._ledger = ledger
         self._units = units
         for name, buffers in units.items():
-            ledger.hold(("always", name), (block for one in buffers for block in one.allocated(moments)))
+            ledger.hold(("always", name), (block for one in buffers for block in one.allocated(state)))
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
         """Return a dict from type of unit instruction to the function that records it in the ledger."""

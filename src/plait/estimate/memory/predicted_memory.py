@@ -30,6 +30,7 @@ from plait.estimate.memory.memory_report import (
 )
 from plait.estimate.memory.model_traces import ModelTraces, TracedLayer, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
+from plait.estimate.memory.optimizer_state import Moments, OptimizerState, optimizer_state, require_moments
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.plan import Plan
@@ -61,7 +62,7 @@ def memory(
     loss: GivenLoss = cross_entropy,
     rules: Rules | None = None,
     rows: int | None = None,
-    moments: int = 2,
+    moments: Moments = 2,
     device: torch.device | str | None = None,
 ) -> Memory:
     """Return the bytes that each rank of `plan` would allocate for `model`, during a step and between steps.
@@ -72,7 +73,8 @@ def memory(
     plait's own have, is assumed to get `rows` full sequences of tokens (default: one a micro-batch); for
     other models no activations are counted. Without `targets` there is a class for each row of the output.
     `moments`: how many tensors of a parameter's size the optimizer keeps for it: 2 for AdamW, 1 for SGD with
-    momentum. `device` is where layers run, by default CUDA where that is available.
+    momentum; "muon": 1 for hidden matrices, 2 for others, and Muon's buffers in bf16. `device` is where
+    layers run, by default CUDA where that is available.
 
     Layers run once, on the meta device, and ranks do not communicate. Not counted: temporaries of the
     optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are
@@ -102,7 +104,7 @@ class MemoryEstimator:
     loss: Loss = cross_entropy
     rules: Rules | None = None
     rows: int | None = None
-    moments: int = 2
+    moments: Moments = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
     layer_traces: dict[Any, dict[Hashable, TracedLayer]] = field(default_factory=dict)
@@ -113,9 +115,9 @@ class MemoryEstimator:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("moments", 0)):
-            if (name, getattr(self, name)) != ("rows", None):
-                require_whole(name, getattr(self, name), PlanError, least=least)
+        require_moments(self.moments)
+        if self.rows is not None:
+            require_whole("rows", self.rows, PlanError)
         if self.rows is not None and self.inputs is not None:
             raise PlanError(f"inputs have rows of their own: give them, or rows = {self.rows}, not both.")
 
@@ -140,8 +142,9 @@ class MemoryEstimator:
         """
         blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
         traces = self.known_traces(blueprint, takes_all=takes_all)
+        state = optimizer_state(blueprint, self.moments)
         return tuple(
-            simulate_step(blueprint, rank, program, traces, self.where, self.moments, observer)
+            simulate_step(blueprint, rank, program, traces, self.where, state, observer)
             for rank, program in enumerate(lower(blueprint.schedule, blueprint.lowering_spec))
         )
 
@@ -204,18 +207,19 @@ def simulate_step(
     program: Program,
     traces: ModelTraces | None,
     device: torch.device,
-    moments: int,
+    state: OptimizerState,
     observer: MemoryObserver | None = None,
 ) -> RankMemory:
     """Simulate two steps of a rank of `pp`, with layers on `device`; return its memory in the second step.
 
     What the first step leaves allocated, such as receive buffers, is included. Without `traces` activations
-    are not. `moments`: tensors of optimizer state per parameter.
+    are not. `state`: what the optimizer keeps.
     """
     ledger = MemoryLedger()
     spans = {stage: blueprint.stage_layers[stage] for stage in blueprint.schedule.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
-    units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), moments)
+    units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), state)
+    ledger.hold("optimizer", [MemoryBlock(state.buffers.get(rank, 0), Category.STATE)])
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
     activations = None

@@ -11,6 +11,7 @@ from plait.estimate.memory.decoder_memories import DecoderMemories
 from plait.estimate.memory.plan_memories import PlanMemories
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
+from plait.estimate.time.matrix_times import StageMatrices
 from plait.pictures.quantities import count_text
 from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
@@ -69,6 +70,10 @@ class PredictedModel(ABC):
     @abstractmethod
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchSizes:
         """Return sizes and work of a micro-batch of `rows` sequences; `on_cpu`: layers run on CPUs."""
+
+    def matrices(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageMatrices]:
+        """Return what Muon does on each rank of `pp`, of `cut` layers each stage; empty without Muon."""
+        return ()
 
     @abstractmethod
     def memories(self) -> PlanMemories:

@@ -157,7 +157,8 @@ def prediction_of(
     sizes = model.sizes(plan, rows / plan.microbatches, on_cpu=not hardware.overlaps)
     stages, modes = stage_kinds(model.kinds, pipeline.cut), stage_modes(plan, pipeline.cut)
     memory = memories.ranks(sizes, pipeline, hardware.reserved)
-    times = StepTimes(LayerTimer(sizes, hardware, sizes.precision), pipeline.schedule, stages, modes)
+    timer, matrices = LayerTimer(sizes, hardware, sizes.precision), model.matrices(plan, pipeline.cut)
+    times = StepTimes(timer, pipeline.schedule, stages, modes, matrices)
     return Prediction(plan, model, hardware, rows, pipeline.cut, times, memory)
 
 
@@ -168,7 +169,7 @@ class RunDetails(TypedDict, total=False):
     targets: Any
     loss: Any
     rules: Any
-    moments: int
+    moments: Any
 
 
 def predicted_model(model: object, plan: Plan, about: RunDetails) -> PredictedModel:

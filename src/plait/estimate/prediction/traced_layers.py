@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, ModelTraces, TracedLayer
+from plait.estimate.memory.optimizer_state import Moments, optimizer_state
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
 from plait.plan.decoder_sizes import LayerKind
@@ -43,7 +44,7 @@ class TracedLayers:
     targets: Value | None
     loss: Loss
     rules: Rules | None
-    moments: int
+    moments: Moments
     """How many tensors of a parameter's size the optimizer keeps for it."""
     _traces: dict[Any, ModelTraces] = field(default_factory=dict)
     _layer_traces: dict[Any, dict[Hashable, TracedLayer]] = field(default_factory=dict)
@@ -57,6 +58,16 @@ class TracedLayers:
         first = {id(trace): number for number, trace in reversed([*enumerate(traces[:-1])])}
         last = len(traces) - 1  # with the loss
         return (*(f"layer {first[id(trace)]}" for trace in traces[:-1]), f"layer {last}")
+
+    @cached_property
+    def mean_moments(self) -> float:
+        """Tensors of a parameter's size that the optimizer keeps for it, in the mean over elements."""
+        blueprint = self.blueprint(Plan())
+        state, kept, elements = optimizer_state(blueprint, self.moments), 0, 0
+        for name, one in blueprint.sequence.parameters.items():
+            if one.requires_grad:
+                kept, elements = kept + state.tensors_of(name) * one.numel(), elements + one.numel()
+        return kept / elements if elements else 0.0
 
     @cached_property
     def experts(self) -> int:
@@ -144,7 +155,7 @@ class TracedSizes(MicrobatchSizes):
     plan: Plan
     rows: float
     on_cpu: bool
-    moments: int
+    moments: float
 
     def work(self, kind: LayerKind) -> LayerWork:
         """Return the operations and collectives of a layer of `kind`, on the first rank of `tp`."""

@@ -10,20 +10,22 @@ import torch
 from torch import nn
 
 from plait.engine.blueprint import assumed_costs, build_blueprint
-from plait.errors import ModelError, PlaitError, PlanError
+from plait.errors import ModelError, PlaitError
 from plait.estimate.memory.memory_report import Category, RankMemory
 from plait.estimate.memory.model_traces import ModelTraces
+from plait.estimate.memory.optimizer_state import Moments, require_moments
 from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
 from plait.estimate.memory.predicted_memory import routing_assumption
 from plait.estimate.memory.state_memory import ParameterCounts, state_bytes
 from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
+from plait.estimate.time.matrix_times import StageMatrices
 from plait.estimate.time.operation_times import FusedAttention, Product
 from plait.models.gpt2 import gpt2_of
 from plait.models.llama import llama_of
+from plait.optimizers.matrix_work import found_matrices, work_of_stages
 from plait.pictures.quantities import count_text
-from plait.plan.argument_checks import require_whole
 from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
@@ -101,7 +103,23 @@ class TracedModel(PredictedModel):
 
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> TracedSizes:
         """Return sizes and work of a micro-batch of `rows` rows."""
-        return TracedSizes(self.layers, plan, rows, on_cpu, self.layers.moments)
+        return TracedSizes(self.layers, plan, rows, on_cpu, self.layers.mean_moments)
+
+    def matrices(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageMatrices]:
+        """Return what Muon does on each rank of `pp`, of `cut` layers each stage; empty without Muon."""
+        if self.layers.moments != "muon":
+            return ()
+        blueprint = build_blueprint(
+            self.layers.module, replace(plan, layers_per_stage=tuple(cut)), self.layers.rules
+        )
+        stages = work_of_stages(blueprint, found_matrices(blueprint))
+        return [
+            StageMatrices(
+                max(ranks, key=lambda one: one.cost).shapes,
+                (max(one.exchanged[0] for one in ranks), max(one.exchanged[1] for one in ranks)),
+            )
+            for ranks in stages
+        ]
 
     def memories(self) -> TracedMemories:
         """Return a `TracedMemories`, which predicts this model's memory under any plan."""
@@ -114,7 +132,7 @@ def traced_model(
     targets: Value | None = None,
     loss: GivenLoss = cross_entropy,
     rules: Rules | None = None,
-    moments: int = 2,
+    moments: Moments = 2,
 ) -> TracedModel:
     """Return the `TracedModel` of a module, or of plait's own model of the sizes in a `Decoder`.
 
@@ -127,7 +145,7 @@ def traced_model(
             f"the model is a {type(model).__name__}: give an nn.Module, or the sizes of a gpt2 or llama as "
             "plait.plan.decoder_sizes.Decoder(...)."
         )
-    require_whole("moments", moments, PlanError, least=0)
+    require_moments(moments)
     if inputs is None:
         context = getattr(model, "context", None)
         if context is None:

@@ -64,8 +64,8 @@ class MicrobatchSizes(ABC):
     plan: Plan
     rows: float
     """Sequences of a micro-batch on a data-parallel rank."""
-    moments: int = 2
-    """Tensors of a parameter's size that the optimizer keeps for it."""
+    moments: float = 2
+    """Tensors of a parameter's size that the optimizer keeps for it, in the mean over elements."""
 
     @abstractmethod
     def work(self, kind: LayerKind) -> LayerWork:

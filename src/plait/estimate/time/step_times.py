@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from plait.estimate.time.layer_times import HOST_LINK, LayerTimer, Parts, PassTimes
 from plait.estimate.time.layer_work import MicrobatchSizes
+from plait.estimate.time.matrix_times import StageMatrices, matrix_seconds
 from plait.estimate.time.operation_times import AxisTransfer
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.plan.decoder_sizes import LayerKind
@@ -123,6 +124,13 @@ class StepTimes:
     stages: Sequence[Sequence[LayerKind]]
     """The kinds of each stage's layers."""
     modes: Sequence[Sequence[Recompute]]
+    matrices: Sequence[StageMatrices] = ()
+    """What Muon does on each rank of `pp`; empty for other optimizers."""
+
+    @cached_property
+    def matrix_seconds(self) -> tuple[float, float]:
+        """Seconds of Muon's iterations and exchanges, on the rank of `pp` where they take longest."""
+        return max((matrix_seconds(self.timer, one) for one in self.matrices), key=sum, default=(0.0, 0.0))
 
     @cached_property
     def passes(self) -> tuple[PassTimes, ...]:
@@ -219,7 +227,7 @@ class StepTimes:
     @cached_property
     def seconds(self) -> float:
         """The time of the step."""
-        return step_seconds(self.timer, self.latest)
+        return step_seconds(self.timer, self.latest) + sum(self.matrix_seconds)
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -231,6 +239,7 @@ class StepTimes:
         ]
         last = max(range(plan.pp), key=lambda rank: self.ends[rank] + sums[rank])
         slowest = max(after, key=sum)
+        iterations, exchanges = self.matrix_seconds
         parts = Parts()
         for stage in self.schedule.stages_of(last):
             parts = parts + self.passes[stage].total
@@ -247,9 +256,9 @@ class StepTimes:
             "cp communication": parts.cp,
             "ep communication": parts.ep,
             "pp communication": pp,
-            "dp communication": parts.dp + sums[last] + slowest[1],
+            "dp communication": parts.dp + sums[last] + slowest[1] + exchanges,
             "bubble": waiting - pp,
-            "optimizer": slowest[0],
+            "optimizer": slowest[0] + iterations,
             "host overhead": parts.host,
         }
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from plait.errors import LayoutError
 from plait.plan.layout.layout import Box, Layout
-from plait.plan.layout.shards import intersection, shard_boxes
+from plait.plan.layout.shards import intersection, overlap, shard_boxes
 
 RankBoxes = Mapping[int, Sequence[Box]]
 """Disjoint boxes of a global tensor by rank."""
@@ -79,6 +79,18 @@ class BoxRouter:
 
 def _cells(held: RankBoxes) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Yield disjoint boxes that cover all held ones, each with the ranks that hold all of it."""
+    ranks: dict[Box, list[int]] = {}
+    for rank, boxes in sorted(held.items()):
+        for box in boxes:
+            ranks.setdefault(box, []).append(rank)
+    if overlap(list(ranks)) is None:  # as of the ranks of one layout
+        yield from ((box, tuple(holders)) for box, holders in ranks.items() if box.numel)
+    else:
+        yield from _divided_cells(held)
+
+
+def _divided_cells(held: RankBoxes) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Yield the same of boxes that overlap without being equal, which are divided."""
     cells: dict[Box, tuple[int, ...]] = {}
     for rank, boxes in sorted(held.items()):
         for box in boxes:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -295,13 +295,16 @@ class IntegerMode(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         return STAND_INS.get(func, func)(*args, **kwargs)
 
-    def _backward(self, roots: Tensor | Sequence[Tensor], *gradients: Any, **options: Any) -> None:
+    def _backward(
+        self, roots: Tensor | Sequence[Tensor | GradientEdge], *gradients: Any, **options: Any
+    ) -> None:
         """Run `torch.autograd.backward` with the mode on, for the forwards that it recomputes.
 
         The mode is off inside of `__torch_function__`, where backward would run, and entered again here;
         gradient edges in place of tensors keep backward from dispatching to `__torch_function__` once more.
         """
-        edges = [get_gradient_edge(root) for root in ((roots,) if isinstance(roots, Tensor) else roots)]
+        each = (roots,) if isinstance(roots, Tensor) else roots
+        edges = [get_gradient_edge(root) if isinstance(root, Tensor) else root for root in each]
         if "gradient" in options:  # as `Tensor.backward` calls it
             options["grad_tensors"] = options.pop("gradient")
         with self:

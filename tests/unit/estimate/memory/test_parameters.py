@@ -10,6 +10,7 @@ from torch import nn
 
 from plait.engine.blueprint import build_blueprint
 from plait.estimate.memory.memory_report import Category, MemoryLedger, MemorySnapshot
+from plait.estimate.memory.optimizer_state import OptimizerState
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.plan import Plan
 from plait.ranks.transport.shared_memory.transport import STAGING_LIMIT
@@ -41,7 +42,9 @@ class Account:
         model = nn.Sequential(*(nn.Linear(width, width, device="meta") for _ in range(2)))
         self.ledger = MemoryLedger()
         blueprint = build_blueprint(model, Plan(dp=N, **plan))
-        self.account = ParameterAccount(self.ledger, rank_buffers(blueprint, [0], device), moments)
+        self.account = ParameterAccount(
+            self.ledger, rank_buffers(blueprint, [0], device), OptimizerState(moments, {}, {})
+        )
 
     def after(self, *instructions: type) -> MemorySnapshot:
         """What is held when these were carried out for the first layer."""
@@ -185,7 +188,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     for strategy, parameters in (("none", 1), ("optimizer", 1), ("full", 1 / N)):
         blueprint = build_blueprint(model, Plan(dp=N, strategy=strategy))
         ledger = MemoryLedger()
-        account = ParameterAccount(ledger, rank_buffers(blueprint, [0], DEVICE), 2)
+        account = ParameterAccount(ledger, rank_buffers(blueprint, [0], DEVICE), OptimizerState(2, {}, {}))
         for kind in (AllocateGradient, ScatterGradient, ReduceGradient):
             account.handlers()[kind](kind("0"))
         assert ledger.snapshot(Finish()).total == parameters * P

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, run_backward
+from plait.verification.reference.integer_mode import IntegerMode
 
 
 class Double(torch.autograd.Function):
@@ -34,6 +37,16 @@ def test_a_backward_adds_to_every_leaf_and_frees_the_graph() -> None:
     assert torch.equal(leaves[1].grad, 1 + seeds[0] * leaves[0])
     with pytest.raises(RuntimeError, match="second time"):
         run_backward(roots, seeds)
+
+
+def test_a_backward_begins_at_the_nodes_of_results_whose_memory_is_freed() -> None:
+    """Also under a mode that sees the call."""
+    for mode in (nullcontext(), IntegerMode()):
+        leaf = torch.tensor([1.0, 2.0], requires_grad=True)
+        with mode:
+            run_backward([get_gradient_edge(3 * leaf)], [torch.tensor([1.0, 10.0])])
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [3.0, 30.0]
 
 
 def test_a_seed_of_another_shape_is_refused() -> None:
