@@ -48,8 +48,8 @@ from plait.checkpoint.rank_contents import (
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, portions
 from plait.errors import CheckpointError, terminal_text
 from plait.plan.argument_checks import require_choice, require_instance
-from plait.plan.layout.layout import Layout
-from plait.plan.layout.shards import intersection, shard_boxes
+from plait.plan.layout.layout import Box, Layout
+from plait.plan.layout.shards import full_box, shard_boxes
 from plait.ranks.collectives import all_reduce
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
@@ -251,25 +251,17 @@ def _read(
         yield values.nbytes
 
 
-def missing_tensor(engine: Checkpointable, optimizers: OptimizerSet | None, manifest: Manifest) -> str:
-    """Return the first tensor of which this rank needs elements that no file holds; "" if there is none."""
-    stored, coordinate = manifest.boxes_by_tensor(), engine.mesh.coordinate
+def needed_boxes(
+    engine: Checkpointable, optimizers: OptimizerSet | None, manifest: Manifest
+) -> dict[str, list[Box]]:
+    """Return the boxes that this rank reads from a checkpoint with this manifest, by tensor."""
+    coordinate, layouts = engine.mesh.coordinate, engine.shard_plan.layouts
     states = {} if optimizers is None else state_keys(manifest.tensors)
     wanted: list[tuple[str, Layout]] = []
     for name, _ in engine.named_parameters():
-        layout = engine.shard_plan.layouts[name]
-        keys = (state_key(name, key) for key in states.get(name, ()))
-        of_state = (
-            (key, layout_of_state(key.rpartition(".")[2], manifest.tensors[key].shape, layout))
-            for key in keys
-        )
-        wanted += [(parameter_key(name), layout), *of_state]
-    for key, layout in wanted:
-        for part in shard_boxes(layout, coordinate):
-            found = (intersection(part.box, box.box).numel for _, box in stored.get(key, ()))
-            if sum(found) != part.box.numel:
-                return key
-    buffers = ((parameter_key(name), buffer.numel()) for name, buffer in engine.named_buffers())
-    return next(
-        (key for key, size in buffers if size != sum(box.box.numel for _, box in stored.get(key, ()))), ""
-    )
+        wanted.append((parameter_key(name), layouts[name]))
+        for key in states.get(name, ()):
+            full = state_key(name, key)
+            wanted.append((full, layout_of_state(key, manifest.tensors[full].shape, layouts[name])))
+    found = {key: [part.box for part in shard_boxes(layout, coordinate)] for key, layout in wanted}
+    return found | {parameter_key(name): [full_box(one.shape)] for name, one in engine.named_buffers()}

@@ -124,12 +124,15 @@ class Manifest:
         return {key.removeprefix("model."): one for key, one in found if key.startswith("model.")}
 
     def boxes_by_tensor(self) -> dict[str, list[tuple[str, StoredBox]]]:
-        """Return each tensor's stored boxes, with their files' names; none of a tensor without elements."""
-        boxes: dict[str, list[tuple[str, StoredBox]]] = {name: [] for name in self.tensors}
+        """Return each tensor's stored boxes, with their files' names; none of a tensor without elements.
+
+        Of several that are the same box, as in files from several hosts' memory, the first.
+        """
+        boxes: dict[str, dict[Box, tuple[str, StoredBox]]] = {name: {} for name in self.tensors}
         for file in self.files:
             for box in file.boxes:
-                boxes[box.tensor].append((file.name, box))
-        return boxes
+                boxes[box.tensor].setdefault(box.box, (file.name, box))
+        return {name: list(found.values()) for name, found in boxes.items()}
 
 
 def key_of(tensor: str, box: Box) -> str:

@@ -7,7 +7,7 @@ import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Container, Mapping, Sequence
 from io import StringIO
-from itertools import islice
+from itertools import groupby, islice
 from math import isfinite, isnan, nan
 from pathlib import Path
 from shutil import get_terminal_size
@@ -153,9 +153,23 @@ def configuration_overview() -> str:
     ]
     for section in sections():
         own = [name.removeprefix(f"{section}.") for name in fields() if name.startswith(f"{section}.")]
-        text = fill(", ".join(own), 78, initial_indent=f"  {section:<10}", subsequent_indent=" " * 12)
+        text = fill(
+            ", ".join(_with_common_prefixes(own)),
+            78,
+            initial_indent=f"  {section:<10}",
+            subsequent_indent=" " * 12,
+        )
         lines += ["", text]
     return "\n".join(lines)
+
+
+def _with_common_prefixes(names: Sequence[str]) -> list[str]:
+    """Return the names, of which consecutive ones with the same prefix are one: `lora.{rank, alpha}`."""
+    found = []
+    for prefix, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
+        rest = [name.rpartition(".")[2] for name in group]
+        found += [f"{prefix}.{{{', '.join(rest)}}}"] if prefix else rest
+    return found
 
 
 def _described(section: str) -> str:

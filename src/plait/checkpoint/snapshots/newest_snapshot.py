@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
 from pathlib import Path
 
-from plait.checkpoint.manifest import Manifest, read_manifest, section
+from plait.checkpoint.manifest import Manifest, StoredBox, read_manifest, section
+from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.save_task import ManifestPart, merge_parts
 from plait.checkpoint.snapshots.snapshot_buffer import manifest_name
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError
 from plait.files import adapter_of
+from plait.plan.shard_plan import ShardPlan
 
 
 @dataclass(frozen=True)
@@ -29,74 +32,84 @@ class SnapshotName:
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a snapshot, found complete in this host's folder."""
+    """One rank's part of a snapshot, found complete in the folder of a host."""
 
+    host: int
+    """The first of the ranks that look for snapshots on that host now."""
     half: int
     rank: int
+    """That which wrote it."""
     name: SnapshotName
     restarted_by: str
     """The identity of the process on this host that restarted the rank's run."""
     manifest: Manifest
 
+    @property
+    def boxes(self) -> tuple[StoredBox, ...]:
+        """The boxes that the part's file holds."""
+        return self.manifest.files[0].boxes
 
-def found_parts(folder: SnapshotFolder) -> list[RankPart]:
-    """Return all parts of snapshots in `folder` that have an intact manifest."""
+    @property
+    def bytes(self) -> int:
+        """The size of the part's file."""
+        return self.manifest.files[0].bytes
+
+
+def found_parts(folder: SnapshotFolder, host: int) -> list[RankPart]:
+    """Return all parts of snapshots in `folder`, that of this `host`, that have an intact manifest."""
     paths = (path for half in HALVES for path in sorted(folder.half(half).glob("*.json")))
-    return [part for path in paths if (part := _read(path)) is not None]
+    return [part for path in paths if (part := _read(path, host)) is not None]
 
 
-def _read(path: Path) -> RankPart | None:
+def _read(path: Path, host: int) -> RankPart | None:
     """Return the part that a manifest describes; None where it is damaged, or was never finished."""
     try:
         manifest = read_manifest(path.parent, path.name)
         about = section(manifest.state, "snapshot")
         name = SnapshotName(about["step"], about["attempt"], about["ranks"])
-        rank = int(about["rank"])
+        part = RankPart(host, int(path.parent.name), about["rank"], name, about["restarted_by"], manifest)
     except (CheckpointError, KeyError, TypeError, ValueError):
         return None
-    is_own = path.name == manifest_name(rank)
-    return RankPart(int(path.parent.name), rank, name, about["restarted_by"], manifest) if is_own else None
+    return part if path.name == manifest_name(part.rank) else None
 
 
-def complete_names(parts: Iterable[tuple[int, SnapshotName]]) -> list[SnapshotName]:
-    """Return the snapshots of which all ranks' parts are there, newest first, given each part's rank."""
+def newest_first(parts: Iterable[tuple[int, SnapshotName]]) -> list[tuple[SnapshotName, bool]]:
+    """Return the snapshots of which there are parts, newest first, and whether the parts of all ranks are."""
     ranks: dict[SnapshotName, set[int]] = {}
     for rank, name in parts:
         ranks.setdefault(name, set()).add(rank)
-    whole = [name for name, found in ranks.items() if found == set(range(name.ranks))]
-    return sorted(whole, key=lambda name: name.step, reverse=True)
+    ordered = sorted(ranks, key=lambda name: name.step, reverse=True)
+    return [(name, ranks[name] == set(range(name.ranks))) for name in ordered]
 
 
-@dataclass(frozen=True)
-class PartElsewhere:
-    """One rank's part of a snapshot on another host: what it holds, without its file."""
-
-    rank: int
-    name: SnapshotName
-    part: ManifestPart
+def has_whole_tensors(manifest: Manifest, shard_plan: ShardPlan) -> bool:
+    """Return whether all elements of all tensors are stored, and all parameters are among these tensors."""
+    stored = manifest.boxes_by_tensor()
+    is_whole = (
+        sum(box.box.numel for _, box in stored[key]) == prod(entry.shape)
+        for key, entry in manifest.tensors.items()
+    )
+    return {parameter_key(name) for name in shard_plan.shapes} <= set(stored) and all(is_whole)
 
 
 def text_of_parts(parts: Sequence[RankPart]) -> str:
     """Return `parts` as text for other hosts, which `parts_of_text` reads."""
-    found = [PartElsewhere(one.rank, one.name, _without_file(one)) for one in parts]
-    return json.dumps(found, default=vars)
+    return json.dumps(parts, default=vars)
 
 
-def parts_of_text(text: str) -> list[PartElsewhere]:
+def parts_of_text(text: str) -> list[RankPart]:
     """Return the parts in a text of `text_of_parts`; none of an empty text."""
-    return adapter_of(list[PartElsewhere]).validate_json(text) if text else []
+    return adapter_of(list[RankPart]).validate_json(text) if text else []
 
 
-def merged_manifest(own: Sequence[RankPart], elsewhere: Iterable[PartElsewhere]) -> Manifest:
-    """Return the manifest of a snapshot: all tensors, and the files of this host, `own`."""
-    parts = {one.rank: one.part for one in elsewhere}
-    parts |= {one.rank: replace(_without_file(one), file=one.manifest.files[0]) for one in own}
-    first = own[0].manifest
-    aliases = dict(chain.from_iterable(one.manifest.aliases.items() for one in own))
+def merged_manifest(parts: Sequence[RankPart], here: Sequence[RankPart]) -> Manifest:
+    """Return the manifest of a snapshot, given all ranks' `parts`, with the files of those `here`."""
+    files = {one.rank: one.manifest.files[0] for one in here}
+    ordered = sorted(parts, key=lambda one: one.rank)
+    merged = [
+        ManifestPart(one.manifest.tensors, one.manifest.optimizer, files.get(one.rank)) for one in ordered
+    ]
+    aliases = dict(chain.from_iterable(one.manifest.aliases.items() for one in ordered))
+    first = ordered[0].manifest
     state: Mapping[str, object] = section(first.state, "state")
-    head = replace(first, state=dict(state), aliases=aliases)
-    return merge_parts(head, [parts[rank] for rank in sorted(parts)])
-
-
-def _without_file(part: RankPart) -> ManifestPart:
-    return ManifestPart(part.manifest.tensors, part.manifest.optimizer)
+    return merge_parts(replace(first, files=(), state=dict(state), aliases=aliases), merged)

@@ -15,30 +15,31 @@ from plait.checkpoint.loading import (
     Loaded,
     checked_optimizers,
     load_files,
-    missing_tensor,
+    needed_boxes,
     raising_on_all_ranks,
 )
-from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.manifest import Manifest, manifest_text
 from plait.checkpoint.optimizer_options import Options, option_line
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import Checkpointable, require_engine
 from plait.checkpoint.save_task import file_name
+from plait.checkpoint.snapshots.host_exchange import fetch_files, files_for_next_host, files_to_fetch
 from plait.checkpoint.snapshots.newest_snapshot import (
-    PartElsewhere,
     RankPart,
     SnapshotName,
-    complete_names,
     found_parts,
+    has_whole_tensors,
     merged_manifest,
+    newest_first,
     parts_of_text,
     text_of_parts,
 )
-from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer
+from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer, manifest_name
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
-from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
+from plait.ranks.text_collectives import all_gather_text
 from plait.ranks.world import process_identity, process_of_agent
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -58,7 +59,7 @@ class Snapshots:
     """Copies a run's state into shared memory every few steps, from which restarted ranks go on.
 
     Shared memory outlives processes, but not its host. Two snapshots are kept, so that one is always
-    complete; each host keeps what its ranks hold, once.
+    complete; each host keeps what its ranks hold, once, and a copy of what only the host before has.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class Snapshots:
         self._goes_on = False
         """Whether the run goes on from a snapshot."""
         self._last: RankContents | None = None
+        self._is_copied = len(self._ranks_here) == engine.mesh.world
+        """Whether another host has a copy of the last snapshot, or there is none."""
         self._thread: Thread | None = None
         self._error = ""
 
@@ -128,6 +131,7 @@ class Snapshots:
         snapshot counts once a thread has computed checksums, at the latest when the next one is taken. Raises
         `CheckpointError` on all ranks where one has no room, or could not write the snapshot before; an older
         one is then unchanged. Communication: an all-reduce of 8 bytes over `world`; in the first two, four.
+        Over several hosts the one before is copied: each sends what no other holds to the next.
         """
         if not self.is_due(number):
             return False
@@ -145,7 +149,7 @@ class Snapshots:
         self._last = contents
         half = 1 - self._half
         self._make_room(half, contents.layout.bytes)
-        self._half = half
+        self._half, self._is_copied = half, len(self._ranks_here) == self._engine.mesh.world
         try:
             self._buffer.copy(half, contents)
         except (CheckpointError, OSError) as raised:
@@ -174,14 +178,17 @@ class Snapshots:
             self._half = 1 - self._half  # the one before is still complete
         if errors:
             raise CheckpointError(errors[0][0] or errors[0][1])
+        if self._last is not None and not self._is_copied:
+            self._copy_to_next_host()
+            self._is_copied = True
 
     def restore(self, options: Options = "saved", *, own_launch: bool = False) -> Restored | None:
         """Load the newest snapshot that all ranks of the run have completed; None where there is none.
 
         Called on all ranks, whose plan and number may differ from those of before. `own_launch`: only one of
-        ranks that the same torchrun restarted. `options`: as for `plait.load`. One that is damaged, or of
-        which parts are on other hosts, is left out; rank 0 prints why. Raises `CheckpointError` on all ranks
-        where it is of another model or optimizer. Communication: names of snapshots and error messages.
+        ranks that the same torchrun restarted. `options`: as for `plait.load`. One that is damaged is
+        left out; rank 0 prints why. Raises `CheckpointError` on all ranks where it is of another model or
+        optimizer. Communication: names of snapshots, error messages, files that other hosts have.
         """
         is_first = self._engine.mesh.rank == 0
 
@@ -206,28 +213,30 @@ class Snapshots:
         self.finish()
         optimizers = checked_optimizers(self._engine, self._optimizer, options)
         parts = [
-            part for part in found_parts(self._folder) if not own_launch or part.restarted_by == self._owner
+            part
+            for part in found_parts(self._folder, self._ranks_here[0])
+            if not own_launch or part.restarted_by == self._owner
         ]
         names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
         everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
         found = ((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
-        for name in complete_names(found):
+        for name, is_complete in newest_first(found):
             if name.step <= after:
                 break
             own = [part for part in parts if part.name == name]
-            manifest, problem = self._merged(own, optimizers)
+            half = own[0].half if own else 0
+            manifest = self._manifest_here(own, half, optimizers, is_complete=is_complete)
+            if manifest is None:
+                continue
             try:
-                if problem:
-                    raise CheckpointError(problem, damaged=True)
-                assert manifest is not None
-                folder = self._folder.half(own[0].half)
+                folder = self._folder.half(half)
                 loaded = load_files(self._engine, optimizers, manifest, folder, options, self._ranks_here)
             except CheckpointError as error:
                 if not error.damaged:
                     raise
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
-            self._half, self._goes_on = own[0].half, True
+            self._half, self._goes_on = half, True
             return name.step, loaded
         return None
 
@@ -295,6 +304,22 @@ class Snapshots:
             self._buffer.reserve(half, size)
         self._reserved.add(half)
 
+    def _copy_to_next_host(self) -> None:
+        """Copy what no other host has of the last snapshot to the next host, should this one be lost."""
+        mesh, host, half = self._engine.mesh, self._ranks_here[0], self._half
+        own = [
+            part
+            for part in (found_parts(self._folder, host) if self._leads else ())
+            if (part.half, part.name.attempt) == (half, self._attempt) and part.rank in self._ranks_here
+        ]
+        texts = self._all_gather(text_of_parts(own) if self._leads else "")
+        parts = [part for text in texts for part in parts_of_text(text)]
+        wanted = files_for_next_host(parts, host)
+        copied = fetch_files(wanted, parts, mesh, self._folder, half, host)
+        with raising_on_all_ranks(mesh):
+            for part in copied if self._leads else ():
+                self._folder.publish(half, manifest_name(part.rank), manifest_text(part.manifest))
+
     def _commit(self, contents: RankContents) -> None:
         """Complete this rank's part of a snapshot, in a thread."""
         try:
@@ -302,17 +327,25 @@ class Snapshots:
         except Exception as raised:  # any error: `finish` raises it on all ranks
             self._error = f"rank {self._engine.mesh.rank}: the snapshot was not written ({raised!r})."
 
-    def _merged(self, own: list[RankPart], optimizers: OptimizerSet | None) -> tuple[Manifest | None, str]:
-        """Return the manifest of a snapshot, of which `own` are here, and why no rank can use it, or ""."""
-        elsewhere: list[PartElsewhere] = []
-        if len(self._ranks_here) < self._engine.mesh.world:
-            texts = self._all_gather(text_of_parts(own) if self._leads else "")
-            elsewhere = [part for text in texts for part in parts_of_text(text)]
-        manifest = merged_manifest(own, elsewhere) if own else None
-        missing = "all tensors" if manifest is None else missing_tensor(self._engine, optimizers, manifest)
-        mesh = self._engine.mesh
-        problem = f"the host of rank {mesh.rank} lacks {missing}, which other hosts have." if missing else ""
-        return manifest, first_nonempty_text(problem, mesh.group("world"), mesh.device)
+    def _manifest_here(
+        self, own: list[RankPart], half: int, optimizers: OptimizerSet | None, *, is_complete: bool
+    ) -> Manifest | None:
+        """Return the manifest of a snapshot, with all files that this host's ranks need; None if one lacks.
+
+        `own`: the parts that are here; what other hosts have, and ranks here need, is copied to `half`.
+        `is_complete`: the parts of all ranks are there; else others have to hold the same boxes.
+        """
+        mesh, host = self._engine.mesh, self._ranks_here[0]
+        if len(self._ranks_here) == mesh.world:
+            return merged_manifest(own, own) if is_complete else None
+        texts = self._all_gather(text_of_parts(own) if self._leads else "")
+        parts = [part for text in texts for part in parts_of_text(text)]
+        everything = merged_manifest(parts, parts)
+        if not is_complete and not has_whole_tensors(everything, self._engine.shard_plan):
+            return None
+        needed = needed_boxes(self._engine, optimizers, everything)
+        wanted = files_to_fetch(parts, needed, host)
+        return merged_manifest(parts, [*own, *fetch_files(wanted, parts, mesh, self._folder, half, host)])
 
     def _all_gather(self, text: str) -> list[str]:
         return all_gather_text(text, self._engine.mesh.group("world"), self._engine.mesh.device)

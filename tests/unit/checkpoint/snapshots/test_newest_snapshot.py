@@ -1,16 +1,15 @@
 """A snapshot is complete where all ranks that wrote it have completed it, in one attempt."""
 
-from plait.checkpoint.snapshots.newest_snapshot import SnapshotName, complete_names
+from plait.checkpoint.snapshots.newest_snapshot import SnapshotName, newest_first
 
 
 def test_a_snapshot_is_complete_with_the_parts_of_all_ranks_of_one_attempt() -> None:
     first, second = SnapshotName(4, "first", 2), SnapshotName(4, "second", 2)
-    assert complete_names([(0, first), (1, second)]) == []
-    assert complete_names([(0, first), (1, second), (1, first)]) == [first]
-    assert complete_names([(0, SnapshotName(4, "first", 2)), (1, SnapshotName(4, "first", 3))]) == []
+    assert newest_first([(0, first), (1, second)]) == [(first, False), (second, False)]
+    assert newest_first([(0, first), (1, second), (1, first)]) == [(first, True), (second, False)]
+    assert not any(whole for _, whole in newest_first([(0, first), (1, SnapshotName(4, "first", 3))]))
 
 
 def test_the_newest_snapshot_is_the_first() -> None:
     names = [SnapshotName(step, "attempt", 1) for step in (3, 12, 4)]
-    assert [name.step for name in complete_names([(0, name) for name in names])] == [12, 4, 3]
-    assert complete_names([(0, names[0]), (0, names[0])]) == [names[0]], "of two hosts that share a folder"
+    assert [name.step for name, _ in newest_first([(0, name) for name in names])] == [12, 4, 3]

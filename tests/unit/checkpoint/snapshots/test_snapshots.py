@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +116,35 @@ def test_each_host_keeps_what_its_ranks_hold(
     capsys: pytest.CaptureFixture[str],
     plan: plait.Plan,
 ) -> None:
-    """So restarted ranks need no other host; those that do have no snapshot."""
+    """So restarted ranks need no other host; with another plan they get from there what they lack."""
     thread_ranks.run(own_folders, plan, tmp_path, 4, ranks=4)
     again = thread_ranks.run(own_folders, plan, tmp_path, 5, ranks=4)
     assert [(one.first, one.losses) for one in again] == [
         (4, pytest.approx(whole[0].losses[4:5], rel=1e-12))
     ] * 4
-    if plan.pp > 1:  # each host has half of the layers
-        other = plait.Plan(tp=2, dp=2)
-        assert thread_ranks.run(own_folders, other, tmp_path, 1, ranks=4)[0].first is None
-        assert "lacks model." in capsys.readouterr().out
-    else:  # each host has all
-        other = plait.Plan(dp=2, tp=2)
-        assert thread_ranks.run(own_folders, other, tmp_path, 6, ranks=4)[0].first == 5
+    other = plait.Plan(tp=2, dp=2)
+    again = thread_ranks.run(own_folders, other, tmp_path, 6, ranks=4)
+    assert [(one.first, one.losses) for one in again] == [
+        (5, pytest.approx(whole[0].losses[5:], rel=1e-12))
+    ] * 4
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("plan", [plait.Plan(dp=4), plait.Plan(pp=2, dp=2)], ids=["replicas", "stages"])
+def test_a_host_that_lost_its_memory_gets_its_part_from_another(
+    thread_ranks: Any, whole: list[Ended], tmp_path: Path, plan: plait.Plan
+) -> None:
+    """Hosts keep a copy of what only the one before has; where both are lost, there is no snapshot."""
+    thread_ranks.run(own_folders, plan, tmp_path, 4, ranks=4)
+    files = {path.name for path in tmp_path.glob("0/*/*/*.safetensors")}
+    assert len(files) == (2 if plan.dp == 4 else 4)
+    shutil.rmtree(tmp_path / "1")
+    again = thread_ranks.run(own_folders, plan, tmp_path, 5, ranks=4)
+    expected = (4, pytest.approx(whole[0].losses[4:5], rel=1e-12))
+    assert [(one.first, one.losses) for one in again] == [expected] * 4
+    for host in ("0", "1"):
+        shutil.rmtree(tmp_path / host)
+    assert [one.first for one in thread_ranks.run(own_folders, plan, tmp_path, 1, ranks=4)] == [None] * 4
 
 
 def rolled_back(folder: Path) -> tuple[list[float], list[float]]:
