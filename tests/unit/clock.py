@@ -9,7 +9,8 @@ class Clock:
     """Stands for the module `time`: a sleep takes a second, in which `happens` is called with its number."""
 
     def __init__(self, happens: Callable[[float], object]) -> None:
-        self.now, self.happens = 0.0, happens
+        self.now: float = 0
+        self.happens = happens
 
     def monotonic(self) -> float:
         return self.now
