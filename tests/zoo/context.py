@@ -17,7 +17,7 @@ from parity.cases import llama
 from parity.contexts import mixing, packed
 from plait.engine import local_batch, runner
 from plait.engine import parallelize as composer
-from plait.engine.compilation import graphs_and_eager_operations
+from plait.engine.compilation import autograd_calls
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout
@@ -166,9 +166,9 @@ def keys_of_the_first_micro_batch() -> Any:
 
 def positions_of_the_first_micro_batch() -> Any:
     """A compiled layer goes on with the positions of the documents with which it first ran."""
-    original = graphs_and_eager_operations._positions
+    original = autograd_calls._positions
 
-    def positions(node: Any, slots: Any) -> graphs_and_eager_operations.LayerOperation:
+    def positions(node: Any, slots: Any) -> autograd_calls.LayerOperation:
         operation, first = original(node, slots), list[Tensor]()
 
         def run(given: Any, values: Any, call: Any) -> None:
@@ -178,17 +178,17 @@ def positions_of_the_first_micro_batch() -> Any:
 
         return replace(operation, run=run)
 
-    return patch.object(graphs_and_eager_operations, "_positions", positions)
+    return patch.object(autograd_calls, "_positions", positions)
 
 
 def gradients_of_keys_and_values_exchanged() -> Any:
     """Between the graphs of a backward, the gradients of keys and values are taken for each other."""
-    original = graphs_and_eager_operations._Given.backward
+    original = autograd_calls._Given.backward
 
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return original(ctx, query, value, key)
 
-    return patch.object(graphs_and_eager_operations._Given, "backward", staticmethod(backward))
+    return patch.object(autograd_calls._Given, "backward", staticmethod(backward))
 
 
 def heads_in_another_order() -> Any:

@@ -39,7 +39,7 @@ time.sleep(float(sys.argv[2]))
 
 def hold(folder: Path, action: str = "") -> str:
     """Hold the lock on a rank of a world of two; return what happened."""
-    mesh = GridMesh(ranks=2)
+    mesh = GridMesh(dp=2)
     try:
         with locked_folder(folder, "run.lock", mesh, must_be_writable=action != "may fail"):
             return "held"
