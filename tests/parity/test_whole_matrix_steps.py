@@ -80,7 +80,7 @@ def test_what_muon_and_owned_cannot_do_is_refused_in_a_sentence(thread_ranks: An
             "adjust_lr_fn is 'none': choose 'original' or 'match_rms_adamw'",
             "AdamW has no option beta: its options are lr, betas, eps, weight_decay",
             "Muon has blocks.0.attention.key.bias on some ranks and not on rank 1, which holds it too",
-            "Owned keeps whole parameters and their state with single ranks, which plait.reshard",
+            "plait.reshard does not move Owned, whose parameters have owners under the old plan: save",
         ]
         for sentence, beginning in zip(told, beginnings, strict=True):
             assert sentence.startswith(beginning)

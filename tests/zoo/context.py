@@ -17,7 +17,8 @@ from parity.cases import llama
 from parity.contexts import mixing, packed
 from plait.engine import local_batch, runner
 from plait.engine import parallelize as composer
-from plait.engine.compilation import autograd_calls
+from plait.engine.compilation import autograd_calls, graphs_and_eager_operations
+from plait.engine.compilation.layer_operations import LayerOperation
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout
@@ -166,9 +167,9 @@ def keys_of_the_first_micro_batch() -> Any:
 
 def positions_of_the_first_micro_batch() -> Any:
     """A compiled layer goes on with the positions of the documents with which it first ran."""
-    original = autograd_calls._positions
+    original = graphs_and_eager_operations._positions
 
-    def positions(node: Any, slots: Any) -> autograd_calls.LayerOperation:
+    def positions(node: Any, slots: Any) -> LayerOperation:
         operation, first = original(node, slots), list[Tensor]()
 
         def run(given: Any, values: Any, call: Any) -> None:
@@ -178,7 +179,7 @@ def positions_of_the_first_micro_batch() -> Any:
 
         return replace(operation, run=run)
 
-    return patch.object(autograd_calls, "_positions", positions)
+    return patch.object(graphs_and_eager_operations, "_positions", positions)
 
 
 def gradients_of_keys_and_values_exchanged() -> Any:

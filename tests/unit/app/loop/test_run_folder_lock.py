@@ -124,5 +124,5 @@ def test_a_run_whose_folder_contains_a_symbolic_link_is_refused(tmp_path: Path, 
     assert not (tmp_path / "elsewhere").exists()
     (tmp_path / "linked").symlink_to(tmp_path / "run")  # the folder itself may be one
     (tmp_path / "run" / name).unlink()
-    with locked_folder(tmp_path / "linked", "run.lock", GridMesh(ranks=1)):
+    with locked_folder(tmp_path / "linked", "run.lock", GridMesh(dp=1)):
         pass
