@@ -18,7 +18,7 @@ from parity.contexts import mixing, packed
 from plait.engine import local_batch, runner
 from plait.engine import parallelize as composer
 from plait.engine.compilation import autograd_calls, graphs_and_eager_operations
-from plait.engine.compilation.layer_operations import LayerOperation
+from plait.engine.compilation.layer_steps import LayerOperation
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout

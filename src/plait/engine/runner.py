@@ -339,7 +339,7 @@ class Runner:
         return with_tensors(batch[0], whole)
 
     def drop_gradients(self) -> None:
-        """Set all gradients to None, so that an optimizer's next step changes nothing, no bias either."""
+        """Set all gradients to None: an optimizer's next step changes nothing, nor any router's bias."""
         self.reducer.drop()
         if self.runtime.balance is not None:
             self.runtime.balance.drop()

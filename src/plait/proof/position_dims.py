@@ -134,7 +134,7 @@ MASKS = (torch.bool, torch.uint8)
 
 @dataclass(frozen=True)
 class Selection:
-    """Which dims of a tensor `tensor[indices]` indexes, and where the result has its other dims."""
+    """How `tensor[indices]` moves dims: those that it indexes, and where the others are in its result."""
 
     dims: Sequence[int]
     """The dims that are indexed; a mask indexes as many as it has."""

@@ -40,9 +40,9 @@ def run(argv: Sequence[str]) -> int:
     config = config_from_arguments(argv)
 
     with importing():  # late, so that help and errors do not wait for torch
+        from plait.app.train.data_sources import with_context_of_data
         from plait.app.train.launch_by_config import launch_by_config
         from plait.app.train.run_data import check_data
-        from plait.app.train.run_sources import with_context_of_data
         from plait.app.train.train_run import train
         from plait.ranks.launch.rank_process import STOP_SIGNAL
         from plait.ranks.world import find_world

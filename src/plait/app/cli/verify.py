@@ -67,8 +67,8 @@ def run(argv: Sequence[str]) -> int:
     _require_goes_with_against(options)
     config = config_from_arguments(rest)
     with importing():  # late, so that help and errors do not wait for torch
+        from plait.app.train.data_sources import with_context_of_data
         from plait.app.train.run_data import check_data
-        from plait.app.train.run_sources import with_context_of_data
         from plait.app.train.verification_case import transformers_reference, verification_case
         from plait.verification.verify import verify_all, verify_case
 

@@ -28,7 +28,7 @@ from plait.app.data.json_records import (
     read_record,
 )
 from plait.app.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
-from plait.app.data.text_cuts import (
+from plait.app.data.token_safe_cuts import (
     Encode,
     decoded,
     is_compressed,

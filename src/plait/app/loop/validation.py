@@ -156,7 +156,7 @@ class LowestLoss:
 
 
 class Validation(Callback):
-    """Puts the mean loss over validation data into the row, every `every` steps and at the end."""
+    """Adds the mean loss over validation data to the logged row, every `every` steps and at the end."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from plait.app.data.chat_encoder import ChatEncoder
 from plait.app.data.document_sources import read_documents
 from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from plait.app.train.run_sources import OpenSource, is_tokenized, open_source, prepared_folder
+from plait.app.train.data_sources import OpenSource, is_tokenized, open_source, prepared_folder
 from plait.errors import ConfigError, DataError
 from plait.plan.decoder_sizes import MOST_SIZE
 

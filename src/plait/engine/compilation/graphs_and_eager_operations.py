@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait.engine.compilation.autograd_calls import autograd_call, autograd_call_backward
 from plait.engine.compilation.layer_call import LayerCall
-from plait.engine.compilation.layer_operations import (
+from plait.engine.compilation.layer_steps import (
     LayerOperation,
     LayerOperations,
     StoredResult,

@@ -153,7 +153,10 @@ class ReplayedRun:
             self.paused = False
 
     def once(self, compute: Callable[[], T]) -> T:
-        """Return what the first run's next `once` returned; compute it where the layer runs within itself."""
+        """Return the next value that `once` kept in the first run; `compute()` if none is left.
+
+        Also where the first run is still active, as in a layer that runs itself.
+        """
         if self._first.active or self._used_decisions == len(self._first.decisions):
             return compute()
         self._used_decisions += 1

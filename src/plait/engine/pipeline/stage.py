@@ -43,9 +43,9 @@ from torch import Tensor, nn
 
 from plait.engine.compilation.compiled_layer import CompiledLayer
 from plait.engine.pipeline.recompute import recomputing
+from plait.models.layers.joinable_linears import Readers, join_linears
 from plait.models.layers.layer_sequence import read_attributes, set_attributes
 from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
-from plait.models.layers.shared_inputs import Readers, join_linears
 from plait.plan.plan import Recompute
 from plait.tensor.autograd.deferred_weight_gradients import made_by_linear
 from plait.tensor.autograd.joined_linears import JoinedLinears

@@ -32,7 +32,7 @@ class PartLedger(MemoryLedger):
         self._ledger.drop(holder)
 
     def record_temporary(self, extra: int) -> None:
-        """Update the peak within instructions, where temporaries are passed on."""
+        """Record `extra` temporary bytes in the other ledger, if this one passes activations on to it."""
         if self._activations:
             self._ledger.record_temporary(extra)
 

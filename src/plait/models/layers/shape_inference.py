@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
-from plait.models.layers.shared_inputs import PartialOutputs, Readers, recording_readers
+from plait.models.layers.joinable_linears import PartialOutputs, Readers, recording_readers
 from plait.tensor.layer_values import NamedLayer, Value, leaf_of, map_leaves, map_tensors, tensors_of
 
 

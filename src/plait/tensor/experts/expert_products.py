@@ -131,7 +131,7 @@ class ExpertCall:
     def gradients(
         self, gradient: Tensor, tokens: Tensor, weights: Tensor, gate_up: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Add, ...]]:
-        """Return the gradients of tokens and weights, and the work of those of each parameter."""
+        """Return the gradients of tokens and weights, and functions that add those of the parameters later."""
         of, parameters = self.assignments, self.parameters
         by_pair = of.weights_of(weights)
         of_output = of.rows.copies(gradient)
@@ -247,8 +247,11 @@ def compute_experts(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, *given: Any) -> Tensor:
-        """`given`: parameters, the tokens that are computed here, their weights, their rows of gate and up,
-        the call, and whether its result is set later."""
+        """Return the experts' weighted sum, or a tensor without memory that is set later.
+
+        `given`: parameters, the tokens that are computed here, their weights, their rows of gate and up,
+        the call, and whether its result is set later.
+        """
         *ctx.parameters, tokens, token_weights, gate_up, ctx.call, is_late = given
         ctx.save_for_backward(tokens, token_weights, gate_up)
         ctx.ran = False

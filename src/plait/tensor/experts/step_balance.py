@@ -270,7 +270,7 @@ class StepBalance:
                 bias.copy_(corrected_bias(bias, counts[path], self.settings.bias_rate))
 
     def counts_for_next_step(self) -> dict[str, list[int]]:
-        """Return the choices of the last step by path, where the load of the next is theirs; else none."""
+        """Return by router path how many tokens of the last step chose each expert; {} if no loss uses it."""
         if self.settings.counts != "previous":
             return {}
         return {path: one.tolist() for path, one in self.previous.items()}

@@ -108,8 +108,8 @@ def test_a_text_read_in_chunks_is_the_text(
     path = tmp_path_factory.mktemp("texts") / ("a.txt.gz" if compressed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plait.app.data.text_cuts.PART", part)
-        patch.setattr("plait.app.data.text_cuts._LONGEST_LINE", 8)
+        patch.setattr("plait.app.data.token_safe_cuts.PART", part)
+        patch.setattr("plait.app.data.token_safe_cuts._LONGEST_LINE", 8)
         portions = [one for file in files_of(str(path)) for one in divided(file, size)]
         parts = [one for portion in portions for one in read_texts(portion, "text")]
     assert "".join(one.text for one in parts) == text
@@ -269,7 +269,7 @@ def test_a_source_that_cannot_be_read_is_refused_with_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
 ) -> None:
     in_one_process(monkeypatch)
-    monkeypatch.setattr("plait.app.data.text_cuts.PART", 4)
+    monkeypatch.setattr("plait.app.data.token_safe_cuts.PART", 4)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")

@@ -32,10 +32,10 @@ def transformers_tokenizer(folder: Path) -> Any:
 def cut_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut documents after some hundred characters, and write shards in this process."""
     in_one_process(monkeypatch)
-    for module in ("encoded_documents", "text_cuts"):
+    for module in ("encoded_documents", "token_safe_cuts"):
         monkeypatch.setattr(f"plait.app.data.{module}.PART", 1000)
-    monkeypatch.setattr("plait.app.data.text_cuts.AHEAD", 200)
-    monkeypatch.setattr("plait.app.data.text_cuts._WINDOW", 2400)
+    monkeypatch.setattr("plait.app.data.token_safe_cuts.AHEAD", 200)
+    monkeypatch.setattr("plait.app.data.token_safe_cuts._WINDOW", 2400)
 
 
 def learnt(source: Path, tokenizer: Path, portion: int | None = None, **options: Any) -> list[list[int]]:
@@ -114,7 +114,7 @@ def test_a_text_that_can_be_cut_nowhere_and_is_too_long_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_often(monkeypatch)
-    monkeypatch.setattr("plait.app.data.text_cuts.LARGEST", 4000)
+    monkeypatch.setattr("plait.app.data.token_safe_cuts.LARGEST", 4000)
     (tmp_path / "a.txt").write_text("a" * 5000)
     folder = kinds.save(tmp_path / "tokenizer", "byte level")
     with pytest.raises(DataError, match=r"a\.txt has a document of more than .*divide it into documents"):

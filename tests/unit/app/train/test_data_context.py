@@ -11,9 +11,9 @@ import torch
 from parity import huggingface_cases as cases
 from parity.chats import WORDS, conversations, save_tokenizer
 from plait.app.config.config_parser import config_from_arguments, given_values
+from plait.app.train.data_sources import with_context_of_data
 from plait.app.train.predicted_run import predict_memory
 from plait.app.train.run_data import load_data
-from plait.app.train.run_sources import with_context_of_data
 from plait.app.train.trainer import build_model
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
 

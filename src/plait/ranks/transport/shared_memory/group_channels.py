@@ -232,7 +232,7 @@ _INFO_BYTES = 512
 
 
 class HostRanks:
-    """The ranks of a mesh on this rank's host, which can exchange messages through sockets."""
+    """Which ranks of a mesh share a host, and the sockets through which such ranks exchange messages."""
 
     def __init__(self, listener: Listener, infos: Sequence[HostInfo]) -> None:
         """Store this rank's listener, and the `HostInfo` of each rank of the mesh, in order."""

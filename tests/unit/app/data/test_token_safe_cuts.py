@@ -10,8 +10,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from plait.app.data import text_cuts as text_cuts_module
-from plait.app.data.text_cuts import Cut, DocumentEncoder, find_cut, text_ahead, text_cuts
+from plait.app.data import token_safe_cuts as text_cuts_module
+from plait.app.data.token_safe_cuts import Cut, DocumentEncoder, find_cut, text_ahead, text_cuts
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from plait.models import gpt2, llama
+from plait.models.layers.joinable_linears import PartialOutputs, Readers, join_linears, recording_readers
 from plait.models.layers.layer_sequence import sequence_of
 from plait.models.layers.shape_inference import infer
-from plait.models.layers.shared_inputs import PartialOutputs, Readers, join_linears, recording_readers
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.call_hooks import call_hooks
 
