@@ -347,7 +347,7 @@ def build_blueprint(
 
 
 def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:
-    """Return assumed costs of layers; `output_linear`'s forward and backward count as input gradient (`I`)."""
+    """Return assumed costs; forward and backward of `output_linear` count as input gradient (`I`)."""
     costs = LayerCosts.evenly(layer_costs(sequence.layers))
     if output_linear is None:
         return costs

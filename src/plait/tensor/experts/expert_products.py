@@ -131,7 +131,7 @@ class ExpertCall:
     def gradients(
         self, gradient: Tensor, tokens: Tensor, weights: Tensor, gate_up: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Add, ...]]:
-        """Return the gradients of tokens and weights, and functions that add those of the parameters later."""
+        """Return the gradients of tokens and weights, and functions that add those of parameters later."""
         of, parameters = self.assignments, self.parameters
         by_pair = of.weights_of(weights)
         of_output = of.rows.copies(gradient)
