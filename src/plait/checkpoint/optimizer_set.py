@@ -78,8 +78,8 @@ class OptimizerSet:
 
     def state_ranks(self) -> list[int]:
         """Return the ranks that alone have the state of parameters of which this rank has a shard."""
-        ranks = {self.state_rank(one) for group in self.param_groups for one in group["params"]}
-        return sorted(ranks - {None})
+        ranks = (self.state_rank(one) for group in self.param_groups for one in group["params"])
+        return sorted({rank for rank in ranks if rank is not None})
 
     def read_parameters(self) -> None:
         """Let optimizers that have whole copies of parameters take over the values of the shards."""
