@@ -249,15 +249,19 @@ def test_groups_of_single_stages_and_several_optimizers_move(thread_ranks: RankP
 
 
 def with_muon(plans: list[Plan]) -> dict[str, Tensor] | None:
-    """The parameters after two steps of Muon under each plan."""
-    make = partial(plait.Muon, lr=0.02, dtype=torch.float64, others={"lr": 1e-2})
+    """The parameters after two steps of Muon, in two groups, under each plan."""
+    steps = ((3.4445, -4.775, 2.0315),) * 5
+    make = partial(plait.Muon, lr=0.02, dtype=torch.float64, others={"lr": 1e-2}, ns_coefficients=steps)
     engine: Any = None
     optimizer: Any = None
     for number, plan in enumerate(plans):
         mesh = mesh_of(plan)
         if number == 0 and mesh.has_this_rank:
             engine = plait.parallelize(language_model(), plan, mesh, loss=plait.cross_entropy)
-            optimizer = make(engine)
+            first, *rest = engine.named_parameters()
+            optimizer = make(
+                engine, [{"params": [first[1]]}, {"params": [one for _, one in rest], "lr": 0.01}]
+            )
         elif engine is not None:
             engine, optimizer = plait.reshard(engine, optimizer, plan, mesh)
         elif number:

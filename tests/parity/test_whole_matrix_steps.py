@@ -45,6 +45,13 @@ class Coupled(torch.optim.Optimizer):
             one.sub_(one.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
+def after_a_new_group(engine: Engine) -> None:
+    first, *rest = engine.parameters()
+    optimizer = plait.Muon(engine, [first])
+    optimizer.add_param_group({"params": rest})
+    optimizer.step()
+
+
 def refusals() -> list[str]:
     engine = weave(CASE, FULL)
     first = next(iter(engine.parameters()))
@@ -57,6 +64,13 @@ def refusals() -> list[str]:
         partial(plait.Muon, engine, ns_coefficients=[(1.0, 2.0, 3.0)], ns_steps=2),
         partial(plait.Muon, engine, adjust_lr_fn="none"),
         partial(plait.Muon, engine, others={"beta": 0.9}),
+        partial(plait.Muon, engine, others={"betas": 0.9}),
+        partial(plait.Muon, engine.parameters()),
+        partial(plait.Muon, engine, engine.named_parameters()),
+        partial(plait.Muon, engine, [{"lr": 0.1}]),
+        partial(plait.Muon, engine, dtype="float64"),
+        partial(plait.Owned, engine, torch.optim.SGD),
+        partial(after_a_new_group, engine),
         partial(plait.Muon, engine, [first] if engine.mesh.rank else None),
         lambda: plait.reshard(engine, owned_adafactor(engine), Plan(dp=2, precision="fp64"), engine.mesh),
     ]
@@ -79,6 +93,13 @@ def test_what_muon_and_owned_cannot_do_is_refused_in_a_sentence(thread_ranks: An
             "ns_coefficients is [(1.0, 2.0, 3.0)], and ns_steps 2: give one triple",
             "adjust_lr_fn is 'none': choose 'original' or 'match_rms_adamw'",
             "AdamW has no option beta: its options are lr, betas, eps, weight_decay",
+            "betas of others is 0.9: give two numbers",
+            "the engine of Muon is an object of generator: give what plait.parallelize returns",
+            "a parameter of Muon is an object of tuple: give engine.parameters(), or a list of groups",
+            "a parameter group has lr and no params",
+            "dtype is 'float64': choose torch.bfloat16",
+            "plait.Owned was given an object of Engine in place of an optimizer's class: give the class",
+            "Muon has got a parameter [",
             "Muon has blocks.0.attention.key.bias on some ranks and not on rank 1, which holds it too",
             "plait.reshard does not move Owned, whose parameters have owners under the old plan: save",
         ]

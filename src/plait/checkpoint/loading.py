@@ -258,10 +258,13 @@ def needed_boxes(
     coordinate, layouts = engine.mesh.coordinate, engine.shard_plan.layouts
     states = {} if optimizers is None else state_keys(manifest.tensors)
     wanted: list[tuple[str, Layout]] = []
-    for name, _ in engine.named_parameters():
+    for name, shard in engine.named_parameters():
         wanted.append((parameter_key(name), layouts[name]))
-        for key in states.get(name, ()):
+        owner = None if optimizers is None else optimizers.state_rank(shard)
+        for key in states.get(name, ()) if owner in (None, engine.mesh.rank) else ():
             full = state_key(name, key)
-            wanted.append((full, layout_of_state(key, manifest.tensors[full].shape, layouts[name])))
+            shape = manifest.tensors[full].shape
+            whole = Layout(shape, layouts[name].axis_degrees)
+            wanted.append((full, layout_of_state(key, shape, layouts[name]) if owner is None else whole))
     found = {key: [part.box for part in shard_boxes(layout, coordinate)] for key, layout in wanted}
     return found | {parameter_key(name): [full_box(one.shape)] for name, one in engine.named_buffers()}

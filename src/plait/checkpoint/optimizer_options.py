@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -97,7 +98,10 @@ def _like(value: Any, now: Any) -> Any:
     """Return the option `value`, read from JSON, converted to the type of its current value `now`."""
     if isinstance(now, Tensor):
         return now.fill_(value)
-    return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
+    if not isinstance(now, tuple) or not isinstance(value, list):
+        return value
+    pairs = zip_longest(value, now[: len(value)])
+    return tuple(_like(one, before) for one, before in pairs)
 
 
 def differences(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

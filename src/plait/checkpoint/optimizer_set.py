@@ -76,6 +76,11 @@ class OptimizerSet:
         owner = whole_states(self._owners.get(id(parameter)))
         return None if owner is None else owner.state_rank(parameter)
 
+    def state_ranks(self) -> list[int]:
+        """Return the ranks that alone have the state of parameters of which this rank has a shard."""
+        ranks = (self.state_rank(one) for group in self.param_groups for one in group["params"])
+        return sorted({rank for rank in ranks if rank is not None})
+
     def read_parameters(self) -> None:
         """Let optimizers that have whole copies of parameters take over the values of the shards."""
         for one in map(whole_states, self.members):

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait.engine.engine import Engine
-from plait.errors import PlanError
+from plait.errors import PlanError, listed
 from plait.plan.argument_checks import require_instance
 from plait.ranks.text_collectives import all_gather_text
 
@@ -29,18 +29,22 @@ class EngineParameters:
         """This rank's shards, by name."""
         self.names = {id(shard): name for name, shard in self.shards.items()}
         """The name of each shard, by its `id`."""
+        self._given = frozenset(self.shards)
+        """The names of those in the optimizer's groups, on any rank, once these are known."""
 
     def groups(self, given: GivenGroups | None) -> list[dict[str, Any]]:
         """Return `given` as groups of parameters that train; None: one group of all of them.
 
         Raises PlanError for a parameter that is not the engine's.
         """
+        remedy = "give engine.parameters(), or a list of groups of them"
         members: list[Any] = list(self.shards.values() if given is None else given)
         groups = [{"params": members}]
         if members and all(isinstance(one, Mapping) for one in members):
-            groups = [{**one, "params": list(one["params"])} for one in members]
+            groups = [{**one, "params": _parameters_of(one)} for one in members]
         for group in groups:
             for one in group["params"]:
+                require_instance(f"a parameter of {self._optimizer}", one, Tensor, remedy, PlanError)
                 if id(one) not in self.names:
                     raise PlanError(
                         f"{self._optimizer} was given a parameter {list(one.shape)} that the engine does not "
@@ -59,7 +63,7 @@ class EngineParameters:
         mine = [self.names[id(one)] for group in groups for one in group["params"]]
         texts = all_gather_text(json.dumps(mine), mesh.group("world"), mesh.device)
         names = [frozenset(json.loads(text)) for text in texts]
-        everyone = frozenset[str]().union(*names)
+        self._given = everyone = frozenset[str]().union(*names)
         for rank, own in enumerate(names):
             stage = mesh.coordinate_of(rank)["pp"]
             for name in sorted(everyone - own):
@@ -76,7 +80,7 @@ class EngineParameters:
         Raises PlanError where only some have one, and where the parameters are not those it was made with.
         """
         held = [one for group in groups for one in group["params"]]
-        unknown = [one for one in held if id(one) not in self.names]
+        unknown = [one for one in held if self.names.get(id(one)) not in self._given]
         if unknown:
             raise PlanError(
                 f"{self._optimizer} has got a parameter {list(unknown[0].shape)} after it was made: make "
@@ -89,3 +93,10 @@ class EngineParameters:
                 f"{self._optimizer} exchange all of its parameters: freeze it before parallelize."
             )
         return not without
+
+
+def _parameters_of(group: Mapping[str, Any]) -> list[Any]:
+    """Return the parameters of a group, which may be a single one, as in torch."""
+    if "params" not in group:
+        raise PlanError(f"a parameter group has {listed(sorted(group))} and no params: give them.")
+    return [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

@@ -22,10 +22,11 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from plait.engine.engine import Engine
+from plait.errors import PlanError
 from plait.optimizers.engine_parameters import EngineParameters, GivenGroups
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
 from plait.optimizers.matrix_parts import MatrixPart
-from plait.optimizers.muon_groups import ADAMW_OPTIONS, muon_options, option_groups
+from plait.optimizers.muon_groups import ADAMW_OPTIONS, adamw_options, muon_options, option_groups
 from plait.optimizers.newton_schulz import (
     EPSILON,
     QUINTIC,
@@ -36,7 +37,10 @@ from plait.optimizers.newton_schulz import (
 )
 from plait.optimizers.owned_parts import own_parts
 from plait.optimizers.part_owners import ParameterPart
+from plait.plan.argument_checks import require_flag
 
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+"""In which matrices can be orthogonalized."""
 MOST_ELEMENTS = 1 << 26
 """Of matrices that are orthogonalized together: an iteration has about three times as many in its results."""
 
@@ -85,8 +89,12 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        options, options_of_others = muon_options(given), {**ADAMW_OPTIONS, **(others or {})}
+        options, options_of_others = muon_options(given), {**ADAMW_OPTIONS, **adamw_options(others)}
+        if dtype not in DTYPES:
+            raise PlanError(f"dtype is {dtype!r}: choose torch.bfloat16, torch.float32 or torch.float64.")
         self._chosen = {"per_head": per_head, "routers": routers}
+        for name, value in self._chosen.items():
+            require_flag(name, value, PlanError)
         self._choose_matrices(engine)
         groups = option_groups(self._parameters.groups(params), options, options_of_others, self._is_matrix)
         shared = {name: options[name] for name in ("lr", "weight_decay", "eps")}
@@ -104,11 +112,11 @@ class Muon(Optimizer):
 
     def _choose_matrices(self, engine: Engine) -> None:
         """Choose the matrices of an engine's parameters."""
+        self._parameters = EngineParameters(engine, type(self).__name__)
         self.matrices: dict[str, ParameterMatrices] = parameter_matrices(
             engine.blueprint.sequence, engine.blueprint.rules, **self._chosen
         )
         """The matrices of each parameter that trains, or why AdamW updates it."""
-        self._parameters = EngineParameters(engine, type(self).__name__)
 
     def _own_matrices(self, engine: Engine) -> None:
         """Choose the rank that owns each part of the matrices, and allocate what it is exchanged by."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from torch import nn
 
 from plait.errors import PlanError, listed
 from plait.optimizers.newton_schulz import coefficients_of_steps, learning_rate_factor
-from plait.plan.argument_checks import require_number, require_whole
+from plait.plan.argument_checks import require_flag, require_instance, require_number, require_whole
 
 ADAMW_OPTIONS: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Those of `torch.optim.AdamW`."""
@@ -19,10 +20,25 @@ def muon_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group of matrices. Raises PlanError for values that Muon cannot use."""
     for name in ("lr", "weight_decay", "momentum", "eps"):
         require_number(name, options[name], PlanError)
+    require_flag("nesterov", options["nesterov"], PlanError)
     require_whole("ns_steps", options["ns_steps"], PlanError, least=1)
     coefficients_of_steps(options["ns_coefficients"], options["ns_steps"])
     learning_rate_factor(options["adjust_lr_fn"], 1, 1)
     return dict(options)
+
+
+def adamw_options(others: object) -> dict[str, Any]:
+    """Return the options in `others`, or none for None. Raises PlanError for values that AdamW cannot use."""
+    given = {} if others is None else others
+    require_instance("others", given, Mapping, "give a dictionary of AdamW's options", PlanError)
+    assert isinstance(given, Mapping)
+    for name in given.keys() & {"lr", "eps", "weight_decay"}:
+        require_number(f"{name} of others", given[name], PlanError)
+    betas = given.get("betas", (0.0, 0.0))
+    numbers = isinstance(betas, list | tuple) and all(isinstance(one, Real) for one in betas)
+    if not numbers or len(betas) != 2 or not all(0 <= one < 1 for one in betas):
+        raise PlanError(f"betas of others is {betas!r}: give two numbers of at least 0 and below 1.")
+    return dict(given)
 
 
 def option_groups(
@@ -42,7 +58,7 @@ def option_groups(
     for group in groups:
         own = {name: value for name, value in group.items() if name in options}
         more = {name: group[name] for name in group if name not in (*options, "params", "others")}
-        of_group = group.get("others", {})
+        of_group = adamw_options(group.get("others"))
         of_others = {**more, **others, **of_group}
         _require_known(of_others, (*ADAMW_OPTIONS, *more), "AdamW")
         members: list[nn.Parameter] = list(group["params"])

@@ -36,7 +36,7 @@ def coefficients_of_steps(coefficients: Triple | Sequence[Triple], steps: int) -
     A triple for each is what Polar Express has (Amsel et al. 2025, arXiv:2505.16932, section 4). Raises
     PlanError for another number of triples than `steps`.
     """
-    given: Sequence[object] = coefficients
+    given: Sequence[object] = coefficients if isinstance(coefficients, Sequence) else ()
     if len(given) == 3 and not any(isinstance(one, Sequence) for one in given):
         given = [given] * steps
     if len(given) != steps or not all(isinstance(one, Sequence) and len(one) == 3 for one in given):

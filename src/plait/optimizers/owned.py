@@ -49,6 +49,12 @@ class Owned(Optimizer):
         once. Memory: of the parameters that this rank owns a copy, a gradient and the state; buffers for what
         it sends and receives. Communication: the names of the parameters, and their values to the owners.
         """
+        if not isinstance(kind, type) or not issubclass(kind, Optimizer):
+            given = kind.__name__ if isinstance(kind, type) else f"an object of {type(kind).__name__}"
+            raise PlanError(
+                f"plait.Owned was given {given} in place of an optimizer's class: give the class, then the "
+                "engine, such as plait.Owned(torch.optim.Adafactor, engine, lr=0.01)."
+            )
         self._parameters = EngineParameters(engine, f"Owned({kind.__name__})")
         groups = self._parameters.groups(params)
         everyone, kinds = self._parameters.require_same(groups), engine.blueprint.kinds

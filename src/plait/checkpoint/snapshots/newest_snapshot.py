@@ -42,6 +42,8 @@ class RankPart:
     name: SnapshotName
     restarted_by: str
     """The identity of the process on this host that restarted the rank's run."""
+    state_ranks: tuple[int, ...]
+    """The ranks that alone had the optimizer state of parameters of this rank."""
     manifest: Manifest
 
     @property
@@ -67,7 +69,8 @@ def _read(path: Path, host: int) -> RankPart | None:
         manifest = read_manifest(path.parent, path.name)
         about = section(manifest.state, "snapshot")
         name = SnapshotName(about["step"], about["attempt"], about["ranks"])
-        part = RankPart(host, int(path.parent.name), about["rank"], name, about["restarted_by"], manifest)
+        by, state_ranks = about["restarted_by"], tuple(about["state_ranks"])
+        part = RankPart(host, int(path.parent.name), about["rank"], name, by, state_ranks, manifest)
     except (CheckpointError, KeyError, TypeError, ValueError):
         return None
     return part if path.name == manifest_name(part.rank) else None
@@ -80,6 +83,11 @@ def newest_first(parts: Iterable[tuple[int, SnapshotName]]) -> list[tuple[Snapsh
         ranks.setdefault(name, set()).add(rank)
     ordered = sorted(ranks, key=lambda name: name.step, reverse=True)
     return [(name, ranks[name] == set(range(name.ranks))) for name in ordered]
+
+
+def has_all_states(parts: Sequence[RankPart]) -> bool:
+    """Return whether the parts of all ranks are there that alone had optimizer state of parameters."""
+    return {rank for part in parts for rank in part.state_ranks} <= {part.rank for part in parts}
 
 
 def has_whole_tensors(manifest: Manifest, shard_plan: ShardPlan) -> bool:

@@ -28,6 +28,7 @@ from plait.checkpoint.snapshots.newest_snapshot import (
     RankPart,
     SnapshotName,
     found_parts,
+    has_all_states,
     has_whole_tensors,
     merged_manifest,
     newest_first,
@@ -36,7 +37,7 @@ from plait.checkpoint.snapshots.newest_snapshot import (
 )
 from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer, manifest_name
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
-from plait.errors import CheckpointError, terminal_text
+from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
 from plait.ranks.text_collectives import all_gather_text
@@ -140,10 +141,11 @@ class Snapshots:
         contents, error = None, ""
         try:
             optimizers = OptimizerSet.of(self._optimizer)
+            about |= {"state_ranks": [] if optimizers is None else optimizers.state_ranks()}
             own = {"snapshot": about, "state": dict(state or {})}
             contents = RankContents.of(self._engine, optimizers, self._ranks_here, own, self._last)
         except Exception as raised:  # any error: the other ranks wait
-            error = str(raised) if isinstance(raised, CheckpointError) else repr(raised)
+            error = str(raised) if isinstance(raised, PlaitError) else repr(raised)
         self._finish(error)
         assert contents is not None, "_finish has raised the error"
         self._last = contents
@@ -341,7 +343,8 @@ class Snapshots:
         texts = self._all_gather(text_of_parts(own) if self._leads else "")
         parts = [part for text in texts for part in parts_of_text(text)]
         everything = merged_manifest(parts, parts)
-        if not is_complete and not has_whole_tensors(everything, self._engine.shard_plan):
+        shard_plan = self._engine.shard_plan
+        if not is_complete and not (has_all_states(parts) and has_whole_tensors(everything, shard_plan)):
             return None
         needed = needed_boxes(self._engine, optimizers, everything)
         wanted = files_to_fetch(parts, needed, host)

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from plait.checkpoint.optimizer_options import set_options
 from plait.checkpoint.rank_contents import NOT_RESTORED, number_device
 from plait.engine.engine import Engine
-from plait.errors import PlanError
 
 OptimizerMaker = Callable[..., Optimizer]
 """Returns an optimizer of parameter groups, or of the engine where its class exchanges parameters."""
@@ -68,23 +67,24 @@ def regroup(optimizer: Optimizer, saved: Mapping[str, Any], numbers: Sequence[in
 def made_optimizer(
     make: OptimizerMaker, engine: Engine, saved: Mapping[str, Any], members: Members
 ) -> Optimizer:
-    """Return an optimizer of the groups `saved`, as `make` makes it, with their options.
-
-    Raises PlanError where it makes another number of groups of an engine's parameters.
-    """
+    """Return an optimizer of the groups `saved`, as `make` makes it, with their options."""
     if class_made(make) is None:
         optimizer = make([{"params": list(each)} for each in members])
     else:
         optimizer = make(engine)
-        if len(optimizer.param_groups) != len(members):
-            raise PlanError(
-                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups on a rank "
-                f"that joins and {len(members)} on the others: make it of one group, or load a checkpoint."
-            )
-        regroup(optimizer, saved, range(len(members)), members)
+        made = optimizer.param_groups[:]
+        optimizer.state.clear()
+        optimizer.param_groups.clear()
+        for options, each in zip(saved["groups"], members, strict=True):
+            optimizer.param_groups.append({**_most_alike(made, options), "params": list(each)})
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         _restore(group, options)
     return optimizer
+
+
+def _most_alike(groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group with the most names of `options`, whose values have the types that they need."""
+    return max(groups, key=lambda group: len(group.keys() & options.keys()))
 
 
 def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:

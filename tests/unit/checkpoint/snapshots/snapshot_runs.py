@@ -24,12 +24,14 @@ class Ended(NamedTuple):
 
 
 def make_run(
-    plan: plait.Plan, folder: Path, every: int = 1, **options: Any
+    plan: plait.Plan, folder: Path, every: int = 1, owned: bool = False, **options: Any
 ) -> tuple[Any, Any, plait.Snapshots]:
     mesh = plait.Mesh(plan)
     model = plait.models.gpt2(layers=2, hidden=16, heads=2, vocab=32, context=CONTEXT).double()
     engine = plait.parallelize(model, plan, mesh, loss=plait.cross_entropy)
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    if owned:
+        optimizer = plait.Owned(torch.optim.AdamW, engine, lr=1e-2)
     options = {"name": "run", "folder": folder} | options
     return engine, optimizer, plait.Snapshots(engine, optimizer, every=every, **options)
 
