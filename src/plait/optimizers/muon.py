@@ -169,7 +169,7 @@ class Muon(Optimizer):
         return loss
 
     def _momentum(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-        """Return what is orthogonalized of this rank's shard: the momentum, with this step's gradient."""
+        """Return the momentum of this rank's shard, with this step's gradient: it is orthogonalized."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if "momentum_buffer" not in state:

@@ -106,7 +106,7 @@ def text_of_parts(parts: Sequence[RankPart]) -> str:
 
 
 def parts_of_text(text: str) -> list[RankPart]:
-    """Return the parts in a text of `text_of_parts`; none of an empty text."""
+    """Return the parts of ranks that a text of `text_of_parts` describes; [] for an empty text."""
     return adapter_of(list[RankPart]).validate_json(text) if text else []
 
 

@@ -95,7 +95,7 @@ class ArrivingValues:
         return buffer
 
     def skip(self, name: str) -> None:
-        """Send a buffer that other ranks need, where this rank is to."""
+        """Send this rank's copy of a buffer to the ranks that need it from here."""
         if self.places[name].is_buffer:
             self._receive_buffer(name, None)
 

@@ -110,9 +110,9 @@ class Moves:
 def plan_moves(
     before: PlacedBlueprint, after: PlacedBlueprint, reports: Sequence[RankReport], buffers: Iterable[str]
 ) -> Moves:
-    """Return what moves, given the report of each rank of the world; `buffers`: the model's, by first name.
+    """Return which boxes of each tensor move between which ranks, given every rank's report.
 
-    Raises LayoutError for a tensor of which no rank has told that it holds some part.
+    `buffers`: the model's, by first name. Raises LayoutError for a tensor of which no rank has told that it holds some part.
     """
     router = BoxRouter()
     holders: dict[str, set[int]] = {}

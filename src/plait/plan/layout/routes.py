@@ -90,7 +90,7 @@ def _cells(held: RankBoxes) -> Iterator[tuple[Box, tuple[int, ...]]]:
 
 
 def _divided_cells(held: RankBoxes) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yield the same of boxes that overlap without being equal, which are divided."""
+    """Yield boxes that do not overlap, with the ranks that have each, of boxes that do: these are divided."""
     cells: dict[Box, tuple[int, ...]] = {}
     for rank, boxes in sorted(held.items()):
         for box in boxes:
