@@ -112,7 +112,8 @@ def plan_moves(
 ) -> Moves:
     """Return which boxes of each tensor move between which ranks, given every rank's report.
 
-    `buffers`: the model's, by first name. Raises LayoutError for a tensor of which no rank has told that it holds some part.
+    `buffers`: the model's, by first name. Raises
+    LayoutError for a tensor of which no rank has told that it holds some part.
     """
     router = BoxRouter()
     holders: dict[str, set[int]] = {}
