@@ -39,11 +39,11 @@ def of_torch(engine: plait.engine.engine.Engine, matrices: set[str]) -> list[tor
 
 def seconds(optimizers: list[torch.optim.Optimizer], group: Group) -> float:
     """Return the seconds of a step, from when both ranks are ready to when both are done."""
-    barrier(group)
+    barrier(group).wait()
     begun = time.perf_counter()
     for one in optimizers:
         one.step()
-    barrier(group)
+    barrier(group).wait()
     return time.perf_counter() - begun
 
 

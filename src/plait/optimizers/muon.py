@@ -38,6 +38,7 @@ from plait.optimizers.newton_schulz import (
 from plait.optimizers.owned_parts import own_parts
 from plait.optimizers.part_owners import ParameterPart
 from plait.plan.argument_checks import require_flag
+from plait.ranks.device import is_accelerator
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """In which matrices can be orthogonalized."""
@@ -234,6 +235,7 @@ class Muon(Optimizer):
                 [state["exp_avg_sq"] for state in states],
                 [],
                 [state["step"] for state in states],
+                fused=None if any(is_accelerator(one.device) for one in parameters) else True,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

@@ -60,13 +60,15 @@ def orthogonalized(
     `torch.optim.Muon`'s. `coefficients`: see `coefficients_of_steps`.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(dtype).reshape(-1, *matrices.shape[-2:])
+    shape = matrices.shape[-2:]
+    x = matrices.to(dtype).reshape(shape if matrices.numel() == shape.numel() else (-1, *shape))
+    multiply = torch.addmm if x.dim() == 2 else torch.baddbmm  # 1.8 times as slow in bf16 on a CPU
     if tall:
         x = x.mT
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for a, b, c in coefficients_of_steps(coefficients, steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(matrices.shape)
 
 
