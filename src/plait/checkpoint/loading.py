@@ -38,7 +38,6 @@ from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import (
     Checkpointable,
     empty_state,
-    empty_whole_state,
     layout_of_state,
     parameter_key,
     require_engine,
@@ -196,7 +195,7 @@ def raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
 
 
 def _do_in_rounds(sizes: Iterator[int], mesh: Mesh, remark: str = "") -> None:
-    """Exhaust `sizes`, which yields bytes after it has read them; synchronise the ranks regularly.
+    """Run the generator `sizes`, which reads and yields bytes read; synchronise the ranks between its reads.
 
     No rank waits for the others longer than one round, even where they have much more to read. `remark`: for
     errors, which all ranks raise.
@@ -238,8 +237,10 @@ def _read(
                 entry, group = manifest.tensors[full_key], group_of[id(shard)]
                 same_dtype = entry.dtype == manifest.tensors[parameter_key(name)].dtype
                 kind = key, entry.shape, entry.torch_dtype
-                make = empty_state if owner is None else empty_whole_state
-                empty, state_layout = make(*kind, shard, layout, group, same_dtype=same_dtype)
+                whole = owner is not None
+                empty, state_layout = empty_state(
+                    *kind, shard, layout, group, same_dtype=same_dtype, whole=whole
+                )
                 boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
                 state[key] = empty

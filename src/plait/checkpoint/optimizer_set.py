@@ -16,7 +16,7 @@ from plait.plan.argument_checks import require_instance
 
 
 class WholeStates(Protocol):
-    """An optimizer of which one rank has all state of a parameter, and the others none."""
+    """An optimizer that keeps the whole state of a sharded parameter on a single rank."""
 
     class_name: str
     """The class of which it makes an optimizer on each rank."""

@@ -155,36 +155,21 @@ def empty_state(
     group: Mapping[str, Any],
     *,
     same_dtype: bool,
+    whole: bool = False,
 ) -> tuple[Tensor, Layout]:
-    """Return a tensor for this rank's state `key` of a global `shape`, and its layout.
+    """Return an empty tensor for this rank's optimizer state `key` of a global `shape`, and its layout.
 
-    `same_dtype`: whether it had its parameter's dtype where it was `dtype`.
+    `same_dtype`: whether it had its parameter's dtype where it was `dtype`. `whole`: whether this rank has
+    all of it, however its parameter is sharded.
     """
-    found = layout_of_state(key, shape, layout)
-    if found is not layout and not found.shape:
+    found = Layout(shape, layout.axis_degrees) if whole else layout_of_state(key, shape, layout)
+    if _is_number(key, shape, layout.shape):
         return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), found
     dtype = shard.dtype if same_dtype else dtype
     if found is layout:
         return torch.empty_like(shard, dtype=dtype, requires_grad=False), found
-    assert tuple(shard.shape) == layout.shape, "see require_states_shardable"
+    assert whole or tuple(shard.shape) == layout.shape, "see require_states_shardable"
     return torch.empty(found.shape, dtype=dtype, device=shard.device), found
-
-
-def empty_whole_state(
-    key: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    shard: nn.Parameter,
-    layout: Layout,
-    group: Mapping[str, Any],
-    *,
-    same_dtype: bool,
-) -> tuple[Tensor, Layout]:
-    """Return a tensor for state that this rank has whole, and its layout; arguments as of `empty_state`."""
-    whole = Layout(shape, layout.axis_degrees)
-    if _is_number(key, shape, layout.shape):
-        return torch.empty((), dtype=dtype, device=number_device(key, group, shard)), whole
-    return torch.empty(shape, dtype=shard.dtype if same_dtype else dtype, device=shard.device), whole
 
 
 def _plain(value: Any, what: str) -> Any:

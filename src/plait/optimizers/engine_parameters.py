@@ -75,7 +75,7 @@ class EngineParameters:
         return everyone
 
     def have_gradients(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the parameters of an optimizer's `groups` have gradients: all of them, or none.
+        """Return whether all parameters in `groups` have gradients; False if none has.
 
         Raises PlanError where only some have one, and where the parameters are not those it was made with.
         """

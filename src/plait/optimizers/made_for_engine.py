@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch.optim.optimizer import Optimizer
 
 from plait.engine.engine import Engine
+from plait.proof.optimizer_proof import communicating_class
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 """An optimizer's class, or a function of parameter groups that returns one; `plait.Muon` and `plait.Owned`,
@@ -22,8 +23,7 @@ def class_of(make: MakeOptimizer) -> object:
 
 def takes_engine(make: MakeOptimizer) -> bool:
     """Return whether `make` makes an optimizer that exchanges parameters between the ranks of an engine."""
-    kind = class_of(make)
-    return isinstance(kind, type) and vars(kind).get("communicates") is True
+    return communicating_class(make) is not None
 
 
 def optimizer_for(engine: Engine, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:

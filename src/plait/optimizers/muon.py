@@ -47,7 +47,7 @@ MOST_ELEMENTS = 1 << 26
 
 
 class Muon(Optimizer):
-    """Muon for the hidden matrices of an engine under any plan, AdamW for its other parameters."""
+    """Updates an engine's hidden matrices by Muon, and its other parameters by AdamW, under any plan."""
 
     communicates = True
 
@@ -180,7 +180,7 @@ class Muon(Optimizer):
         return gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
 
     def _orthogonalize(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the matrices that this rank owns by orthogonal ones, in batches of a parameter's."""
+        """Replace the momentum of each matrix that this rank owns by its orthogonalized form."""
         group_of = {self._parameters.names[id(one)]: group for group in groups for one in group["params"]}
         for parameter, numbers in self._owned_numbers().items():
             group = group_of[parameter]
@@ -203,14 +203,14 @@ class Muon(Optimizer):
                     self.owned.wholes[number].copy_(joined)
 
     def _owned_numbers(self) -> dict[str, list[int]]:
-        """Return the numbers of the parts that this rank owns, by parameter."""
+        """Return by parameter name the places in `matrix_parts` of matrices that this rank orthogonalizes."""
         numbers: dict[str, list[int]] = {}
         for number in self.owned.wholes:
             numbers.setdefault(self.owned.parts[number].parameter, []).append(number)
         return numbers
 
     def _update_matrices(self, group: Mapping[str, Any]) -> None:
-        """Decay this rank's shards of matrices, and subtract the orthogonal updates."""
+        """Decay this rank's shards of a group's matrices, and subtract the orthogonalized updates."""
         rate = float(group["lr"])
         for parameter in group["params"]:
             parameter.mul_(1 - rate * group["weight_decay"])

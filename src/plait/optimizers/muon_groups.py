@@ -28,7 +28,7 @@ def muon_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adamw_options(others: object) -> dict[str, Any]:
-    """Return the options in `others`, or none for None. Raises PlanError for values that AdamW cannot use."""
+    """Return AdamW's options as given in `others`; {} for None. Raises PlanError for unusable values."""
     given = {} if others is None else others
     require_instance("others", given, Mapping, "give a dictionary of AdamW's options", PlanError)
     assert isinstance(given, Mapping)

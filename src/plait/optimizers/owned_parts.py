@@ -42,7 +42,7 @@ class OwnedParts:
         self._exchange_of[parameter].put(parameter, shard)
 
     def gather(self) -> None:
-        """Send what was `put` to the owners: one all-to-all for each dtype."""
+        """Send shards copied by `put` to the owners; completes `wholes`. One all-to-all for each dtype."""
         for one in self.exchanges:
             one.gather()
 

@@ -10,7 +10,7 @@ copies too. All parts have one dtype, and the buffers are allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -21,6 +21,7 @@ from plait.optimizers.part_owners import OwnedPart, boxes_within
 from plait.plan.layout.layout import Box
 from plait.plan.layout.routes import BoxRouter, BoxTransfer, RankBoxes
 from plait.plan.layout.shards import ShardBox, intersection, slices_within
+from plait.ranks.box_exchange import by_other_rank, most_sent, packed_boxes
 from plait.ranks.collectives import all_to_all_uneven
 from plait.ranks.group import Group
 
@@ -53,11 +54,9 @@ class PackedBoxes:
     @staticmethod
     def of(by_rank: Sequence[Sequence[BoxTransfer]], buffer: Tensor) -> PackedBoxes:
         """Pack the boxes of `by_rank`, those for or from each rank of the group, into `buffer`."""
-        transfers = [one for each in by_rank for one in each]
-        bounds = pairwise(accumulate((one.box.numel for one in transfers), initial=0))
-        pairs = zip(transfers, bounds, strict=True)
-        views = [buffer[start:stop].view(one.box.sizes) for one, (start, stop) in pairs]
-        return PackedBoxes(transfers, views, [_elements(each) for each in by_rank])
+        pairs = [*packed_boxes(by_rank, buffer)]
+        sizes = [_elements(each) for each in by_rank]
+        return PackedBoxes([one for one, _ in pairs], [view for _, view in pairs], sizes)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class AllToAll:
 
 
 class PartExchange:
-    """The buffers and transfers by which ranks exchange parts of parameters with the parts' owners."""
+    """Gathers parts of sharded parameters on the ranks that own them, and sends results back."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class PartExchange:
             piece.exchanged.copy_(piece.of(shard))
 
     def gather(self) -> None:
-        """Send what was `put` to the owners, so that `wholes` has all values of this rank's parts.
+        """Send shards copied by `put` to the owners; then `wholes` holds each part that this rank owns.
 
         Communication: one all-to-all over the group, of each element that its owner does not hold.
         """
@@ -177,8 +176,7 @@ def _all_to_alls(
 ) -> list[AllToAll]:
     """Return an all-to-all for the transfers of each direction, which use the same buffers in turn."""
     moved = [[one for one in transfers if not one.is_local] for transfers in directions]
-    sent = [_by_rank(each, group, lambda one: (one.sender, one.receiver)) for each in moved]
-    received = [_by_rank(each, group, lambda one: (one.receiver, one.sender)) for each in moved]
+    sent, received = zip(*(by_other_rank(each, group) for each in moved), strict=True)
     outgoing, incoming = (
         torch.empty(max(sum(map(_elements, one)) for one in each), dtype=dtype, device=device)
         for each in (sent, received)
@@ -187,32 +185,12 @@ def _all_to_alls(
         AllToAll(
             PackedBoxes.of(sends, outgoing),
             PackedBoxes.of(receives, incoming),
-            _most_sent(transfers),
+            most_sent(transfers),
             outgoing,
             incoming,
         )
         for transfers, sends, receives in zip(moved, sent, received, strict=True)
     ]
-
-
-def _by_rank(
-    transfers: Iterable[BoxTransfer], group: Group, ends: Callable[[BoxTransfer], tuple[int, int]]
-) -> list[list[BoxTransfer]]:
-    """Return this rank's transfers with each rank of the group; `ends`: this rank's end, and the other."""
-    found: dict[int, list[BoxTransfer]] = {rank: [] for rank in group.ranks}
-    for one in transfers:
-        own, other = ends(one)
-        if own == group.rank:
-            found[other].append(one)
-    return list(found.values())
-
-
-def _most_sent(transfers: Iterable[BoxTransfer]) -> int:
-    """Return the number of elements that the rank sends which sends most."""
-    sent: dict[int, int] = {}
-    for one in transfers:
-        sent[one.sender] = sent.get(one.sender, 0) + one.box.numel
-    return max(sent.values(), default=0)
 
 
 def _elements(transfers: Iterable[BoxTransfer]) -> int:

@@ -72,7 +72,7 @@ def boxes_within(box: Box, held: RankBoxes) -> RankBoxes:
 
 
 def assign_owners(parts: Sequence[ParameterPart], held: Mapping[str, RankBoxes]) -> tuple[OwnedPart, ...]:
-    """Return `parts` with owners: each goes to the least loaded rank that holds a shard of its parameter.
+    """Return `parts` with owners: of ranks that hold a shard of the parameter, the one with the least cost.
 
     Of equally loaded ranks to the one that holds most of the part. `held`: who holds what of a parameter.
     """

@@ -255,6 +255,12 @@ class Partitioning:
         return Partitioning(plan.pp, plan.tp > 1 or any(shards_of(kind, plan) > 1 for kind in kinds))
 
 
+def communicating_class(make: object) -> type[Any] | None:
+    """Return the class that `make` is, or is a `partial` of, if its steps exchange values between ranks."""
+    kind = make.func if isinstance(make, partial) else make
+    return kind if isinstance(kind, type) and vars(kind).get("communicates") is True else None
+
+
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:
     """Raise PlanError if `optimizer`'s updates depend on parameters or elements that other ranks hold.
 
@@ -263,7 +269,7 @@ def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> Non
     none of torch's, is tested, see `probe`.
     """
     kind = type(optimizer)
-    if vars(kind).get("communicates") is True or (not partitioning.sharded and partitioning.pp == 1):
+    if communicating_class(kind) is not None or (not partitioning.sharded and partitioning.pp == 1):
         return
     if kind is torch.optim.SparseAdam:
         raise PlanError("SparseAdam takes sparse gradients, but plait's are dense: take torch.optim.AdamW.")

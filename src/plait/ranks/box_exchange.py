@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -84,25 +84,43 @@ def _exchange(
     device: torch.device,
 ) -> None:
     """Carry transfers between different ranks out by one all-to-all."""
-    sends = [[one for one in transfers if (one.sender, one.receiver) == (group.rank, r)] for r in group.ranks]
-    receives = [
-        [one for one in transfers if (one.sender, one.receiver) == (r, group.rank)] for r in group.ranks
-    ]
+    sends, receives = by_other_rank(transfers, group)
     sent, received = ([sum(one.box.numel for one in each) for each in side] for side in (sends, receives))
     outgoing = torch.empty(sum(sent), dtype=dtype, device=device)
-    for one, packed in _packed(sends, outgoing):
+    for one, packed in packed_boxes(sends, outgoing):
         packed.copy_(sources[one.tensor].view_of(one.box))
-    totals: dict[int, int] = {}
-    for one in transfers:
-        totals[one.sender] = totals.get(one.sender, 0) + one.box.numel
-    most = max(totals.values())
+    most = most_sent(transfers)
     started = all_to_all_uneven(outgoing, group, sent, received, most=most, checked=False)
     incoming = started.about("boxes of tensors in another layout").wait()
-    for one, packed in _packed(receives, incoming):
+    for one, packed in packed_boxes(receives, incoming):
         targets[one.tensor].view_of(one.box).copy_(packed)
 
 
-def _packed(by_rank: Sequence[Sequence[BoxTransfer]], flat: Tensor) -> Iterator[tuple[BoxTransfer, Tensor]]:
+def by_other_rank(
+    transfers: Iterable[BoxTransfer], group: Group
+) -> tuple[list[list[BoxTransfer]], list[list[BoxTransfer]]]:
+    """Return this rank's transfers to each rank of the group, and those from each, by rank."""
+    sends: dict[int, list[BoxTransfer]] = {rank: [] for rank in group.ranks}
+    receives: dict[int, list[BoxTransfer]] = {rank: [] for rank in group.ranks}
+    for one in transfers:
+        if one.sender == group.rank:
+            sends[one.receiver].append(one)
+        if one.receiver == group.rank:
+            receives[one.sender].append(one)
+    return [*sends.values()], [*receives.values()]
+
+
+def most_sent(transfers: Iterable[BoxTransfer]) -> int:
+    """Return how many elements the rank sends that sends most."""
+    sent: dict[int, int] = {}
+    for one in transfers:
+        sent[one.sender] = sent.get(one.sender, 0) + one.box.numel
+    return max(sent.values(), default=0)
+
+
+def packed_boxes(
+    by_rank: Sequence[Sequence[BoxTransfer]], flat: Tensor
+) -> Iterator[tuple[BoxTransfer, Tensor]]:
     """Yield each transfer with the view of `flat` that has its box: one after another, by rank."""
     start = 0
     for one in chain.from_iterable(by_rank):

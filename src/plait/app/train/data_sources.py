@@ -40,7 +40,7 @@ _AT_ONCE = 1 << 20
 
 
 def holds_records(source: str) -> bool:
-    """Return whether `data.source` names conversations or texts in JSON lines, tables or a data set.
+    """Return whether `data.source` has records (texts or conversations, in JSON lines, tables or a data set).
 
     Also beside text files, in a folder or glob. Raises DataError for rows that have none of the fields that
     are read, and where there are no such files.

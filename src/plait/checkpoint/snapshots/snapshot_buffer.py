@@ -33,7 +33,7 @@ Addresses = list[tuple[str, int, torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class RankContents:
-    """What a rank writes of one snapshot."""
+    """The tensors that one rank writes into a snapshot, and the manifest that describes them."""
 
     boxes: Sequence[LocalBox]
     layout: FileLayout
@@ -106,7 +106,7 @@ class SnapshotBuffer:
         """The bytes of all boxes that were copied into either half."""
 
     def reserve(self, half: int, size: int) -> None:
-        """Reserve `size` bytes for the half that is written next, and for the other one where it has none.
+        """Allocate `size` bytes of shared memory for the file that is written next, and for the other if new.
 
         Raises CheckpointError where there is no room for them.
         """
@@ -126,7 +126,7 @@ class SnapshotBuffer:
             raise self._folder.no_room(error, size) from None
 
     def copy(self, half: int, contents: RankContents) -> None:
-        """Start to copy into a half, which is no complete snapshot from now on.
+        """Start to copy tensors into one of the two files; the snapshot that it held is gone from now on.
 
         Raises CheckpointError, OSError.
         """
@@ -175,7 +175,7 @@ def manifest_name(rank: int) -> str:
 
 
 def _checksum(data: memoryview) -> str:
-    """Return the CRC-32 of bytes, read in chunks, between which other threads may run."""
+    """Return the CRC-32 of a tensor of bytes, computed in chunks so that other threads can run meanwhile."""
     crc = 0
     for start in range(0, len(data), CHUNK):
         crc = zlib.crc32(data[start : start + CHUNK], crc)

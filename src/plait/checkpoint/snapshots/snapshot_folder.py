@@ -67,11 +67,11 @@ class SnapshotFolder:
         return f"{_boot_id()} {found.st_dev} {found.st_ino}"
 
     def half(self, half: int) -> Path:
-        """Return the folder of a half of the double buffer."""
+        """Return the path of the subfolder with one of the two newest snapshots (`half` 0 or 1)."""
         return self.path / str(half)
 
     def mapped(self, half: int, name: str, size: int) -> Tensor:
-        """Return the memory of a file of `size` bytes, as uint8: as it was, if it was so large, else new.
+        """Return a memory-mapped file of `size` bytes as a uint8 tensor; one of that size keeps its contents.
 
         All of it is reserved. Raises OSError where there is no room.
         """
@@ -126,7 +126,7 @@ class SnapshotFolder:
         self.release()
 
     def release(self) -> None:
-        """Let another process take the folder."""
+        """Unlock the folder, so that another process can `take` it; its files stay."""
         if self._lock is not None:
             self._lock.close()
 

@@ -28,7 +28,7 @@ from plait.ranks.mesh import Mesh
 
 
 class LeavingValues:
-    """What this rank holds of the old run, until it has moved."""
+    """This rank's tensors of the old engine and optimizers, freed as they have been sent."""
 
     def __init__(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         """Take the engine's units; it runs no more steps, and its layers are freed."""

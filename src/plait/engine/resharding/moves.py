@@ -97,7 +97,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Moves:
-    """All that moves from the old run to the new one."""
+    """The transfers of all tensors from the old layout to the new one, in rounds, unit by unit."""
 
     units: Mapping[str, Sequence[Round]]
     """The rounds of each unit, by its name."""

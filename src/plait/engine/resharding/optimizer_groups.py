@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from plait.checkpoint.optimizer_options import set_options
 from plait.checkpoint.rank_contents import NOT_RESTORED, number_device
 from plait.engine.engine import Engine
+from plait.proof.optimizer_proof import communicating_class
 
 OptimizerMaker = Callable[..., Optimizer]
 """Returns an optimizer of parameter groups, or of the engine where its class exchanges parameters."""
@@ -26,15 +26,9 @@ class OptimizerOfEngine(Protocol):
         """Go on with the parameters of another engine, which the groups have already."""
 
 
-def class_made(make: object) -> type[Any] | None:
-    """Return the class that `make` is, or is a `partial` of, if its optimizers exchange parameters."""
-    kind = make.func if isinstance(make, partial) else make
-    return kind if isinstance(kind, type) and vars(kind).get("communicates") is True else None
-
-
 def go_on_with(optimizer: Optimizer, engine: Engine) -> None:
     """Let an optimizer that exchanges parameters do so between the ranks of another engine."""
-    if getattr(optimizer, "communicates", False):
+    if communicating_class(type(optimizer)) is not None:
         cast(OptimizerOfEngine, optimizer).use_engine(engine)
 
 
@@ -68,7 +62,7 @@ def made_optimizer(
     make: OptimizerMaker, engine: Engine, saved: Mapping[str, Any], members: Members
 ) -> Optimizer:
     """Return an optimizer of the groups `saved`, as `make` makes it, with their options."""
-    if class_made(make) is None:
+    if communicating_class(make) is None:
         optimizer = make([{"params": list(each)} for each in members])
     else:
         optimizer = make(engine)

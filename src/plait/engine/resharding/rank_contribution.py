@@ -14,20 +14,21 @@ from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet, whole_
 from plait.engine.blueprint import chosen_rules
 from plait.engine.engine import Engine
 from plait.engine.resharding.meta_model import meta_model
-from plait.engine.resharding.optimizer_groups import OptimizerMaker, class_made
+from plait.engine.resharding.optimizer_groups import OptimizerMaker
 from plait.engine.resharding.rank_report import RankReport
 from plait.errors import PlanError
 from plait.models.layers.layer_sequence import sequence_of, without_values
 from plait.models.layers.model_validation import refuse_compiled_loss, refuse_lost_settings
 from plait.plan.argument_checks import require_instance
 from plait.plan.rules import Rules
+from plait.proof.optimizer_proof import communicating_class
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
 
 @dataclass(frozen=True)
 class RankContribution:
-    """A rank of a reshard: the model, alike on all ranks, and what there is of a run."""
+    """What one rank gives to `reshard`: the model, and its engine and optimizers if it has some."""
 
     model: nn.Module
     """On the meta device."""
@@ -44,7 +45,7 @@ class RankContribution:
 
     @staticmethod
     def of_engine(engine: Engine, optimizer: GivenOptimizers) -> RankContribution:
-        """Return a rank of the old run. Raises PlaitError for state that cannot move."""
+        """Return the contribution of a rank with an engine. Raises PlaitError for state that cannot move."""
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
         _refuse_owners(optimizers)
@@ -64,7 +65,7 @@ class RankContribution:
     def joining(
         model: object, maker: Any, device: torch.device, loss: GivenLoss | None, rules: Rules | None
     ) -> RankContribution:
-        """Return a rank that joins with a model. Raises PlanError or ModelError for what does not fit."""
+        """Return what a rank without engine gives: its model. Raises PlanError or ModelError."""
         if not isinstance(model, nn.Module):
             raise PlanError(
                 f"plait.reshard was given a {type(model).__name__} in place of an engine: give the engine, "
@@ -82,7 +83,9 @@ class RankContribution:
             as_loss(loss),
             chosen_rules(model, rules),
             RankReport(
-                classes=[(class_made(make) or type(_tried(make, device))).__name__ for make in makers]
+                classes=[
+                    (communicating_class(make) or type(_tried(make, device))).__name__ for make in makers
+                ]
             ),
             makers=makers,
             is_list=isinstance(maker, list | tuple),

@@ -112,7 +112,7 @@ class _Change:
 
 
 def _agreed_change(own: RankContribution, reports: Sequence[RankReport], plan: Plan, mesh: Mesh) -> _Change:
-    """Return what will change. Raises PlanError on every rank where it cannot be done."""
+    """Return the new blueprint, moves and optimizers, agreed on by all ranks. Raises PlanError on all."""
     change: _Change | None = None
     with _raising_on_all_ranks(mesh):
         old = [(rank, one) for rank, one in enumerate(reports) if one.plan is not None]

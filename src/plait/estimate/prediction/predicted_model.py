@@ -72,7 +72,7 @@ class PredictedModel(ABC):
         """Return sizes and work of a micro-batch of `rows` sequences; `on_cpu`: layers run on CPUs."""
 
     def matrices(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageMatrices]:
-        """Return what Muon does on each rank of `pp`, of `cut` layers each stage; empty without Muon."""
+        """Return Muon's work on each rank of `pp`; `cut`: how many layers each stage has."""
         return ()
 
     @abstractmethod

@@ -106,7 +106,7 @@ class TracedModel(PredictedModel):
         return TracedSizes(self.layers, plan, rows, on_cpu, self.layers.mean_moments)
 
     def matrices(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageMatrices]:
-        """Return what Muon does on each rank of `pp`, of `cut` layers each stage; empty without Muon."""
+        """Return Muon's work on each rank of `pp`; `cut`: how many layers each stage has."""
         if self.layers.moments != "muon":
             return ()
         blueprint = build_blueprint(

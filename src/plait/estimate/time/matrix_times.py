@@ -16,7 +16,7 @@ ITERATIONS, ITEM = 5, 2
 
 
 class StageMatrices(NamedTuple):
-    """What Muon does on a stage: of each, the most that one of its ranks has."""
+    """Muon's multiplications and exchanged elements on a stage's most loaded rank."""
 
     shapes: Mapping[tuple[int, int], int]
     """How many matrices with these out and in features the rank orthogonalizes whose work is most."""

@@ -112,7 +112,7 @@ class PartialOutputs:
 
     @contextmanager
     def giving_parts(self) -> Iterator[None]:
-        """Context in which each linear's output is a view of a larger tensor; records saved tensors."""
+        """Context that imitates joined linears: outputs are views of a larger tensor."""
         handles = [
             self._layer.get_submodule(name).register_forward_hook(partial(self._give_part, name))
             for each in self._readers

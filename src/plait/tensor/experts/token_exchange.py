@@ -130,7 +130,7 @@ def _visits(chosen: Tensor, parts: Sequence[range]) -> Tensor:
 def _gathered_counts(
     visits: Tensor, chosen: Tensor, parts: Sequence[range], group: Group, etp: int
 ) -> RowCounts:
-    """Return the counts of all ranks' tokens; for the `parts` of all experts and `chosen`, see `_visits`."""
+    """Return how many tokens each rank sends to each other rank, gathered from all ranks of the group."""
     ep, part, experts = len(parts), group.index // etp, parts[-1].stop
     of_experts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
     of_experts.scatter_add_(0, chosen.flatten(), of_experts.new_ones(()).expand(chosen.numel()))
@@ -166,7 +166,7 @@ def _uniform_counts(indices: Tensor, experts: int, group: Group, etp: int) -> Ro
 
 
 def _counts_of_one(indices: Tensor, experts: int, group: Group, etp: int) -> RowCounts:
-    """Return the counts for the worst case, in which all tokens choose this rank's experts.
+    """Return how many tokens each rank sends in the worst case: all tokens choose this rank's experts.
 
     Where these are fewer than k, a token has others of the parts that follow, of the first ones at last.
     """

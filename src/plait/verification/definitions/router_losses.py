@@ -53,7 +53,7 @@ def load_of_documents(choices: Tensor, documents: Tensor) -> Tensor:
 
 
 def summed_balance_loss(probabilities: Tensor, load: Tensor, is_counted: Tensor) -> Tensor:
-    """Return `Σ_t E Σ_e f[t, e] · p[t, e]` over counted tokens, 0-d: T times the balance loss.
+    """Return T times Switch's load-balancing loss, 0-d: `Σ_t E Σ_e f[t, e] · p[t, e]` over counted tokens.
 
     `probabilities`, `load`: `[T, E]`; `is_counted [T]`: bool, False for padding.
     """
