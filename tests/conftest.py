@@ -23,7 +23,7 @@ RANKS = {"rank_pool", "thread_ranks"}
 MOST_CASES = 2
 """Cases of a test that starts ranks which the quick run has; `quick_cases` sets another number."""
 MOST_YOUNG = 3
-"""Collections of 50,000 new objects after which those that are left are taken for imports and what is kept."""
+"""Collections of 50,000 new objects after which those that are left are taken for what stays."""
 STARTED, MOST_SECONDS = monotonic(), 170
 """When this worker began, and for how long tests of a twentieth are begun."""
 
