@@ -59,7 +59,7 @@ SLOW = {
 SLOW_COMMANDS = ("--calibrate", "--html", "--model.layers 24", "schedule auto")
 """What stands in commands that take many seconds, or search for what the command of another page does."""
 ON_PROCESSES = ("dtensor", "failures", "launching", "traces")
-"""Pages whose ranks are processes in the quick run, too: those of others are threads there, in half the time."""
+"""Pages whose ranks are processes in the quick run, too; elsewhere they are threads there: half the time."""
 
 
 @dataclass(frozen=True)
