@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.checkpoint.optimizer_set import whole_states
-from plait.engine.corruption.recorded_sums import NamedTensor
+from plait.engine.corruption.recorded_sums import STATE, NamedTensor
 from plait.engine.runner import Runtime
 from plait.plan.rules import join
 
@@ -39,7 +39,7 @@ class HeldTensors:
             yield NamedTensor(name, "value", parameter, id(parameter) in self._moving)
             if wholes is not None and parameter in wholes.whole_parameters:
                 yield NamedTensor(name, "owner's copy", wholes.whole_parameters[parameter])
-            for key, tensor in _tensors_in("optimizer state", optimizer.state.get(parameter, {})):
+            for key, tensor in _tensors_in(STATE, optimizer.state.get(parameter, {})):
                 yield NamedTensor(name, key, tensor)
 
     def of_no_optimizer(self) -> Iterator[NamedTensor]:

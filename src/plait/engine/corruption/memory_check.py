@@ -39,7 +39,8 @@ class MemoryCheck:
     def __init__(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
         self._runtime, self._optimizers = runtime, optimizers
         self._held = HeldTensors(runtime, optimizers)
-        self._replicas = ReplicaSums(runtime.blueprint.layouts, runtime.blueprint.owners, runtime.mesh)
+        own = any(whole_states(one) is not None for one in optimizers)
+        self._replicas = ReplicaSums(runtime.blueprint, runtime.mesh, with_state=not own)
         self._of_optimizers = {optimizer: RecordedSums() for optimizer in optimizers}
         self._others, self._gradients = RecordedSums(), RecordedSums()
         self._recorded = dict.fromkeys(optimizers, 0)
@@ -90,16 +91,16 @@ class MemoryCheck:
     def begin_pass(self) -> None:
         """Start to compare this rank's sums with those of the ranks that hold the same."""
         if self._replicas.are_needed:
-            alike = [one for one in self._optimizers if whole_states(one) is None]
-            entries = [entry for one in alike for entry in self._of_optimizers[one].entries]
-            entries += [entry for entry in self._others.entries if entry.named.what == "value"]
-            self._of_replicas = self._steps, self._replicas.compare([*entries, *self._gradients.entries])
+            recorded = [*self._of_optimizers.values(), self._others, self._gradients]
+            self._of_replicas = self._steps, self._replicas.compare(recorded)
 
     def end_pass(self) -> None:
         """Read the comparisons that began before this pass, and record the gradients that it left."""
         self.read()
         self._gradients.record(self._held.gradients())
-        self._others.record(self._held.of_no_optimizer(), only_written=True)
+        if any(self._others.are_written):  # as running means are, in a forward
+            self._start(self._steps, f"before the end of step {self._steps}", self._others)
+            self._others.record(self._held.of_no_optimizer())
 
     def _start(self, recorded: int, text: str, sums: RecordedSums) -> None:
         self._unread.append(_Comparison(recorded, text, sums.compare()))

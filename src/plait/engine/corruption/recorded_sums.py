@@ -7,15 +7,18 @@ program writes, leaves the count as it was: so a tensor of another sum and the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plait.engine.corruption.word_sums import WordSum
+from plait.engine.corruption.word_sums import WordSums
 from plait.ranks.device import read_later
 from plait.tensor.autograd.regather import version_of
+
+
+STATE = "optimizer state"
+"""How the names of tensors of optimizer state begin."""
 
 
 class NamedTensor(NamedTuple):
@@ -33,90 +36,104 @@ class NamedTensor(NamedTuple):
         return f"the {self.what} of {self.parameter}"
 
 
-@dataclass
-class RecordedSum:
-    """The sum of a tensor's words when it was recorded."""
-
-    named: NamedTensor
-    words: WordSum | None
-    """None for a tensor that moves, whose memory is not to be kept."""
-    version: int
-    sum: Tensor
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the program has written to the tensor since, or has replaced its memory."""
-        tensor = self.named.tensor
-        return version_of(tensor) != self.version or not (self.words is None or self.words.is_of(tensor))
-
-    def compute(self) -> Tensor:
-        """Return the sum of the tensor as it is now."""
-        return (self.words or WordSum(self.named.tensor)).compute()
-
-
-def recorded_sum(named: NamedTensor, before: RecordedSum | None = None) -> RecordedSum:
-    """Return the sum of a tensor as it is now; `before`: an earlier one under its name."""
-    words = None if before is None else before.words
-    if words is None or not words.is_of(named.tensor):
-        words = WordSum(named.tensor)
-    return RecordedSum(named, None if named.moves else words, version_of(named.tensor), words.compute())
-
-
 class ChangedTensor(NamedTuple):
     """A tensor whose bits have changed, though the program did not write to it."""
 
     named: NamedTensor
     is_one_bit: bool
-    """Whether the sum differs as if one bit had flipped."""
+    """Whether its sum differs as if one bit had flipped."""
+
+
+class RecordedNumbers(NamedTuple):
+    """The numbers of the tensors on one device."""
+
+    places: Sequence[int]
+    """Of these tensors among all that are recorded."""
+    words: WordSums | None
+    """None where tensors move, whose memory is not to be kept."""
+    numbers: Tensor
+    """int64, as `WordSums.compute` returns them."""
+    owners: Sequence[int]
+    """For each number, the place of its tensor among all that are recorded."""
 
 
 class RecordedSums:
     """The sums of some tensors of one rank, to be compared with those of the same tensors later."""
 
     def __init__(self) -> None:
-        self.entries: Sequence[RecordedSum] = ()
+        self.tensors: Sequence[NamedTensor] = ()
+        self.parts: Sequence[RecordedNumbers] = ()
+        """One for each device."""
+        self._addresses: Sequence[int] = ()
+        self._versions: Sequence[int] = ()
 
-    def record(self, tensors: Iterable[NamedTensor], *, only_written: bool = False) -> None:
-        """Compute the sums of `tensors`, which take the place of those that were recorded before.
-
-        With `only_written` the sum of a tensor stays to which the program has not written since.
-        """
-        known = {(one.named.parameter, one.named.what): one for one in self.entries}
-        self.entries = [
-            before
-            if only_written
-            and before is not None
-            and before.named.tensor is named.tensor
-            and not before.is_written
-            else recorded_sum(named, before)
-            for named in tensors
-            if named.tensor.numel()
-            for before in [known.get((named.parameter, named.what))]
-        ]
+    def record(self, tensors: Iterable[NamedTensor]) -> None:
+        """Compute the sums of `tensors`, which take the place of those that were recorded before."""
+        given = [one for one in tensors if one.tensor.numel()]
+        addresses = [one.tensor.data_ptr() for one in given]
+        pairs = zip(given, self.tensors, strict=False)
+        stay = addresses == self._addresses and all(one.tensor is other.tensor for one, other in pairs)
+        self._addresses, self._versions = addresses, [version_of(one.tensor) for one in given]
+        self.tensors = given if not stay else self.tensors
+        parts = self.parts if stay else _parts_of(given)
+        self.parts = [part._replace(numbers=self._compute(part)) for part in parts]
+        if any(one.moves for one in given):
+            self.parts = [part._replace(words=None) for part in self.parts]
 
     def forget(self) -> None:
         """Record no tensors."""
-        self.entries = ()
+        self.tensors, self.parts, self._addresses, self._versions = (), (), (), ()
+
+    @property
+    def are_written(self) -> list[bool]:
+        """Of each tensor whether the program has written to it since, or has replaced its memory."""
+        return [
+            version_of(one.tensor) != version or (one.tensor.data_ptr() != address and not one.moves)
+            for one, version, address in zip(self.tensors, self._versions, self._addresses, strict=True)
+        ]
 
     def compare(self) -> Callable[[], list[ChangedTensor]]:
         """Compute the sums again; return a function that waits for them, and returns the changed tensors.
 
         Tensors that the program has written to are left out.
         """
-        alike: dict[torch.device, list[RecordedSum]] = {}
-        for one in self.entries:
-            if not one.is_written:
-                alike.setdefault(one.sum.device, []).append(one)
-        waiting = []
-        for entries in alike.values():
-            now = torch.stack([one.compute() for one in entries])
-            waiting.append((entries, read_later(now - torch.stack([one.sum for one in entries]))))
-        return lambda: [
-            ChangedTensor(entries[place].named, is_power_of_two(int(differences[place])))
-            for entries, read in waiting
-            for differences in [read()]
-            for place in differences.nonzero().flatten().tolist()
-        ]
+        written, tensors, waiting = self.are_written, self.tensors, []
+        for part in self.parts:
+            if not all(written[place] for place in part.places):
+                waiting.append((part.owners, read_later(self._compute(part) - part.numbers)))
+
+        def read() -> list[ChangedTensor]:
+            changed: dict[int, int] = {}
+            for owners, read_differences in waiting:
+                differences = read_differences()
+                for number in differences.nonzero().flatten().tolist():
+                    owner = owners[number]
+                    one_bit = owner not in changed and is_power_of_two(int(differences[number]))
+                    changed[owner] = one_bit
+            return [
+                ChangedTensor(tensors[place], bool(one_bit))
+                for place, one_bit in changed.items()
+                if not written[place]
+            ]
+
+        return read
+
+    def _compute(self, part: RecordedNumbers) -> Tensor:
+        words = part.words or WordSums([self.tensors[place].tensor for place in part.places])
+        return words.compute()
+
+
+def _parts_of(tensors: Sequence[NamedTensor]) -> list[RecordedNumbers]:
+    """Return for each device how the numbers of its tensors are computed, without the numbers."""
+    places: dict[torch.device, list[int]] = {}
+    for place, one in enumerate(tensors):
+        places.setdefault(one.tensor.device, []).append(place)
+    parts = []
+    for device, own in places.items():
+        words = WordSums([tensors[place].tensor for place in own])
+        owners = [own[number] for number in words.owners]
+        parts.append(RecordedNumbers(own, words, torch.empty(0, device=device), owners))
+    return parts
 
 
 def is_power_of_two(difference: int) -> bool:
