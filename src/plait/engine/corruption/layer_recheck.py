@@ -69,29 +69,32 @@ class LayerRecheck:
     def end_pass(self, gatherer: Gatherer) -> None:
         """Compute the drawn runs of the rank before this one. Raises CorruptionError where bits differ.
 
-        Communication: what each run has read and written, over `dp`.
+        Once all are done, so that no other rank waits. Communication: what each run has read and written,
+        over `dp`.
         """
+        found: list[CorruptionError] = []
         for number, stage in self._runtime.pipeline.stages.items():
             records, stage.records = stage.records, {}
             for (microbatch, first), record in records.items():
                 if record.last >= 0:  # else a layer before it ran together with it
-                    self._recheck(_Place(number, microbatch, first), record, gatherer)
+                    found += self._recheck(_Place(number, microbatch, first), record, gatherer)
+        if found:
+            raise found[0]
 
-    def _recheck(self, place: _Place, own: LayerRecord, gatherer: Gatherer) -> None:
-        """Exchange records of a run with the neighbours, and compute that of the rank before."""
+    def _recheck(self, place: _Place, own: LayerRecord, gatherer: Gatherer) -> list[CorruptionError]:
+        """Exchange records of a run, compute that of the rank before, and return what is found."""
         mesh, stage = self._mesh, self._runtime.pipeline.stages[place.stage]
         group = mesh.group("dp")
         before = (group.index - 1) % group.size
         told = all_gather_text(json.dumps(self._described(place, own)), group, mesh.device)
         if len({json.loads(text)["shapes"] for text in told}) > 1:
-            return  # micro-batches of unlike shapes
+            return []  # micro-batches of unlike shapes
         given = self._exchanged(own, before)
         units = self._units(stage, place.first, own.last)
         with _gathered(units, gatherer), self._as_on_the_rank_before(place, json.loads(told[before])):
             differing = self._run(place, stage, own, given)
         self.rechecked += 1
-        if differing:
-            raise self._difference(place, own, group.ranks[before], differing)
+        return [self._difference(place, own, group.ranks[before], differing)] if differing else []
 
     def _described(self, place: _Place, own: LayerRecord) -> dict[str, Any]:
         """Return what other ranks must know of a run beside its tensors, as JSON values."""
