@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from flipped_bits import SIZES, Optimizer, adamw, batch, engine_of, flip
 from torch import Tensor, nn
 
 import plait
-from flipped_bits import SIZES, Optimizer, adamw, batch, engine_of, flip
 from plait.engine import Engine
 from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.errors import CorruptionError
@@ -234,7 +234,8 @@ def told_of_replicas(plan: Plan) -> str:
 def test_an_update_that_one_rank_computes_wrongly_is_found_in_the_next_step(thread_ranks: Any) -> None:
     (told,) = set(thread_ranks.run(told_of_replicas, Plan(dp=2), ranks=2))
     assert told.startswith("2 1 after step 2 the value of blocks.0.attention.")
-    assert "rank 0 (dp 0) but " in told and "on rank 1 (dp 1); 1 of the " in told
+    assert "rank 0 (dp 0) but " in told
+    assert "on rank 1 (dp 1); 1 of the " in told
     assert "go on from a checkpoint or snapshot of step 1 or before" in told
 
 
@@ -265,7 +266,9 @@ def test_buffers_and_frozen_parameters_are_compared_too() -> None:
     checks = CorruptionChecks(engine, optimizer)
     for step in range(4):
         engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
-        told = {2: (frozen, "the value of 0.weight"), 3: (table, "the buffer in stage 0 of 1.table")}.get(step)
+        told = {2: (frozen, "the value of 0.weight"), 3: (table, "the buffer in stage 0 of 1.table")}.get(
+            step
+        )
         if told is None:
             engine.step(optimizer, 1.0)
         else:
@@ -284,7 +287,7 @@ def test_a_flip_between_two_calls_whose_gradients_add_up_is_found() -> None:
         gradient = next(engine.parameters()).grad
         assert gradient is not None
         flip(gradient, 9, 1)
-        with pytest.raises(CorruptionError, match="the gradient of .* before they were clipped or added to"):
+        with pytest.raises(CorruptionError, match=r"the gradient of .* before they were clipped or added to"):
             engine.forward_backward(*batch(engine, 1))
         flip(gradient, 9, 1)
 

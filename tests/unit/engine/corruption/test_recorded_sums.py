@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from flipped_bits import flip
 from torch import Tensor, nn
 
-from flipped_bits import flip
 from plait.engine.corruption.recorded_sums import NamedTensor, RecordedSums, is_power_of_two
 
 

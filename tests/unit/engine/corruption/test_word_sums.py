@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from flipped_bits import flipped
 from torch import Tensor
 
-from flipped_bits import flipped
 from plait.engine.corruption.word_sums import SMALL_BYTES, WordSums, flat_view
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.float16)
