@@ -18,6 +18,7 @@ from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.errors import CorruptionError
 from plait.plan.plan import Plan
 from plait.ranks.consistency_check import all_numbers
+from plait.schedules.lowering.program import ComputeLoss
 
 
 def muon(engine: Engine) -> Optimizer:
@@ -304,3 +305,37 @@ def test_comparing_now_finds_what_a_checkpoint_would_save() -> None:
     assert engine.watches == []
     flip(next(engine.parameters()), 9, 1)
     engine.compare_memory()
+
+
+def flip_what_is_gathered(plan: Plan) -> None:
+    """A bit of what layers read flips on rank 1, after its forward has begun."""
+    engine, optimizer = engine_of(plan)
+    unit = engine.runtime.units["blocks.0.mlp"]
+    (weight,) = [one for name, one in unit.parameters.items() if name.endswith("up.weight")]
+
+    def spoil(instruction: Any, runtime: Any) -> None:
+        if isinstance(instruction, ComputeLoss) and engine.mesh.rank == 1 and engine.passes == 1:
+            flip(weight, weight.nbytes - 2, 1)
+
+    engine.observe(spoil)
+    with CorruptionChecks(engine, optimizer):
+        for step in range(2):
+            engine.forward_backward(*batch(engine, step))
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2, strategy="optimizer"),  # of which each rank's optimizer has a half
+        Plan(dp=2, precision="bf16"),  # beside masters in fp32
+        Plan(dp=2, strategy="gradients", precision="bf16"),
+    ],
+)
+def test_what_layers_read_is_compared_where_it_is_kept(thread_ranks: Any, plan: Plan) -> None:
+    expected = (
+        "rank 1 on host .*: the gathered value of blocks.0.mlp.up.weight changed in memory by one bit, "
+    )
+    with pytest.raises(CorruptionError, match=f"{expected}after it was gathered in step 2, "):
+        thread_ranks.run(flip_what_is_gathered, plan, ranks=2)
