@@ -31,6 +31,8 @@ _TAP_WITHOUT_HEADER = 0x0002 | 0x1000
 _MOST_BYTES = 1 << 16
 """Of a frame."""
 _READY = "ready"
+_NAMES = Path("/", "etc", "hosts")
+"""Where a program looks up the addresses of hosts."""
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 
 
@@ -122,7 +124,7 @@ class Host:
     """A host: namespaces of its own, and their first process, by which it lives and dies."""
 
     def __init__(self, number: int, switch: Switch, names: Path) -> None:
-        """`names`: the file that gives each host's address, as `/etc/hosts`."""
+        """`names`: the file that gives the address of each host."""
         self.name, self.address = f"host-{number}", address(number)
         self.switch, self._names, self._number = switch, names, number
         self.start()
@@ -130,7 +132,7 @@ class Host:
     def start(self) -> None:
         """Start the host, with empty memory."""
         inside = (
-            f"mount -t tmpfs tmpfs /dev/shm && mount --bind {self._names} /etc/hosts && hostname {self.name}"
+            f"mount -t tmpfs tmpfs /dev/shm && mount --bind {self._names} {_NAMES} && hostname {self.name}"
             f" && echo {_READY} && exec sleep infinity"
         )
         self._first = subprocess.Popen(
