@@ -63,6 +63,12 @@ class World:
     agent_store: bool = False
     """Whether torchrun's agent has the store, which outlives the ranks, and not rank 0."""
 
+    @property
+    def port(self) -> int | None:
+        """The port of the rendezvous; None for one by a file."""
+        port = self.init_method.rpartition(":")[2]
+        return int(port) if port.isdecimal() else None
+
 
 @dataclass(frozen=True)
 class _Variables:
