@@ -10,7 +10,7 @@ from plait.ranks.world import process_identity
 
 _SUPERVISOR = "PLAIT_SUPERVISOR"
 _FOLDER = "PLAIT_SUPERVISOR_FOLDER"
-_REMOVED_AT_END = "removed_at_end"
+_REMOVED_AT_END, _RESTORED = "removed_at_end", "restored"
 
 
 def variables_of_supervisor(folder: str) -> dict[str, str]:
@@ -30,6 +30,20 @@ def remove_at_end(path: Path) -> bool:
     with Path(os.environ[_FOLDER], _REMOVED_AT_END).open("a") as file:
         file.write(f"{path.absolute()}\n")
     return True
+
+
+def note_restored(step: int) -> None:
+    """Tell the supervisor, if there is one, from which number of steps the run goes on. On one rank."""
+    if supervisor_of_rank():
+        path = Path(os.environ[_FOLDER], _RESTORED)
+        path.with_suffix(".part").write_text(str(step))
+        path.with_suffix(".part").replace(path)
+
+
+def restored_step(folder: str) -> int | None:
+    """Return the number of steps from which the run has gone on last; None where it began anew."""
+    file = Path(folder, _RESTORED)
+    return int(file.read_text()) if file.exists() else None
 
 
 def removed_at_end(folder: str) -> Iterator[Path]:

@@ -280,6 +280,11 @@ def environment_of(process: int) -> list[str]:
     return list(filter(None, _process_file(process, "environ").split("\0")))
 
 
+def is_stopped(process: int) -> bool:
+    """Return whether a process is stopped by a signal, as by SIGSTOP."""
+    return _process_file(process, "stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
 def _launcher(mark: str) -> int:
     return [os.getpid(), *parents_up_to_launcher(mark).values()][-1]
 

@@ -16,7 +16,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 
 import plait
 from plait.errors import DataError, MeshError, RankError
+from plait.ranks.collectives import all_reduce
 from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.point_to_point import receive, send
 
 Failures = dict[tuple[int, int], Callable[[], None]]
 """What happens to a rank, by its generation, from 0, and its number."""
@@ -40,15 +42,14 @@ def summing(folder: Path, failures: Failures) -> tuple[int, int, float]:
     with (folder / f"rank-{rank}").open("a") as file:
         file.write(f"{os.getpid()}\n")
     generation = len((folder / f"rank-{rank}").read_text().splitlines()) - 1
-    total = torch.ones(1)
-    dist.all_reduce(total)
+    world = plait.Mesh(dp=dist.get_world_size(), timeout=20.0).group("world")
+    total = all_reduce(torch.ones(1), world).wait()
     if happens := failures.get((generation, rank)):
         happens()
-    last = dist.get_world_size() - 1
-    if rank:  # round a chain: each waits for the one before
-        dist.recv(total, rank - 1)
-    if rank < last:
-        dist.send(total, rank + 1)
+    if rank:  # each waits for the one before
+        receive(total, world, rank - 1, label="the sum").wait()
+    if rank < world.size - 1:
+        send(total, world, rank + 1).wait()
     return generation, os.getpid(), total.item()
 
 

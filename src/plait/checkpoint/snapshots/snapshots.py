@@ -40,7 +40,7 @@ from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
-from plait.ranks.supervised_rank import remove_at_end, supervisor_of_rank
+from plait.ranks.supervised_rank import note_restored, remove_at_end, supervisor_of_rank
 from plait.ranks.text_collectives import all_gather_text
 from plait.ranks.world import process_identity, process_of_agent
 
@@ -240,6 +240,8 @@ class Snapshots:
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
             self._half, self._goes_on = half, True
+            if self._engine.mesh.rank == 0:
+                note_restored(name.step)
             return name.step, loaded
         return None
 

@@ -75,7 +75,7 @@ def launch(
     ranks = None if ranks is None else whole("ranks", ranks, MeshError)
     threads = None if threads is None else whole("threads", threads, MeshError)
     ranks_per_gpu = whole("ranks_per_gpu", ranks_per_gpu, MeshError)
-    _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu)
+    _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu, elastic)
     call, settings = partial(function, *arguments), _elastic_settings(elastic)
     if (inside := current_ranks()) is not None:
         _require_world_inside(inside, ranks, device)
@@ -111,7 +111,7 @@ def _default_ranks(device: str, ranks_per_gpu: int) -> int:
 
 
 def _require_arguments(
-    function: object, timeout: object, device: object, ranks_as: object, ranks_per_gpu: int
+    function: object, timeout: object, device: object, ranks_as: object, ranks_per_gpu: int, elastic: object
 ) -> None:
     """Raise MeshError for an argument of `launch` of another type, or out of range."""
     if not callable(function):
@@ -121,6 +121,8 @@ def _require_arguments(
     require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)
     if ranks_as == "threads" and device == "cuda":
         raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
+    if ranks_as == "threads" and elastic:
+        raise MeshError("elastic ranks are processes: leave elastic out, or ranks_as.")
     if ranks_per_gpu != 1 and (ranks_as == "threads" or device == "cpu"):
         raise MeshError(
             f"ranks_per_gpu is {ranks_per_gpu}, and the ranks were asked to run on the CPU: leave it out."

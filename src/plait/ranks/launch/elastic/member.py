@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 
 from plait.ranks.failure.failure_log import RankFailure, from_exit
+from plait.ranks.failure.progress import Activity, RankProgress
 from plait.ranks.launch.rank_job import RankJob, stack_file
 from plait.ranks.launch.rank_process import END, READY, STOP
+from plait.ranks.world import is_stopped
 
 _GRACE = 1.0
 """Seconds for the exit code of a process that has ended, and for one that is told to end."""
@@ -30,6 +34,7 @@ class Member:
         self.is_busy = False
         """Whether it has a job, or has not left the world of one that failed."""
         self.has_ended = False
+        self._progress: RankProgress | None = None
 
     @property
     def handles(self) -> tuple[Connection, int]:
@@ -39,12 +44,32 @@ class Member:
     def start(self, job: RankJob) -> None:
         """Let the process run a job."""
         self._job, self.report, self.is_busy = job, None, True
+        self._progress = RankProgress.begin(progress_file(job.folder, job.world.rank))
         self._send(job)
 
     def stop(self) -> None:
         """End the job that runs, if any, by an error in its next wait for another rank."""
         if self.is_busy:
             self._send(STOP)
+
+    def idle_for(self, seconds: float) -> Activity | None:
+        """Return what the rank has done since so long ago; None where it has done something else since then.
+
+        None also where it has no job, or has ended it. A process that is stopped does not wait.
+        """
+        if self._progress is None or self.report is not None:
+            return None
+        activity = self._progress.read()
+        if time.monotonic() - activity.since < seconds:
+            return None
+        return activity._replace(waits=activity.waits and not is_stopped(self.process.pid or 0))
+
+    def fail(self, summary: str) -> None:
+        """Kill the process, as the one whose failure ends the job; `summary` completes "rank 2 ..."."""
+        assert self._job is not None, "it has a job"
+        rank, folder = self._job.world.rank, self._job.folder
+        self.report = RankFailure(rank, summary, _stack(folder, rank), at=time.monotonic())
+        self.kill()
 
     def kill(self) -> None:
         """End the process, also where it is stopped; it counts as ended even if the system takes longer."""
@@ -85,6 +110,11 @@ class Member:
     def _send(self, message: RankJob | str | None) -> None:
         with suppress(OSError):  # it has ended, which its handle shows
             self._connection.send_bytes(pickle.dumps(message))
+
+
+def progress_file(folder: str, rank: int) -> Path:
+    """Return the file in which a rank writes what it does, for its supervisor."""
+    return Path(folder, f"progress-{rank}")
 
 
 def _stack(folder: str, rank: int) -> str:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 
-from plait.ranks.launch.elastic.member import Member
+from plait.ranks.failure.progress import variables_of_progress
+from plait.ranks.launch.elastic.member import Member, progress_file
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervisor import Supervisor
@@ -60,10 +61,11 @@ def run_elastic(
                 device=device,
                 ranks_per_gpu=ranks_per_gpu,
                 goes_on=True,
-                variables=variables_of_supervisor(folder),
+                variables=variables_of_supervisor(folder)
+                | variables_of_progress(progress_file(str(own), rank)),
             )
 
-        supervisor = Supervisor(ranks, elastic, rendezvous, start_member, make_job, timeout)
+        supervisor = Supervisor(ranks, elastic, rendezvous, start_member, make_job, folder, timeout)
         try:
             results = supervisor.results()
         finally:

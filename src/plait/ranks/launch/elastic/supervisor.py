@@ -33,13 +33,16 @@ from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.rank_job import RankJob
+from plait.ranks.supervised_rank import restored_step
 
 _PERIOD = 0.2
 """Seconds of a look at the ranks, unless one sends something or ends."""
 _GRACE = 1.0
 """Seconds for the failure that caused others to be reported, and for processes to end."""
 _SAME_FAILURES = 3
-"""Times that one failure happens, after the last of which the run ends."""
+"""Times that one failure happens without new snapshots, after the last of which the run ends."""
+_LEAST_PATIENCE, _SHARE_OF_LIMIT = 1.0, 0.05
+"""Seconds for a rank to leave a failed world; then its process is killed. Also as a share of the limit."""
 
 MakeJob = Callable[[Worker, int], RankJob]
 """Returns the job of a rank in a generation."""
@@ -55,9 +58,10 @@ class Supervisor(SimpleElasticAgent):
         rendezvous: OneHostRendezvous,
         start_member: Callable[[int], Member],
         make_job: MakeJob,
-        patience: float,
+        folder: str,
+        limit: float,
     ) -> None:
-        """`patience`: seconds for a rank to leave a failed world; then its process is killed."""
+        """`folder`: of this run only. `limit`: seconds without progress, after which a rank hangs."""
         spec = WorkerSpec(
             role="plait",
             local_world_size=ranks,
@@ -68,13 +72,14 @@ class Supervisor(SimpleElasticAgent):
         )
         super().__init__(spec)
         self._wanted, self._settings, self._host = ranks, settings, rendezvous
-        self._start_member, self._make_job, self._patience = start_member, make_job, patience
+        self._start_member, self._make_job, self._folder = start_member, make_job, folder
+        self._limit, self._patience = limit, max(_LEAST_PATIENCE, _SHARE_OF_LIMIT * limit)
         self._started = 0
         """The number of processes that were started."""
         self._running: list[Member] = []
         """The processes of the ranks, by local rank."""
         self._spares: list[Member] = []
-        self._seen = Counter[str]()
+        self._seen = Counter[tuple[str, int | None]]()
         self.cause: RankFailure | None = None
         """The failure that the last generation ended by."""
 
@@ -124,7 +129,7 @@ class Supervisor(SimpleElasticAgent):
         """End the jobs that run, on the living ranks by errors; choose the number of ranks to go on with."""
         for member in self._running:
             member.stop()
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._patience  # a busy rank that has more to do first is lost, too
         while (busy := [one for one in self._running if one.is_busy]) and time.monotonic() < deadline:
             self._update(min(_PERIOD, deadline - time.monotonic()), busy)
         for member in busy:
@@ -146,6 +151,7 @@ class Supervisor(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Block until something happens, a moment at most; return whether a rank failed or all have ended."""
         self._update(_PERIOD, self._running)
+        self._fail_hanging()
         failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
         if failures:
             self.cause = self._cause()
@@ -168,12 +174,28 @@ class Supervisor(SimpleElasticAgent):
                 return first
             self._update(left, waiting)
 
+    def _fail_hanging(self) -> None:
+        """Kill the ranks that hang: they have done nothing for the limit, and do not wait for others.
+
+        Where all wait for each other, the one that has waited longest counts as the one that failed.
+        """
+        idle = [(found, one) for one in self._running if (found := one.idle_for(self._limit)) is not None]
+        alone = [one for found, one in idle if not found.waits]
+        waiting = [found.awaited for found, _ in idle if found.waits]
+        for member in alone:
+            others = f", while another waits for {waiting[0]}" if waiting else ""
+            member.fail(f"made no progress for {self._limit:g} s{others}")
+        if idle and not alone and len(idle) == sum(one.report is None for one in self._running):
+            (_, _, awaited), member = min(idle, key=lambda pair: pair[0].since)
+            member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
+
     def _note(self, cause: RankFailure) -> None:
-        """Tell the user of a failure. Raises its error where it has happened too often."""
-        what = f"rank {cause.rank} {cause.summary}"
-        self._seen[what] += 1
-        if self._seen[what] >= _SAME_FAILURES:
-            raise cause.exception(f"That has happened {_SAME_FAILURES} times, so the run ends.")
+        """Tell the user of a failure. Raises its error where it has happened too often at one place."""
+        what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
+        self._seen[what, step] += 1
+        if self._seen[what, step] >= _SAME_FAILURES:
+            place = "" if step is None else f" after step {step}, from which the run went on"
+            raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
 
     def _update(self, seconds: float, members: Sequence[Member]) -> None:
