@@ -144,7 +144,12 @@ class Handle(Generic[T]):
             try:
                 if self._work is not None:
                     start = time.perf_counter_ns()
+                    progress = None if self._group.failure_log is None else self._group.failure_log.progress
+                    if progress is not None:
+                        progress.begin_wait(self._awaited + self._about)
                     self._work.wait(self._awaited + self._about)
+                    if progress is not None:
+                        progress.end_wait()
                     self._group.traffic.record_wait(self._group.name, start, time.perf_counter_ns())
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)

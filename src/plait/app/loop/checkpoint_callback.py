@@ -30,6 +30,7 @@ from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
+from plait.ranks.supervised_rank import note_restored
 from plait.ranks.text_collectives import broadcast_result
 
 T = TypeVar("T")
@@ -248,6 +249,8 @@ class Checkpoints(Callback):
         resume_from(run, loaded, path, self._check, self._start_over)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
             run.resumed_steps = self._manager.start_step = run.done
+        if run.mesh.rank == 0:
+            note_restored(run.done)
         self._tell(f"Resumed from {path}, after step {run.done}.")
         tell_differences(run, loaded)
 
