@@ -16,7 +16,6 @@ from plait.engine.corruption.word_sums import WordSums
 from plait.ranks.device import read_later
 from plait.tensor.autograd.regather import version_of
 
-
 STATE = "optimizer state"
 """How the names of tensors of optimizer state begin."""
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from plait.engine.corruption.recorded_sums import STATE, NamedTensor, RecordedNumbers, RecordedSums
 from plait.engine.blueprint import Blueprint
+from plait.engine.corruption.recorded_sums import STATE, NamedTensor, RecordedNumbers, RecordedSums
 from plait.engine.sharding.replica_check import salt_of
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.shard_plan import replica_ranks
