@@ -143,9 +143,12 @@ class Handle(Generic[T]):
         if self._finish is not None:
             try:
                 if self._work is not None:
-                    start = time.perf_counter_ns()
+                    traffic, start = self._group.traffic, time.perf_counter_ns()
+                    before = traffic.stamp_stream() if traffic.stamp_stream else None
                     self._work.wait(self._awaited + self._about)
-                    self._group.traffic.record_wait(self._group.name, start, time.perf_counter_ns())
+                    traffic.record_wait(self._group.name, start, time.perf_counter_ns())
+                    if traffic.stamp_stream:
+                        traffic.stream_waits.append((before, traffic.stamp_stream()))
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:
