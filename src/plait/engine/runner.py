@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine.action_times import ActionTimes
+from plait.engine.action_times import ActionTimes, clock_for
 from plait.engine.blueprint import Blueprint
 from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
 from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
@@ -179,7 +179,7 @@ class Runner:
     def time_actions(self) -> ActionTimes:
         """Measure the actions of later training steps, and return what does."""
         stages = self.steps.schedule.stages_of(self.mesh.index("pp"))
-        self.action_times = ActionTimes(stages, self.mesh.traffic, self.mesh.device)
+        self.action_times = ActionTimes(stages, self.mesh.traffic, clock_for(self.mesh.device))
         self.observe(None)
         return self.action_times
 

@@ -144,11 +144,11 @@ class Handle(Generic[T]):
             try:
                 if self._work is not None:
                     traffic, start = self._group.traffic, time.perf_counter_ns()
-                    before = traffic.stamp_stream() if traffic.stamp_stream else None
+                    before = traffic.stamp() if traffic.stamp else None
                     self._work.wait(self._awaited + self._about)
                     traffic.record_wait(self._group.name, start, time.perf_counter_ns())
-                    if traffic.stamp_stream:
-                        traffic.stream_waits.append((before, traffic.stamp_stream()))
+                    if traffic.stamp:
+                        traffic.stamped_waits.append((before, traffic.stamp()))
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:
