@@ -6,7 +6,7 @@ others, and by what its own first windows were. Each window adds to a rank's evi
 much likelier its ratio is for a rank that takes 1.56 times as long than for one that is like its peers, if
 ratios scatter as they did: a sum that never falls below 0 (CUSUM: Page, "Continuous inspection schemes",
 1954). The scatter is the median absolute deviation of all ranks' logarithms from each rank's median. One
-window adds at most a third of what names a rank, so that three disturbed steps of one are never enough.
+window adds a bounded amount, so that disturbed steps in a few of them are never enough.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ SLOWER = 1.25
 """Above this ratio a window is evidence that a rank is slow, below that it is not."""
 UNEXPECTED = 1.6
 """The same for a rank without peers before its own usual ratio is known: costs of layers are estimates."""
-ENOUGH, WINDOWS = 15.0, 3
-"""The evidence that names a rank, and the fewest windows that give it."""
+MOST_EVIDENCE = 5.0
+"""Of one window."""
 LEARNT, REMEMBERED = 3, 20
 """Windows from which a usual ratio, and the scatter of ratios, are known."""
 LEAST_SCATTER, ASSUMED_SCATTER, NORMAL = 0.05, 0.1, 1.4826
-"""Standard deviations of logarithms: at least, and before it is known; by how much they exceed a median one."""
+"""Standard deviations of logarithms: at least, and before it is known; what of a median one they are."""
+SHORTEST = 1e-9
+"""Seconds: shorter times count as this one."""
 OF_STEP = 0.02
 """The part of a step by which a slow rank is slower, at least."""
 
@@ -61,23 +63,30 @@ class _RankHistory:
 class SlowRanks:
     """Finds slow ranks in the times of all ranks; every rank finds the same, since it has the same times."""
 
-    def __init__(self, places: Sequence[int], predicted: Sequence[float]) -> None:
+    def __init__(self, places: Sequence[int], predicted: Sequence[float], windows: int) -> None:
         """`places`: each rank's index along `pp`; ranks with the same one do the same work.
 
-        `predicted`: of each rank, the cost of its layers, in any unit.
+        `predicted`: of each rank, the cost of its layers, in any unit. `windows`: the fewest after which a
+        rank is slow, or no longer.
         """
         self.slow: dict[int, SlowRank] = {}
         """Those that are slow now, by rank."""
+        self.ratios: list[float] = []
+        """Of each rank: how many times as long as its peers it took in the last window."""
+        self._enough = MOST_EVIDENCE * windows
         self._peers = [
             [other for other, place in enumerate(places) if place == own and other != rank]
             for rank, own in enumerate(places)
         ]
         self.expect(predicted)
 
-    def expect(self, predicted: Sequence[float]) -> None:
-        """Compare ranks without peers by these costs from now on; what they were like is forgotten."""
+    def expect(self, predicted: Sequence[float], *, measured: bool = False) -> None:
+        """Compare ranks without peers by these costs from now on; what they were like is forgotten.
+
+        `measured`: the costs were measured in this run, and need no ratios of first windows.
+        """
         self._predicted = list(predicted)
-        self._histories = [_RankHistory() for _ in predicted]
+        self._histories = [_RankHistory(usual=[0.0] * LEARNT if measured else []) for _ in predicted]
 
     def peers(self, rank: int) -> Sequence[int]:
         """Return the ranks that do the same work as `rank`."""
@@ -89,6 +98,7 @@ class SlowRanks:
         `first`: its first step; `seconds`: for how long each rank computed in a step that took `step`.
         """
         scatter = self._scatter()
+        seconds = [max(one, SHORTEST) for one in seconds]
         found, ended = [], []
         for rank, own in enumerate(self._histories):
             ratio = self._ratio(rank, seconds)
@@ -100,25 +110,25 @@ class SlowRanks:
                 known = min(known, 0.0)
             more = 2 * log(SLOWER) / scatter**2 * (known - least)
             self._collect(own, -more if rank in self.slow else more, first)
-            if own.evidence >= ENOUGH and rank in self.slow:
+            if own.evidence >= self._enough and rank in self.slow:
                 del self.slow[rank]
                 ended.append(rank)
                 own.evidence = 0.0
-            elif own.evidence >= ENOUGH:
+            elif own.evidence >= self._enough:
                 factor = exp(median([*own.logs][-own.windows :]))
                 self.slow[rank] = SlowRank(rank, factor, own.since)
                 found.append(self.slow[rank])
                 own.evidence = 0.0
             if not self._peers[rank] and rank not in self.slow and ratio < log(UNEXPECTED):
                 own.usual = [*own.usual, ratio][:LEARNT]
+        self.ratios = [exp(own.logs[-1]) for own in self._histories]
         return found, ended
 
     def _collect(self, own: _RankHistory, more: float, first: int) -> None:
         """Add to the evidence of a rank."""
         if own.evidence == 0.0:
             own.since, own.windows = first, 0
-        most = ENOUGH / WINDOWS
-        own.evidence = max(0.0, own.evidence + max(-most, min(more, most)))
+        own.evidence = max(0.0, own.evidence + max(-MOST_EVIDENCE, min(more, MOST_EVIDENCE)))
         own.windows += 1
 
     def _ratio(self, rank: int, seconds: Sequence[float]) -> float:
