@@ -75,7 +75,7 @@ def _head(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
 
 
 def _copy_for_loss(shape: MicrobatchShape, elements: float) -> float:
-    """Return the bytes of the copy in float32 of logits in 16 bits, all at once if classes are partitioned."""
+    """Return the bytes of the float32 copy of 16-bit logits: of all at once if classes are partitioned."""
     if shape.item >= 4:
         return 0.0
     return 4 * elements if shape.plan.tp > 1 else min(4 * elements, CHUNK_BYTES)
