@@ -6,6 +6,7 @@ threads of one. Each failure happens once, also where the step is computed again
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -91,13 +92,14 @@ class Injector:
         """Say that this rank begins a step."""
         self._steps[_rank()] = step
 
-    def at(self, place: str, rank: int | None = None) -> None:
-        """Let what is due at a place of this rank's step happen."""
+    def at(self, place: str, rank: int | None = None, step: int | None = None) -> None:
+        """Let what is due at a place happen; by default to this rank, in its step."""
         rank = _rank() if rank is None else rank
+        step = self._steps.get(rank) if step is None else step
         for one in self._injections:
             if (one.place, one.rank) != (place, rank):
                 continue
-            is_due = self._happened(one.step) if place == "restore" else self._steps.get(rank) == one.step
+            is_due = self._happened(one.step) if place == "restore" else step == one.step
             if is_due and self._is_first(one):
                 self._happen(one)
 
@@ -155,7 +157,8 @@ class Injector:
             self.at("snapshot")
 
         def publish(folder: SnapshotFolder, half: int, name: str, text: str) -> None:
-            self.at("commit", int(re.sub(r"\D", "", name)))
+            about = json.loads(text)["content"]["state"]["snapshot"]  # the rank may have begun the next step
+            self.at("commit", about["rank"], about["step"] - 1)
             publish_whole(folder, half, name, text)
 
         publish_whole = SnapshotFolder.publish
