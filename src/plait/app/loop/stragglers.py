@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -39,7 +40,7 @@ class Stragglers(Callback):
     stages, and 24 more; at the start the names of the hosts.
     """
 
-    def __init__(self, *, every: int = 5, rebalance: bool = False) -> None:
+    def __init__(self, *, every: int = 4, rebalance: bool = False) -> None:
         """`every`: steps between two comparisons.
 
         `rebalance`: when a slow rank is named, or no longer is slow, cut the model into stages anew, by
@@ -56,6 +57,8 @@ class Stragglers(Callback):
         """The layers of each stage, once they were cut anew …"""
         self._layer_costs: Sequence[float] = ()
         """… by these costs of all layers."""
+        self._received = Counter[int]()
+        """The tokens that each rank has received for its experts in this window."""
         self._saved: Mapping[str, Any] = {}
         self._changed: WindowTimes | None = None
         """The window in which slow ranks were found, or were no longer slow, until something is done."""
@@ -98,6 +101,8 @@ class Stragglers(Callback):
         if self._times is None:
             return
         step = int(row["step"])
+        if run.numbers is not None and run.numbers.experts.received:
+            self._received.update(dict(enumerate(run.numbers.experts.received)))
         if self._gathered is not None:  # on a GPU those of a window before, for which the host does not wait
             self._compare(run, row, step - 1)
         if self._times.read_step(row["step_seconds"]):
@@ -113,8 +118,9 @@ class Stragglers(Callback):
         has_peers = all(map(self._own.peers, range(len(seconds))))
         if has_peers and communicating_class(type(run.optimizer)) is None:  # all of them update as much
             seconds = [sum(both) for both in zip(seconds, times.optimizer, strict=True)]
-        own, own_ended = self._own.add(first, seconds, times.step)
-        elapsed, elapsed_ended = self._elapsed.add(first, times.elapsed, times.step)
+        more = self._more_tokens(run.mesh.world)
+        own, own_ended = self._own.add(first, _divided(seconds, more), times.step)
+        elapsed, elapsed_ended = self._elapsed.add(first, _divided(times.elapsed, more), times.step)
         slowest = max(range(len(seconds)), key=self._own.ratios.__getitem__)
         row["slowest_rank"], row["slowness"] = slowest, round(self._own.ratios[slowest], 4)
         for one in own:
@@ -126,6 +132,12 @@ class Stragglers(Callback):
             run.tell(f"After step {last}: rank {rank} is no longer slower than others.")
         if own or elapsed or own_ended or elapsed_ended:
             self._changed = times
+
+    def _more_tokens(self, world: int) -> list[float]:
+        """Return how many times as many tokens as usual each rank received for its experts, at least 1."""
+        received, self._received = self._received, Counter()
+        usual = median(received[rank] for rank in range(world))
+        return [max(1.0, received[rank] / usual) if usual else 1.0 for rank in range(world)]
 
     def _text(self, run: TrainingLoop, one: SlowRank, times: WindowTimes, does: str) -> str:
         """Return which rank is slow, where, in what, since when, and what it costs by simulation."""
@@ -233,6 +245,10 @@ def _ratios_of_kinds(rank: int, peers: Sequence[int], times: WindowTimes) -> str
     kinds["optimizer"] = times.optimizer
     usual = {name: median(seconds[peer] for peer in peers) for name, seconds in kinds.items()}
     return ", ".join(f"{name} {kinds[name][rank] / one:.3g}" for name, one in usual.items() if one)
+
+
+def _divided(seconds: Sequence[float], parts: Sequence[float]) -> list[float]:
+    return [one / part for one, part in zip(seconds, parts, strict=True)]
 
 
 def _listed(cut: Sequence[int]) -> str:
