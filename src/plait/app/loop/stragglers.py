@@ -60,6 +60,8 @@ class Stragglers(Callback):
         self._received = Counter[int]()
         """The tokens that each rank has received for its experts in this window."""
         self._saved: Mapping[str, Any] = {}
+        self._lines: list[str] = []
+        """What is to be told after the step."""
         self._changed: WindowTimes | None = None
         """The window in which slow ranks were found, or were no longer slow, until something is done."""
 
@@ -97,7 +99,7 @@ class Stragglers(Callback):
             self._times.end_step()
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Read the times of the step, and compare those of all ranks every few steps; name slow ranks."""
+        """Read the times of the step, and compare those of all ranks every few steps."""
         if self._times is None:
             return
         step = int(row["step"])
@@ -111,7 +113,7 @@ class Stragglers(Callback):
                 self._compare(run, row, step)
 
     def _compare(self, run: TrainingLoop, row: dict[str, float], last: int) -> None:
-        """Compare the ranks in the window that ended with the step `last`; tell which are slow."""
+        """Compare the ranks in the window that ended with the step `last`, and find which are slow."""
         assert self._gathered is not None
         times, self._gathered = self._gathered(), None
         seconds, first = times.actions, last - self._every + 1
@@ -124,13 +126,13 @@ class Stragglers(Callback):
         slowest = max(range(len(seconds)), key=self._own.ratios.__getitem__)
         row["slowest_rank"], row["slowness"] = slowest, round(self._own.ratios[slowest], 4)
         for one in own:
-            run.tell(f"WARNING: {self._text(run, one, times, 'computes')}.")
+            self._lines.append(f"WARNING: {self._text(run, one, times, 'computes')}.")
         waits = "waits for cores of its host, which others use, and takes"
         for one in (one for one in elapsed if one.rank not in self._own.slow):
-            run.tell(f"WARNING: {self._text(run, one, times, waits)}.")
+            self._lines.append(f"WARNING: {self._text(run, one, times, waits)}.")
         for rank in {*own_ended, *elapsed_ended}.difference(self.slow):
-            run.tell(f"After step {last}: rank {rank} is no longer slower than others.")
-        if own or elapsed or own_ended or elapsed_ended:
+            self._lines.append(f"After step {last}: rank {rank} is no longer slower than others.")
+        if self._lines:
             self._changed = times
 
     def _more_tokens(self, world: int) -> list[float]:
@@ -167,7 +169,10 @@ class Stragglers(Callback):
         return simulation_of(run.engine, times.own, longer, slow)
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Rebalance the run if slow ranks have changed, or say what that would gain."""
+        """Tell which ranks are slow, or no longer are; rebalance the run, or say what that would gain."""
+        for line in self._lines:
+            run.tell(line)
+        self._lines.clear()
         times, self._changed = self._changed, None
         if times is None or run.is_last:
             return
