@@ -13,6 +13,7 @@ from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaCh
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder_lock import LOCK, locked_folder
+from plait.app.loop.stragglers import Stragglers
 from plait.app.loop.validation import Validation
 from plait.app.train.fewer_ranks import config_of_world
 from plait.app.train.predicted_run import (
@@ -147,6 +148,7 @@ def _trained(
         [
             RunFolder(config),
             Recordings(config),
+            *([Stragglers(every=run.stragglers, rebalance=run.rebalance)] if run.stragglers else []),
             ReplicaChecks(run.check_replicas),
             progress,
             first,
