@@ -72,7 +72,6 @@ class Config(Section):
         _check_rates(self.train)
         _check_saves(self.run)
         _check_elastic(self.run)
-=======
         _check_rebalance(self.run)
         return self
 

@@ -36,6 +36,7 @@ from plait.app.train.run_callbacks import (
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.app.train.trainer import Trainer, balanced, trained_part
+from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.prediction.prediction import Prediction
 from plait.optimizers.hidden_matrices import listed_matrices
@@ -100,8 +101,9 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     Rank 0 shows the progress and writes to `run.dir`. A signal in `stop_on` on any rank ends the run
     after its step, with a checkpoint. Raises `ConfigError`, `DataError`, `PlanError`, `MeshError`,
     `CheckpointError` when there is nothing to resume from, `NonFiniteError` when the loss or the gradient
-    norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
-    that cannot be written is a warning, and the run goes on.
+    norm is not finite, `ReplicaError` when `run.check_replicas` finds a difference, and `CorruptionError`
+    when `run.check_memory` or `run.recheck_rate` finds wrong bits. A checkpoint that cannot be written is a
+    warning, and the run goes on.
     """
     config = config_of_world(config)
     plan, run = config.plan(), config.run
@@ -144,22 +146,24 @@ def _trained(
         Validation(one.batches, every=settings.validate_every, count=one.count, name=one.name)
         for one in data.validations
     ]
-    trainer.run(
-        [
-            RunFolder(config),
-            Recordings(config),
-            *([Stragglers(every=run.stragglers, rebalance=run.rebalance)] if run.stragglers else []),
-            ReplicaChecks(run.check_replicas),
-            progress,
-            first,
-            *validations,
-            *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
-            report,
-            log,
-            checkpoints,
-            samples,
-        ]
-    )
+    callbacks = [
+        RunFolder(config),
+        Recordings(config),
+        *([Stragglers(every=run.stragglers, rebalance=run.rebalance)] if run.stragglers else []),
+        ReplicaChecks(run.check_replicas),
+        progress,
+        first,
+        *validations,
+        *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
+        report,
+        log,
+        checkpoints,
+        samples,
+    ]
+    with CorruptionChecks(
+        trainer.engine, trainer.optimizer, memory=run.check_memory, recheck_rate=run.recheck_rate
+    ):
+        trainer.run(callbacks)
     signal = max(0, trainer.stopped)
     result = TrainingResult(
         steps=trainer.done,
