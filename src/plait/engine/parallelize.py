@@ -270,6 +270,8 @@ def build_units(
         coordinate=mesh.coordinate,
         shard_groups={kind.sharded_over: mesh.group(kind.sharded_over) for kind in kinds if kind.sharded},
         replica_groups=reduction_groups(blueprint.owners, blueprint.kinds, mesh),
+        linears=None if blueprint.plan.linears is None else RECIPES[blueprint.plan.linears],
+        tp_group=mesh.group("tp"),
         value_of=value_of,
     )
     units = {}
@@ -308,6 +310,7 @@ def build_stages(
         for unit in (unit for unit in units.values() if number in unit.stages):
             for name, parameter in unit.parameters_of(number).items():
                 real[id(sequence.parameters[name])] = parameter
+            queue.scales |= unit.scales_of(number)
         # One copy of all layers of a stage, so that modules that they share stay shared.
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:

@@ -153,7 +153,7 @@ class BufferSpec:
     def whole(self) -> FlatSpec:
         """Spec of the flat tensor of the whole (gathered) parameters, which layers use."""
         kept = not self.kind.sharded or self.kind.keeps_parameters
-        return FlatSpec(self.offsets.size, self.kind.compute, kept, static=self.kind.static)
+        return FlatSpec(self.offsets.size, self.kind.gather, kept, static=self.kind.static)
 
     @cached_property
     def has_own_parameters(self) -> bool:
