@@ -88,7 +88,9 @@ class Gatherer:
             for group in groups:
                 started = all_reduce(largest, group, "max", checked=False)
                 largest = started.about("the largest values of matrices").wait()
-            for one, values in zip(matrices, largest.split([len(one.slots) for one in matrices]), strict=True):
+            for one, values in zip(
+                matrices, largest.split([len(one.slots) for one in matrices]), strict=True
+            ):
                 one.set_scales(values)
         self._unscaled = []
 

@@ -1,9 +1,9 @@
 """Matrices of a flat buffer in float8: a scale for each, from all ranks' parts, and the cast of this rank's.
 
-    largest values of this rank's parts    [matrices]    of the shard, as the optimizer left it
-    maximum over the ranks with parts                    one all-reduce a step for all units of the same ranks
-    factors, scales                        [matrices]    in fp32
-    parts of `whole`                                     in float8, by the factors; then gathered
+largest values of this rank's parts    [matrices]    of the shard, as the optimizer left it
+maximum over the ranks with parts                    one all-reduce a step for all units of the same ranks
+factors, scales                        [matrices]    in fp32
+parts of `whole`                                     in float8, by the factors; then gathered
 """
 
 from __future__ import annotations
@@ -65,4 +65,3 @@ class ScaledMatrices:
 def _largest(part: Tensor) -> Tensor:
     """Return the largest absolute value of `part`, 0 where it has no elements."""
     return torch.linalg.vector_norm(part, torch.inf) if part.numel() else part.new_zeros(())
-

@@ -161,7 +161,9 @@ class UnitFactory:
         self._fill(buffer)
         return buffer
 
-    def _scaled(self, spec: BufferSpec, slots: Mapping[str, Slot], shard_group: Group | None) -> ScaledMatrices:
+    def _scaled(
+        self, spec: BufferSpec, slots: Mapping[str, Slot], shard_group: Group | None
+    ) -> ScaledMatrices:
         """Return the scales, not yet known, of a buffer of matrices in float8."""
         assert self.linears is not None
         groups = [one for one in (shard_group, self.tp_group) if one is not None and one.size > 1]

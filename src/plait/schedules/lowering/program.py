@@ -153,7 +153,7 @@ class ComputeScales:
     From its largest value, all-reduced over the ranks that hold parts of it.
     """
 
-    verb: ClassVar = "scale"
+    verb: ClassVar = "compute scales"
 
 
 @dataclass(frozen=True)
