@@ -51,6 +51,7 @@ from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradien
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
 from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage
-from plait.engine.sharding.scaled_matrices import ScaledMatrices
+from plait.engine.sharding.scaled_matrices import ScaledMatrices, scale_together
 from plait.engine.sharding.unit import Unit
-from plait.ranks.collectives import all_gather, all_reduce
+from plait.ranks.collectives import all_gather
 from plait.ranks.device import copy_later, synchronize_stream
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
@@ -36,8 +36,8 @@ class Gatherer:
         """The units whose parameters are whole, or being gathered, from shards as they are now."""
         self._buffers = [buffer for unit in units.values() for buffer in unit.buffers]
         self._pending: dict[str, list[tuple[Handle[Tensor], FlatBuffer]]] = {}
-        self._unscaled: list[FlatBuffer] = []
-        """Buffers of matrices in float8 whose scales are those of earlier shards."""
+        self._unscaled: list[ScaledMatrices] = []
+        """Those whose scales are of earlier shards."""
         self._stale: list[tuple[Handle[Tensor], FlatBuffer]] = []
         """All-gathers of a failed step, to whose output a backend may still write."""
         self._read_by_device = [buffer.whole.device for buffer in self._buffers if buffer.is_read_by_device]
@@ -59,7 +59,7 @@ class Gatherer:
             handle.wait()
             buffer.release_parameters()
         self._stale = []
-        self._unscaled = [buffer for buffer in self._buffers if buffer.scaled is not None]
+        self._unscaled = [buffer.scaled for buffer in self._buffers if buffer.scaled is not None]
         for buffer in self._buffers:
             buffer.check_data()
             buffer.share_data()
@@ -74,24 +74,12 @@ class Gatherer:
         for device in self._read_by_device[:1]:  # the optimizer's step, on the CPU, does not wait for copies
             synchronize_stream(device)
 
-    @torch.no_grad()
     def compute_scales(self) -> None:
         """Set the scales of all matrices that are gathered in float8, unless they are those of shards as now.
 
-        Communication: an all-reduce of 4 bytes a matrix along each axis over which matrices are divided.
+        Communication: as `scale_together`.
         """
-        together: dict[tuple[Group, ...], list[ScaledMatrices]] = {}
-        for scaled in (buffer.scaled for buffer in self._unscaled if buffer.scaled is not None):
-            together.setdefault(scaled.groups, []).append(scaled)
-        for groups, matrices in together.items():
-            largest = torch.cat([one.largest for one in matrices])
-            for group in groups:
-                started = all_reduce(largest, group, "max", checked=False)
-                largest = started.about("the largest values of matrices").wait()
-            for one, values in zip(
-                matrices, largest.split([len(one.slots) for one in matrices]), strict=True
-            ):
-                one.set_scales(values)
+        scale_together(self._unscaled)
         self._unscaled = []
 
     def gather(self, name: str) -> None:

@@ -8,13 +8,14 @@ parts of `whole`                                     in float8, by the factors; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from plait.plan.flat_buffer_specs import Slot
+from plait.ranks.collectives import all_reduce
 from plait.ranks.device import moved_later, sent
 from plait.ranks.group import Group
 from plait.tensor.float8.cast import cast_by, factor_of
@@ -43,6 +44,7 @@ class ScaledMatrices:
         """Return the scale of one matrix, fp32 `[]`: a view that later steps write to."""
         return self.scales[list(self.slots).index(name)]
 
+    @torch.no_grad()
     def find_largest(self, shard: Tensor) -> None:
         """Compute the largest values of this rank's parts, from its flat `shard`."""
         parts = (slot.view_of(shard) for slot in self.slots.values())
@@ -56,10 +58,29 @@ class ScaledMatrices:
         self.scales.copy_(self.factors.reciprocal())
 
     def cast(self, shard: Tensor, own: Tensor) -> None:
-        """Write the parts of the matrices in a flat `shard`, cast to float8, to `own`, the same range of them."""
+        """Write the parts of the matrices in a flat `shard`, cast to float8, to `own`, of the same offsets."""
         for slot, factor in zip(self.slots.values(), self.factors.unbind(), strict=True):
             part = moved_later(slot.view_of(shard), own.device).to(self.compute)
             slot.view_of(own).copy_(cast_by(part, factor, self.form).data)
+
+
+@torch.no_grad()
+def scale_together(matrices: Sequence[ScaledMatrices]) -> None:
+    """Set the scales of the matrices of several buffers by the largest values of all ranks' parts.
+
+    Communication: for buffers with the same `groups` one all-reduce over each, of 4 bytes a matrix.
+    """
+    together: dict[tuple[Group, ...], list[ScaledMatrices]] = {}
+    for one in matrices:
+        together.setdefault(one.groups, []).append(one)
+    for groups, alike in together.items():
+        largest = torch.cat([one.largest for one in alike])
+        for group in groups:
+            started = all_reduce(largest, group, "max", checked=False)
+            largest = started.about("the largest values of matrices").wait()
+        parts = torch.split(largest, [len(one.slots) for one in alike])
+        for one, part in zip(alike, parts, strict=True):
+            one.set_scales(part)
 
 
 def _largest(part: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ SCALED = ("0.weight", "1.weight")
 
 
 def two_linears() -> nn.Module:
-    """Two linears of 64 and 32 outputs whose largest values are in their first rows. The same on every rank."""
+    """Two linears whose largest values are in their first rows. The same on every rank."""
     generator = torch.Generator().manual_seed(5)
     model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 32))
     with torch.no_grad():
@@ -56,7 +56,7 @@ Gathered = dict[str, tuple[Tensor, Tensor]]
 
 
 def gathered_twice(plan: Plan, messages: bool) -> tuple[list[Gathered], dict[str, dict[str, Count]], int]:
-    """This rank's weights in two steps, the optimizer's between them; the traffic of the second; its place."""
+    """This rank's weights in two steps, the traffic of the second, and the rank's place along `tp`."""
     mesh = Mesh(plan)
     units = case_of(two_linears(), plan, SCALED if plan.tp > 1 else (), SCALED).make_on(
         mesh, messages=messages
