@@ -51,7 +51,7 @@ PRECISIONS: dict[Precision, Dtype] = {
     "fp16": Dtype("float16", 2),
 }
 """The dtype of each precision of a plan."""
-FLOAT16 = PRECISIONS["fp16"]
+FLOAT32, FLOAT16 = PRECISIONS["fp32"], PRECISIONS["fp16"]
 FLOAT8 = Dtype("float8_e4m3fn", 1)
 """The dtype in which the weights of linears in float8 are gathered."""
 
