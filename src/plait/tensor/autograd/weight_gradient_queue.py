@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.regather import GatherRegistry
 from plait.tensor.autograd.torch_calls import add_each
 
@@ -63,6 +64,8 @@ class WeightGradientQueue:
     """By the id of a weight in float8, what its values are to be multiplied by."""
     gathered: GatherRegistry = field(default_factory=GatherRegistry)
     """The linears' inputs and output gradients that are gathered again for their weight gradients."""
+    inputs: CastInputs = field(default_factory=CastInputs)
+    """The inputs of the running layer that its float8 linears have cast."""
 
     def add(self, work: WeightWork) -> None:
         """Queue the computation of one weight gradient, compute it at once, or drop it, as `mode` says."""

@@ -25,21 +25,15 @@ def product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
     _require_allowed(a.data, b.data)
     summed = a.data.shape[1]
     left, right = _by_rows(a.data, -summed % MULTIPLE), _by_rows(b.data.t(), -summed % MULTIPLE)
-    kind_a, kind_b = _kind_of(a), _kind_of(b)
-    scale_a, scale_b = a.scale, b.scale
-    if kind_a != kind_b:  # CUDA takes two of one kind: one scale is repeated for each row, or each column
-        if a.scale.dim() == 0:
-            scale_a = scale_a.repeat(a.data.shape[0], 1)
-        else:
-            scale_b = scale_b.repeat(1, b.data.shape[1])
-        kind_a = kind_b = functional.ScalingType.RowWise
+    per_row = a.scale.dim() + b.scale.dim() > 0
+    kind = functional.ScalingType.RowWise if per_row else functional.ScalingType.TensorWise
     result: Tensor = functional.scaled_mm(
         left,
         right.t(),
-        scale_a.contiguous(),
-        kind_a,
-        scale_b.contiguous(),
-        kind_b,
+        _for_each(a.scale, len(left))[:, None] if per_row else a.scale,
+        kind,
+        _for_each(b.scale, len(right))[None] if per_row else b.scale,
+        kind,
         output_dtype=dtype if dtype in _RESULTS else torch.float32,
     )
     return result.to(dtype)
@@ -50,9 +44,9 @@ def is_multiple(*sizes: int) -> bool:
     return all(size % MULTIPLE == 0 for size in sizes)
 
 
-def _kind_of(matrix: ScaledMatrix) -> functional.ScalingType:
-    kinds = functional.ScalingType
-    return kinds.TensorWise if matrix.scale.dim() == 0 else kinds.RowWise
+def _for_each(scale: Tensor, count: int) -> Tensor:
+    """Return the scales of `count` rows or columns, contiguous; CUDA takes two operands of one kind."""
+    return scale.repeat(count) if scale.dim() == 0 else scale.flatten()
 
 
 def _by_rows(data: Tensor, missing: int) -> Tensor:
