@@ -312,17 +312,17 @@ def build_stages(
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     stages = {}
     for number, layers in mine.items():
-        real = dict(buffers)
+        real, scales = dict(buffers), dict[int, Tensor]()
         for unit in (unit for unit in units.values() if number in unit.stages):
             for name, parameter in unit.parameters_of(number).items():
                 real[id(sequence.parameters[name])] = parameter
-            queue.scales |= unit.scales_of(number)
+            scales |= unit.scales_of(number)
         # One copy of all layers of a stage, so that modules that they share stay shared.
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
             if float8 is not None:
                 on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
-                float8.apply(layer, queue, on_parts=on_parts)
+                float8.apply(layer, queue, scales, on_parts=on_parts)
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         if balance is not None:

@@ -96,7 +96,7 @@ def trace_model(
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = _tensor_parallel(blueprint, recorder, takes_all=takes_all)
-    layers = _layers_on_meta(blueprint, tensor_parallel, queue)
+    layers = _layers_on_meta(blueprint, tensor_parallel, queue, recorder)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
     share = context_share(
@@ -254,19 +254,32 @@ def _tensor_parallel(
 
 
 def _layers_on_meta(
-    blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
+    blueprint: Blueprint,
+    tensor_parallel: TensorParallelism,
+    queue: WeightGradientQueue,
+    recorder: OperationRecorder | None,
 ) -> list[NamedLayer]:
     """Return copies of all layers on the meta device, with a rank's shapes and allocated gradients."""
     shapes = {name: layout.local_shape(FIRST) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
-    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
-    for layer in layers:
-        defer_weight_gradients(layer.module, queue)
+    scales = dict[int, Tensor]()
     for name, parameter in blueprint.sequence.parameters.items():
+        meta, kind = empty[id(parameter)], blueprint.kinds[name]
+        if kind.scaled:
+            meta.data = meta.data.to(torch_dtype(kind.gather))
+            scales[id(meta)] = torch.empty((), device="meta")
         if parameter.requires_grad:
-            meta, dtype = empty[id(parameter)], torch_dtype(blueprint.kinds[name].gradient)
             meta.grad_dtype = None
-            meta.grad = torch.empty_like(meta, dtype=dtype)
+            meta.grad = torch.empty_like(meta, dtype=torch_dtype(kind.gradient))
+    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
+    float8 = blueprint.float8_layers(
+        tensor_parallel.group, group_on_meta("cp", blueprint.plan.cp, 0, recorder)
+    )
+    for layer in layers:
+        if float8 is not None:
+            on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
+            float8.apply(layer, queue, scales, on_parts=on_parts)
+        defer_weight_gradients(layer.module, queue)
     return layers
 
 

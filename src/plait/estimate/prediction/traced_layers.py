@@ -143,7 +143,11 @@ class TracedLayers:
                 counted = [one for _, one in experts_in(module)] if only == "experts" else [module]
                 for name in (names[id(one)] for part in counted for one in part.parameters()):
                     leaves_out = only == "float8" and name not in blueprint.float8_weights
-                    if blueprint.kinds[name].trains in trains and not leaves_out and name not in seen & shared:
+                    if (
+                        blueprint.kinds[name].trains in trains
+                        and not leaves_out
+                        and name not in seen & shared
+                    ):
                         total += torch.Size(blueprint.whole_layouts[name].local_shape(FIRST)).numel()
                     seen.add(name)
             self._counts[key] = total

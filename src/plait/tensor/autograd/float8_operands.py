@@ -46,8 +46,11 @@ class LinearCasts:
     or a row of it, is divided.
     """
 
-    def __init__(self, recipe: Recipe, divided: DividedDims = WHOLE) -> None:
-        self.recipe, self.divided = recipe, divided
+    def __init__(
+        self, recipe: Recipe, divided: DividedDims = WHOLE, weight_scale: Tensor | None = None
+    ) -> None:
+        """`weight_scale`: the scale of a weight that is in float8 already; None: the weight is cast."""
+        self.recipe, self.divided, self._weight_scale = recipe, divided, weight_scale
         self._factors: dict[tuple[CastFormat, int], Tensor] = {}
         """Of the weight in this step, by format and the dim that a product sums over."""
 
@@ -104,6 +107,8 @@ class LinearCasts:
         return self._weight(weight, self.recipe.weight_for_input, 0)
 
     def _weight(self, weight: Tensor, form: CastFormat, summed: int) -> ScaledMatrix:
+        if self._weight_scale is not None:
+            return ScaledMatrix(weight, self._weight_scale)
         key = form, summed if form.per == "row" else 0
         if key not in self._factors:
             groups = _groups(form, summed, (self.divided.outputs, self.divided.inputs))

@@ -60,8 +60,6 @@ class WeightGradientQueue:
     """The ids of the weights whose gradients are matrix products, of which a step's first may be written."""
     unwritten: set[int] = field(default_factory=set)
     """Those of them whose buffers hold nothing of this step yet, nor zeros."""
-    scales: dict[int, Tensor] = field(default_factory=dict)
-    """By the id of a weight in float8, what its values are to be multiplied by."""
     gathered: GatherRegistry = field(default_factory=GatherRegistry)
     """The linears' inputs and output gradients that are gathered again for their weight gradients."""
     inputs: CastInputs = field(default_factory=CastInputs)
