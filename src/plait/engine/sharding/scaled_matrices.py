@@ -58,7 +58,7 @@ class ScaledMatrices:
         self.scales.copy_(self.factors.reciprocal())
 
     def cast(self, shard: Tensor, own: Tensor) -> None:
-        """Write the parts of the matrices in a flat `shard`, cast to float8, to `own`, of the same offsets."""
+        """Write the parts of the matrices in a flat `shard`, in float8, to `own`, at the same offsets."""
         for slot, factor in zip(self.slots.values(), self.factors.unbind(), strict=True):
             part = moved_later(slot.view_of(shard), own.device).to(self.compute)
             slot.view_of(own).copy_(cast_by(part, factor, self.form).data)

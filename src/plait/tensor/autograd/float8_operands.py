@@ -59,6 +59,11 @@ class LinearCasts:
         self._factors.clear()
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of the remembered factors."""
+        return sum(factor.nbytes for factor in self._factors.values())
+
+    @property
     def are_divided(self) -> bool:
         """Whether casts may communicate: a dim is divided between ranks."""
         return self.divided != WHOLE
