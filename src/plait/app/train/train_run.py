@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.app.config.config import Config
-from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks
+from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks, WrongBits
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder_lock import LOCK, locked_folder
@@ -36,7 +36,6 @@ from plait.app.train.run_callbacks import (
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.app.train.trainer import Trainer, balanced, trained_part
-from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.prediction.prediction import Prediction
 from plait.optimizers.hidden_matrices import listed_matrices
@@ -151,6 +150,7 @@ def _trained(
         Recordings(config),
         *([Stragglers(every=run.stragglers, rebalance=run.rebalance)] if run.stragglers else []),
         ReplicaChecks(run.check_replicas),
+        WrongBits(memory=run.check_memory, recheck_rate=run.recheck_rate),
         progress,
         first,
         *validations,
@@ -160,10 +160,7 @@ def _trained(
         checkpoints,
         samples,
     ]
-    with CorruptionChecks(
-        trainer.engine, trainer.optimizer, memory=run.check_memory, recheck_rate=run.recheck_rate
-    ):
-        trainer.run(callbacks)
+    trainer.run(callbacks)
     signal = max(0, trainer.stopped)
     result = TrainingResult(
         steps=trainer.done,
