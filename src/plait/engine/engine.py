@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,22 @@ class _Retired:
         )
 
 
+class StepWatch(Protocol):
+    """Interface: what an engine calls in each training step."""
+
+    def begin_pass(self) -> None:
+        """Called when `forward_backward` begins."""
+
+    def end_pass(self) -> None:
+        """Called at the end of `forward_backward`, when gradients are final."""
+
+    def before_clipping(self) -> None:
+        """Called when the gradient norm is known, before gradients are scaled."""
+
+    def close(self) -> None:
+        """Called when another engine takes this one's place."""
+
+
 class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
@@ -69,9 +85,13 @@ class Engine:
             self._before_step,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
+        self.watches: list[StepWatch] = []
+        """What is called in each training step."""
 
     def retire(self) -> None:
         """Run no more steps, since another engine takes its place: every later call raises PlanError."""
+        for watch in [*self.watches]:
+            watch.close()
         self.runtime, self._runner = cast(Runtime, _Retired()), cast(Runner, _Retired())
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -109,6 +129,8 @@ class Engine:
         self._agreement.note_gradients()
         options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
         self._agreement.compare_at("forward_backward", **options)
+        for watch in self.watches:
+            watch.begin_pass()
         runner.scale.begin(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
@@ -120,6 +142,8 @@ class Engine:
             loss = runner.mean_loss(batch)
         runner.scale.end()
         self.passes += 1
+        for watch in self.watches:
+            watch.end_pass()
         return loss
 
     def evaluate(self, inputs: Value, targets: Value, *, rows: int | None = None) -> Tensor:
@@ -183,6 +207,8 @@ class Engine:
         units, scale = self.runtime.units.values(), self._runner.scale
         group = self.mesh.group(self.blueprint.norm_axis)
         norm = start_norm(units, self.runtime.counted, group, self.mesh.device, norm_type)()
+        for watch in self.watches:
+            watch.before_clipping()
         scale_to(units, norm, max_norm)
         if scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())

@@ -90,11 +90,16 @@ def parallelize(
 
 
 def refuse_untried(plan: Plan) -> None:
-    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run."""
+    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run, and for linears in mxfp8."""
     if plan.cuda_graphs:
         raise PlanError(
             "plan.cuda_graphs is True, but plait's CUDA graphs were never tried on a GPU: leave "
             "plan.cuda_graphs out."
+        )
+    if plan.linears == "mxfp8":
+        raise PlanError(
+            "plan.linears is 'mxfp8', but plait has no products in mxfp8, since no device here has them: "
+            "choose float8, float8-rowwise or float8-rowwise-gw."
         )
 
 
@@ -299,7 +304,7 @@ def build_stages(
     balance: StepBalance | None,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
-    plan = blueprint.plan
+    plan, float8 = blueprint.plan, blueprint.float8_layers(mesh.group("tp"), mesh.group("cp"))
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     stages = {}
@@ -311,6 +316,9 @@ def build_stages(
         # One copy of all layers of a stage, so that modules that they share stay shared.
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
+            if float8 is not None:
+                on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
+                float8.apply(layer, queue, on_parts=on_parts)
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         if balance is not None:

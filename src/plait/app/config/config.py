@@ -71,6 +71,7 @@ class Config(Section):
         _check_validation(self)
         _check_rates(self.train)
         _check_saves(self.run)
+        _check_elastic(self.run)
         _check_rebalance(self.run)
         return self
 
@@ -199,6 +200,20 @@ def _check_rebalance(run: RunConfig) -> None:
         raise ConfigError(
             "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
             "between comparisons, such as 4."
+        )
+
+
+def _check_elastic(run: RunConfig) -> None:
+    """Raise ConfigError for settings of ranks that are restarted where none are."""
+    for field, given in (("run.spares", run.spares), ("run.replace", not run.replace)):
+        if given and not run.elastic:
+            raise ConfigError(
+                f"{field} = {str(getattr(run, field[4:])).lower()} is given, but run.elastic is false: set "
+                f"that to true, or leave {field} out."
+            )
+    if run.elastic and run.ranks_as == "threads":
+        raise ConfigError(
+            "run.elastic restarts processes, but run.ranks_as is threads: leave one of them out."
         )
 
 
