@@ -105,9 +105,7 @@ class Checkpoints(Callback):
         Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
         """
         self._tell, source = run.tell, self._resume
-        if self._make_snapshots is not None:
-            make = partial(self._make_snapshots, run.engine, run.optimizer)
-            self._snapshots = self._unless_failed(make)
+        self._begin_snapshots(run)
         if source != "auto":
             if self._resume_from_memory(run, own_launch=True):
                 return
@@ -136,6 +134,19 @@ class Checkpoints(Callback):
                 f"with {self._start_over}."
             )
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
+
+    def _begin_snapshots(self, run: TrainingLoop) -> None:
+        """Take snapshots of the run's engine and optimizer, if any are to be taken."""
+        if self._make_snapshots is not None:
+            make = partial(self._make_snapshots, run.engine, run.optimizer)
+            self._snapshots = self._unless_failed(make)
+
+    def replanned(self, run: TrainingLoop) -> None:
+        """Take the snapshots of the run's new engine from now on; those of before stay until then."""
+        if (snapshots := self._snapshots) is not None:
+            self._unless_failed(snapshots.finish)
+            snapshots.release()
+            self._begin_snapshots(run)
 
     def begin(self, run: TrainingLoop) -> None:
         """Find the validation that decides which checkpoints are best, and lock the folder of checkpoints.
@@ -180,6 +191,7 @@ class Checkpoints(Callback):
         """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
         self._save_if_due(run)
         if (snapshots := self._snapshots) is not None and snapshots.is_due(run.done):
+            run.engine.compare_memory()
             self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state)))
 
     def _save_if_due(self, run: TrainingLoop) -> None:
@@ -191,6 +203,7 @@ class Checkpoints(Callback):
             self._warn_early()
             return
         self._saved_at, self._best = clock, self._best if best is None else best
+        run.engine.compare_memory()
         self.finish()
         self._try(
             lambda: self._manager.save(run.engine, run.optimizer, step, run_state(run, self._state), best)
