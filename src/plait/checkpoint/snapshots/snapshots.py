@@ -76,8 +76,8 @@ class Snapshots:
         """Make or find the run's folder in `folder`, which is in memory. Called on all ranks.
 
         `every`: steps between two snapshots. `name` identifies the run: started again under the same name, on
-        the same hosts, it finds its snapshots. None: torchrun's agent does, so that the ranks which it
-        restarts find them, and no others. What this user's ended runs have left in `folder` is removed.
+        the same hosts, it finds its snapshots. None: torchrun's agent does, or the supervisor of elastic
+        ranks, so that the ranks which it restarts find them, and no others. What this user's ended runs have left in `folder` is removed.
         `optimizer`: one, a list of several, or None. Raises `CheckpointError` on all ranks where `folder`
         cannot be used, or another process uses the name. Communication: an all-gather of 100 bytes a rank.
         """
@@ -89,8 +89,8 @@ class Snapshots:
             require_instance("the name of a run", name, str, "give a text", CheckpointError)
         elif not agent:
             raise CheckpointError(
-                "snapshots have no name, and torchrun, which would restart the ranks, has not started them: "
-                "give Snapshots a name, by which a later run finds them."
+                "snapshots have no name, and neither torchrun nor plait.launch(…, elastic=True), which restart "
+                "ranks, has started these: give Snapshots a name, by which a later run finds them."
             )
         self._engine, self._optimizer, self._every = engine, optimizer, every
         self._owner = agent or process_identity(os.getpid())
