@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from plait.ranks.supervised_rank import (
+    go_on_before,
+    newest_good_step,
     note_restored,
     remove_at_end,
     removed_at_end,
@@ -22,6 +24,7 @@ def test_without_a_supervisor_nothing_is_told(tmp_path: Path) -> None:
     note_restored(3)
     assert restored_step(str(tmp_path)) is None
     assert [*removed_at_end(str(tmp_path))] == []
+    assert newest_good_step() is None
 
 
 def test_folders_to_remove_and_the_restored_step_reach_the_supervisor(
@@ -37,3 +40,7 @@ def test_folders_to_remove_and_the_restored_step_reach_the_supervisor(
     note_restored(3)
     note_restored(7)
     assert restored_step(str(tmp_path)) == 7
+    go_on_before(str(tmp_path), 5)
+    assert newest_good_step() == 5
+    note_restored(4)
+    assert newest_good_step() is None
