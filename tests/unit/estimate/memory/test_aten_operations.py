@@ -26,7 +26,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 A, B, TOTAL = meta(3, 5), meta(5, 7), meta(3, 7)
-HALF = torch.bfloat16
+HALF, EIGHT = torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,13 @@ def test_products_of_experts_are_linears_and_other_batches_are_of_attention(
     (product,) = recorded(call)
     assert isinstance(product, Product)
     assert (product.grouped, product.is_linear) == (grouped, grouped or product.batch == 1)
+
+
+def test_a_scaled_product_is_one_in_float8() -> None:
+    a, b, one = meta(32, 64, dtype=EIGHT), meta(48, 64, dtype=EIGHT), meta()
+    whole = functional.ScalingType.TensorWise
+    (product,) = recorded(lambda: functional.scaled_mm(a, b.t(), one, whole, one, whole, output_dtype=HALF))
+    assert product == Product(32, 48, 64, in_float8=True)
 
 
 def test_an_addition_that_is_not_of_a_product_just_computed_counts_by_itself() -> None:
