@@ -352,12 +352,12 @@ def configured_decoder(config: Config) -> Decoder | None:
     """Return the sizes of the model that a configuration trains; no module is made.
 
     None where sizes do not say all that a prediction needs: for a model in a folder, experts, adapters or
-    other frozen parameters, an optimizer without two moments a parameter, and offloading.
+    other frozen parameters, an optimizer without two moments a parameter, offloading, and linears in float8.
     """
     model, train = config.model, config.train
     adapts, freezes, sparse = model.lora.adapts, bool(train.freeze), model.experts is not None
     others = model.folder is not None or adapts or freezes or sparse or train.optimizer.moments != 2
-    if others or config.parallel.offload != "none":
+    if others or config.parallel.offload != "none" or config.parallel.linears is not None:
         return None
     return model.decoder(vocabulary(config))
 
