@@ -71,6 +71,7 @@ class Config(Section):
         _check_validation(self)
         _check_rates(self.train)
         _check_saves(self.run)
+        _check_elastic(self.run)
         return self
 
     @property
@@ -189,6 +190,20 @@ def _check_saves(run: RunConfig) -> None:
         raise ConfigError(
             f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, never: set it to "
             "0, for checkpoints at the end and after so many minutes."
+        )
+
+
+def _check_elastic(run: RunConfig) -> None:
+    """Raise ConfigError for settings of ranks that are restarted where none are."""
+    for field, given in (("run.spares", run.spares), ("run.replace", not run.replace)):
+        if given and not run.elastic:
+            raise ConfigError(
+                f"{field} = {str(getattr(run, field[4:])).lower()} is given, but run.elastic is false: set "
+                f"that to true, or leave {field} out."
+            )
+    if run.elastic and run.ranks_as == "threads":
+        raise ConfigError(
+            "run.elastic restarts processes, but run.ranks_as is threads: leave one of them out."
         )
 
 

@@ -116,7 +116,7 @@ def trace_model(
     if isinstance(end, ChunkedLossStage):
         of_loss = trace_chunked_loss(end, queue, value, classes, recorder)
     else:
-        of_loss = trace_loss(end.loss, value, classes, recorder)
+        of_loss = trace_loss(end, value, classes, recorder)
     works = [one.work for one in traced if one.work is not None]
     if recorder is not None:
         works[-1] = with_loss(works[-1], recorder.take(fuses=False))
