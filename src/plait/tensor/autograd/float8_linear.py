@@ -33,7 +33,7 @@ from plait.tensor.float8.scaled_product import product
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Float8Call:
     """The arguments of one call of a float8 linear, but the tensors that have gradients."""
 
     input: Tensor
@@ -76,7 +76,7 @@ def float8_linear(
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
         return traced_float8_linear(module, input, by_rows, bias, queue.inputs, trace, output_sum)
-    call = _Call(input, by_rows, casts, queue, is_transposed, output_sum)
+    call = _Float8Call(input, by_rows, casts, queue, is_transposed, output_sum)
     if not defers(input):
         return call.output(casts.input(rows_of(input)), bias)
     cast = queue.inputs.of(input, casts)
@@ -103,7 +103,7 @@ class _Float8Linear(torch.autograd.Function):
         carrier: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: _Call,
+        call: _Float8Call,
         cast: CastInput,
         is_late: bool,
     ) -> Tensor:
