@@ -85,7 +85,7 @@ def test_linears_of_one_input_cast_it_once_and_sum_its_gradients_in_fp32(monkeyp
     summands = [
         product(
             own.gradient(gradient.view(-1, INNER)),
-            LinearCasts(RECIPES["float8"]).weight_for_input(one.weight.detach()),
+            LinearCasts(RECIPES["float8"]).weight_for_input(one.weight.detach(), None),
             torch.float32,
         )
         for one, gradient in zip(twin, gradients, strict=True)
@@ -148,16 +148,16 @@ def test_an_evaluation_multiplies_in_float8_too_and_keeps_nothing() -> None:
 
 def test_factors_of_a_weight_hold_for_a_step() -> None:
     casts, weight = LinearCasts(RECIPES["float8"]), values(INNER, HIDDEN)
-    before = casts.weight(weight)
+    before = casts.weight(weight, None)
     weight *= 4
-    assert torch.equal(casts.weight(weight).scale, before.scale)
+    assert torch.equal(casts.weight(weight, None).scale, before.scale)
     casts.begin_step()
-    assert torch.equal(casts.weight(weight).scale, 4 * before.scale)
+    assert torch.equal(casts.weight(weight, None).scale, 4 * before.scale)
 
 
 def test_transposed_matrices_are_views_with_scales_in_the_other_direction() -> None:
     casts = LinearCasts(RECIPES["float8-rowwise"])
-    rows = casts.weight(values(INNER, HIDDEN))
+    rows = casts.weight(values(INNER, HIDDEN), None)
     data, scale = transposed(rows)
     assert data.shape == (HIDDEN, INNER)
     assert data.data_ptr() == rows.data.data_ptr()
