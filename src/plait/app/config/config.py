@@ -72,6 +72,7 @@ class Config(Section):
         _check_rates(self.train)
         _check_saves(self.run)
         _check_elastic(self.run)
+        _check_rebalance(self.run)
         return self
 
     @property
@@ -204,6 +205,15 @@ def _check_elastic(run: RunConfig) -> None:
     if run.elastic and run.ranks_as == "threads":
         raise ConfigError(
             "run.elastic restarts processes, but run.ranks_as is threads: leave one of them out."
+        )
+
+
+def _check_rebalance(run: RunConfig) -> None:
+    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
+    if run.rebalance and not run.stragglers:
+        raise ConfigError(
+            "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
+            "between comparisons, such as 4."
         )
 
 
