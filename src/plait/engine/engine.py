@@ -521,6 +521,17 @@ class Engine:
         """Mapping from every parameter of the model, by name, to the layout of its shards on the ranks."""
         return self.blueprint.layouts
 
+    @property
+    def linear_formats(self) -> Mapping[str, str]:
+        """How each linear multiplies, by its path: the recipe of `Plan.linears`, or why it stays as it was.
+
+        Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight, `hooks`, `sizes` that are
+        no multiple of 16, `experts`, or the rule by which `tp` leaves the linear whole.
+        """
+        choice, recipe = self.blueprint.float8, self.plan.linears
+        chosen = {} if recipe is None else dict.fromkeys(choice.chosen, str(recipe))
+        return {**chosen, **choice.others}
+
     def traffic(self) -> Counts:
         """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.
 

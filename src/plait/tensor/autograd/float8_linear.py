@@ -33,7 +33,7 @@ from plait.tensor.float8.scaled_product import product
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Float8Call:
     """The arguments of one call of a float8 linear, but the tensors that have gradients."""
 
     input: Tensor
@@ -58,29 +58,28 @@ class _Call:
 
 
 def float8_linear(
+    module: Any,
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     queue: WeightGradientQueue | None,
-    casts: LinearCasts,
     *,
-    weight_scale: Tensor | None = None,
     is_transposed: bool = False,
     output_sum: SumOfSummands | None = None,
 ) -> Tensor:
-    """Return `input @ weight.T + bias` by a product in float8; its backward queues the weight gradient.
+    """Return the output of a linear by a product in float8; its backward queues the weight gradient.
 
-    `weight` is `[out, in]`, or `[in, out]` where transposed; with `weight_scale` it is in float8.
-    `output_sum`: sums the ranks' outputs, before the bias is added. Communication: that of the casts
-    (`LinearCasts`), and of `output_sum`.
+    `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, `casts`, its `LinearCasts`,
+    and `weight_scale`, with which the weight is in float8; None: it is cast. `output_sum`: sums the ranks'
+    outputs; the bias is then added elsewhere. Communication: that of the casts, and of `output_sum`.
     """
     assert queue is not None, "an engine's layers have a queue"
+    weight, casts = module.weight, module.casts
+    bias = module.bias if output_sum is None else None
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
         return traced_float8_linear(
-            input, by_rows, bias, queue.inputs, casts, trace, output_sum, weight_scale
+            input, by_rows, bias, queue.inputs, casts, trace, output_sum, module.weight_scale
         )
-    call = _Call(input, by_rows, weight_scale, casts, queue, is_transposed, output_sum)
+    call = _Float8Call(input, by_rows, module.weight_scale, casts, queue, is_transposed, output_sum)
     if not defers(input):
         return call.output(casts.input(rows_of(input)), bias)
     cast = queue.inputs.of(input, casts)
@@ -107,7 +106,7 @@ class _Float8Linear(torch.autograd.Function):
         carrier: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: _Call,
+        call: _Float8Call,
         cast: CastInput,
         is_late: bool,
     ) -> Tensor:
