@@ -90,11 +90,16 @@ def parallelize(
 
 
 def refuse_untried(plan: Plan) -> None:
-    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run."""
+    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run, and for linears in mxfp8."""
     if plan.cuda_graphs:
         raise PlanError(
             "plan.cuda_graphs is True, but plait's CUDA graphs were never tried on a GPU: leave "
             "plan.cuda_graphs out."
+        )
+    if plan.linears == "mxfp8":
+        raise PlanError(
+            "plan.linears is 'mxfp8', but plait has no products in mxfp8, since no device here has them: "
+            "choose float8, float8-rowwise or float8-rowwise-gw."
         )
 
 

@@ -15,6 +15,7 @@ from plait.plan.plan import (
     Compile,
     ContextLayout,
     ContextParallel,
+    Linears,
     Offload,
     Policy,
     Recompute,
@@ -152,6 +153,10 @@ class ParallelConfig(Section):
     cuda_graphs: bool = False
     """whether the work between two messages is recorded as CUDA graphs and replayed; refused: no GPU has run
     it yet"""
+    linears: Linears | None = None
+    """number format in which linears multiply: float8 with one scale a tensor, float8-rowwise with one a row,
+    float8-rowwise-gw likewise but for weight gradients; mxfp8 is refused: no device here has it; none: the
+    precision"""
     sequence_parallel: SequenceParallel = "none"
     """whether tp ranks split what is outside of their matrices (norms, residual stream) by sequence; inputs
     of matrices are then kept for weight gradients, or gathered again"""
