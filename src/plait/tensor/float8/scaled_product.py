@@ -16,12 +16,14 @@ _RESULTS = (torch.bfloat16, torch.float32)
 
 
 def product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
-    """Return `a @ b` `[rows, columns]` in `dtype`; sums are in fp32.
+    """Return `a @ b` `[rows, columns]` in `dtype`; sums are in fp32, or in fp64 where `dtype` is that.
 
     `a` is `[rows, summed]` in row-major order, `b` `[summed, columns]` in column-major order. ModelError for
     operands that CUDA refuses.
     """
     _require_allowed(a.data, b.data)
+    if dtype == torch.float64:
+        return (a.data.double() @ b.data.double()) * (a.scale.double() * b.scale.double())
     kind_a, kind_b = _kind_of(a), _kind_of(b)
     scale_a, scale_b = a.scale, b.scale
     if kind_a != kind_b:  # both of one kind: one scale repeated for each row, or each column

@@ -14,7 +14,8 @@ largest number of the format over the largest element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 SMALLEST = 1e-12
 """An operand whose elements are all smaller is scaled as if the largest were this one, as torchao does."""
+
+
+Casting = Callable[[], AbstractContextManager[None]]
+"""Returns the context in which operands are cast."""
 
 
 class EightBits(NamedTuple):
@@ -108,22 +113,26 @@ class _Linear(torch.autograd.Function):
     """X Wᵀ, with X `[tokens, in]` and W `[out, in]`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, products: Products) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, products: Products, casting: Casting) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.products = products
-        return product(input, weight.T, products.output)
+        ctx.products, ctx.casting = products, casting
+        with casting():
+            return product(input, weight.T, products.output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (input, weight), products, needed = ctx.saved_tensors, ctx.products, ctx.needs_input_grad
-        of_input = product(gradient, weight, products.input_gradient) if needed[0] else None
-        of_weight = product(gradient.T, input, products.weight_gradient) if needed[1] else None
-        return of_input, of_weight, None
+        with ctx.casting():
+            of_input = product(gradient, weight, products.input_gradient) if needed[0] else None
+            of_weight = product(gradient.T, input, products.weight_gradient) if needed[1] else None
+        return of_input, of_weight, None, None
 
 
-def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
+def float8_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, casting: Casting = nullcontext
+) -> Tensor:
     """Return `input @ weight.T + bias`, by a recipe of `Plan.linears` also in the backward."""
     rows = input.reshape(-1, input.shape[-1])
-    result: Tensor = _Linear.apply(rows, weight, RECIPES[recipe])  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(rows, weight, RECIPES[recipe], casting)  # type: ignore[no-untyped-call]
     result = result.view(*input.shape[:-1], len(weight))
     return result if bias is None else result + bias

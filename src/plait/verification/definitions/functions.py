@@ -165,6 +165,8 @@ class Definitions:
         """The windows of attention since these were last cleared."""
         self.routing = RoutingCalls()
         """The calls of routers in the running layer."""
+        self.microbatches_at_once = 1
+        """How many run as one batch: each is cast to float8 by itself."""
         self._mistake: Mapping[str, Any] = {}
 
     @contextmanager

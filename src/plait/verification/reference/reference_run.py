@@ -31,6 +31,7 @@ from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
 from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
+from plait.verification.definitions.float8_layers import quantise_linears
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
@@ -114,6 +115,7 @@ class ReferenceRun:
         scale: float | None = None,
         output_linear: str | None = None,
         rules: Rules | None = None,
+        linears: str | None = None,
     ) -> None:
         """`clip`: the maximum gradient norm; None: a third of the first step's norm.
 
@@ -122,7 +124,8 @@ class ReferenceRun:
         reset to it once they are recorded, so that a perturbation shows in the next tensors only. Tokens go
         to the experts that it has recorded. `scale`: the first value of a dynamic loss scale.
         `output_linear`: that, in the last layer, of a linear whose input is recorded as the layer's output.
-        `rules`: those of tensor parallelism, which declare the matrices of joined linears.
+        `rules`: those of tensor parallelism, which declare the matrices of joined linears. `linears`: the
+        float8 recipe of the plan.
         """
         self.routed = baseline  # whose experts tokens go to
         if baseline is not None and not (options.resynchronizes or baseline.narrowing):
@@ -142,6 +145,8 @@ class ReferenceRun:
         self.definitions.install(
             (layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
         )
+        if linears is not None:
+            quantise_linears(self.definitions, self.layers, linears, self.casts.unnoted)
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -266,9 +271,10 @@ class ReferenceRun:
             return self._run_layers(scope, value, targets, weight)
 
     @contextmanager
-    def _running(self, inputs: Value) -> Iterator[tuple[Value, Tensor | None]]:
+    def _running(self, inputs: Value, microbatches: int = 1) -> Iterator[tuple[Value, Tensor | None]]:
         """Context: layers run by definition, on whole sequences; yield their input and document ids."""
         value, ids = separated(inputs)
+        self.definitions.microbatches_at_once = microbatches
         (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
         with running(sequence), self.definitions.running(ids):
             yield value, ids
@@ -418,7 +424,7 @@ class ReferenceRun:
         before.set_back(to_copies=True)
         parts = [RecordScope(step, number) for number in range(microbatches)]
         recorded = [] if self.routed is None else [self.routed.values[part] for part in parts]
-        with torch.no_grad(), self._running(inputs) as (given, ids):
+        with torch.no_grad(), self._running(inputs, microbatches) as (given, ids):
             value = map_tensors(torch.clone, given)
             for number, layer in enumerate(self.layers):
                 self.definitions.routing.begin(experts_in(recorded, number))
