@@ -14,6 +14,7 @@ from torch import nn
 from plait.engine.fingerprint import structure_of
 from plait.engine.sharding.unit import Owners
 from plait.errors import PlanError, ScheduleError
+from plait.models.float8_linears import NO_LINEARS, LinearChoice, choose_linears, require_multipliable
 from plait.models.layers.layer_sequence import (
     LayerSequence,
     aliases_of,
@@ -42,8 +43,10 @@ from plait.schedules.search.stage_cuts import LayerCosts, StageCut, schedule_and
 from plait.tensor.chunked_cross_entropy import output_linear_name
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import ExpertRanks
+from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import DTYPES, named_dtype
 from plait.tensor.parallel.apply_rules import layouts_of, match_modules
+from plait.tensor.parallel.float8_layers import Float8Layers
 from plait.tensor.parallel.tensor_parallelism import (
     SequenceDims,
     TensorParallelism,
@@ -126,6 +129,8 @@ class Blueprint:
     """How much of its forward each layer runs again in its backward."""
     output_linear: str | None
     """The name, within the last layer, of the linear whose logits the loss computes in chunks; None: none."""
+    float8: LinearChoice
+    """The linears that multiply in float8, and why the others do not; both empty without `plan.linears`."""
 
     @cached_property
     def buffer_specs(self) -> BufferSpecs:
@@ -258,6 +263,16 @@ class Blueprint:
             self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group, ranks
         )
 
+    def float8_layers(self, tp: Group, cp: Group) -> Float8Layers | None:
+        """Return what makes linears of a rank's layers multiply in float8; None where none does.
+
+        `tp`, `cp`: the rank's groups along these axes.
+        """
+        if not self.float8.chosen:
+            return None
+        assert self.plan.linears is not None
+        return Float8Layers(RECIPES[self.plan.linears], frozenset(self.float8.chosen), tp, cp)
+
     def meta_layers(
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
     ) -> MetaLayers:
@@ -343,7 +358,20 @@ def build_blueprint(
         counts,
         recompute,
         output_linear,
+        float8_linears(sequence, chosen_rules(model, rules), plan, whole_layouts),
     )
+
+
+def float8_linears(
+    sequence: LayerSequence, rules: Rules | None, plan: Plan, layouts: Mapping[str, Layout]
+) -> LinearChoice:
+    """Return which linears multiply in float8. Raises PlanError where the chosen ones cannot."""
+    if plan.linears is None:
+        return NO_LINEARS
+    layers = named(sequence.layers)
+    choice = choose_linears(sequence.layers, {} if rules is None else match_modules(rules, layers))
+    require_multipliable(choice.chosen, layouts, plan.linears)
+    return choice
 
 
 def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:

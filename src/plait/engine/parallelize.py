@@ -304,7 +304,7 @@ def build_stages(
     balance: StepBalance | None,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
-    plan = blueprint.plan
+    plan, float8 = blueprint.plan, blueprint.float8_layers(mesh.group("tp"), mesh.group("cp"))
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     stages = {}
@@ -316,6 +316,9 @@ def build_stages(
         # One copy of all layers of a stage, so that modules that they share stay shared.
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
+            if float8 is not None:
+                on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
+                float8.apply(layer, queue, on_parts=on_parts)
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         if balance is not None:

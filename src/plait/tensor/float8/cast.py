@@ -76,10 +76,3 @@ def cast_by(matrix: Tensor, factor: Tensor, form: CastFormat) -> ScaledMatrix:
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     scaled = (wide * factor).clamp_(-bound, bound)  # a rounded factor may exceed the bound
     return ScaledMatrix(scaled.to(form.dtype), factor.reciprocal())
-
-
-def transposed(matrix: ScaledMatrix) -> ScaledMatrix:
-    """Return the transpose of a matrix, whose data are contiguous again, with its scales."""
-    return ScaledMatrix(
-        matrix.data.t().contiguous(), matrix.scale if matrix.scale.dim() == 0 else matrix.scale.t()
-    )

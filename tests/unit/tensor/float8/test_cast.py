@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plait.tensor.float8.cast import ScaledMatrix, cast, factor_of, largest_of, transposed
+from plait.tensor.float8.cast import cast, factor_of, largest_of
 from plait.tensor.float8.recipes import CastFormat
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -87,10 +87,3 @@ def test_a_factor_is_rounded_down_to_a_power_of_two() -> None:
         2.0,
         32.0,
     ]
-
-
-def test_a_transposed_matrix_has_its_scales_in_the_other_direction() -> None:
-    data, scale = transposed(ScaledMatrix(torch.arange(6.0).view(2, 3), torch.tensor([[1.0], [2.0]])))
-    assert data.is_contiguous()
-    assert data.tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert scale.tolist() == [[1.0, 2.0]]

@@ -1,0 +1,145 @@
+"""The operands of a linear's three products, cast to float8 with scales that its ranks have in common.
+
+    O  = X Wᵀ     X [tokens, inputs]     W [outputs, inputs]
+    dX = G W      G [tokens, outputs]
+    dW = Gᵀ X
+
+Ranks may hold parts of each of the three dims: of tokens under `cp`, and under `tp` where a layer runs on
+parts of the sequence; of inputs in a row-parallel linear; of outputs in a column-parallel one. A scale comes
+from the largest value of the whole tensor, or of a whole row of it, so that all ranks cast alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.ranks.collectives import all_reduce
+from plait.ranks.group import Group
+from plait.tensor.autograd.kept_results import computed_once
+from plait.tensor.float8.cast import ScaledMatrix, cast_by, factor_of, largest_of
+from plait.tensor.float8.recipes import CastFormat, Recipe
+
+Groups = tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class DividedDims:
+    """The groups of ranks between which each dim of a linear is divided; none where each rank has all."""
+
+    tokens: Groups = ()
+    inputs: Groups = ()
+    outputs: Groups = ()
+
+
+WHOLE = DividedDims()
+"""Each rank has all of each dim."""
+
+
+class LinearCasts:
+    """Casts the operands of one linear, and remembers a step's factors of its weight.
+
+    Communication of a cast: an all-reduce of largest values over each group between whose ranks the tensor,
+    or a row of it, is divided.
+    """
+
+    def __init__(self, recipe: Recipe, divided: DividedDims = WHOLE) -> None:
+        self.recipe, self.divided = recipe, divided
+        self._factors: dict[tuple[CastFormat, int], Tensor] = {}
+        """Of the weight in this step, by format and the dim that a product sums over."""
+
+    def begin_step(self) -> None:
+        """Forget the factors of the weight, whose values may have changed."""
+        self._factors.clear()
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether casts may communicate: a dim is divided between ranks."""
+        return self.divided != WHOLE
+
+    @property
+    def gives_summands(self) -> bool:
+        """Whether outputs are summands of several ranks, since the dim that they sum over is divided."""
+        return bool(self.divided.inputs)
+
+    def input(self, rows: Tensor) -> ScaledMatrix:
+        """Return X, `[tokens, inputs]`, for the output."""
+        dims = self.divided
+        return _cast(rows, self.recipe.input, 1, (dims.tokens, dims.inputs), once=True)
+
+    def input_for_weight(self, rows: Tensor, for_output: ScaledMatrix) -> ScaledMatrix | None:
+        """Return X, `[tokens, inputs]`, for the weight gradient; None: as it is. `for_output`: by `input`."""
+        form, dims = self.recipe.input_for_weight, self.divided
+        if form is None:
+            return None
+        if form == self.recipe.input and form.per == "tensor":
+            return for_output
+        return _cast(rows, form, 0, (dims.tokens, dims.inputs), once=True)
+
+    def gradient(self, rows: Tensor) -> ScaledMatrix:
+        """Return G, `[tokens, outputs]`, for the input gradient."""
+        return _cast(rows, self.recipe.gradient, 1, (self.divided.tokens, self.divided.outputs))
+
+    def gradient_for_weight(self, rows: Tensor, for_input: ScaledMatrix | None) -> ScaledMatrix | None:
+        """Return G, `[tokens, outputs]`, for the weight gradient; None: as it is.
+
+        `for_input`: by `gradient`; None where no input gradient is computed.
+        """
+        form, dims = self.recipe.gradient_for_weight, self.divided
+        if form is None:
+            return None
+        if for_input is not None and form == self.recipe.gradient and form.per == "tensor":
+            return for_input
+        return _cast(rows, form, 0, (dims.tokens, dims.outputs))
+
+    def weight(self, weight: Tensor) -> ScaledMatrix:
+        """Return W, `[outputs, inputs]`, for the output: its transpose is the second operand."""
+        return self._weight(weight, self.recipe.weight, 1)
+
+    def weight_for_input(self, weight: Tensor) -> ScaledMatrix:
+        """Return W, `[outputs, inputs]`, for the input gradient."""
+        return self._weight(weight, self.recipe.weight_for_input, 0)
+
+    def _weight(self, weight: Tensor, form: CastFormat, summed: int) -> ScaledMatrix:
+        key = form, summed if form.per == "row" else 0
+        if key not in self._factors:
+            groups = _groups(form, summed, (self.divided.outputs, self.divided.inputs))
+            self._factors[key] = factor_of(_reduced(largest_of(weight, form.per, summed), groups), form)
+        return cast_by(weight, self._factors[key], form)
+
+
+def transposed(matrix: ScaledMatrix) -> ScaledMatrix:
+    """Return the transpose of a matrix: a view of its data, and its scales in the other direction."""
+    return ScaledMatrix(matrix.data.t(), matrix.scale if matrix.scale.dim() == 0 else matrix.scale.t())
+
+
+def _cast(
+    matrix: Tensor, form: CastFormat, summed: int, dims: tuple[Groups, Groups], *, once: bool = False
+) -> ScaledMatrix:
+    """Return `matrix` in float8, for a product that sums over its dim `summed`; `dims`: who divides each.
+
+    `once`: a layer that is recomputed reduces the largest values in its first run only.
+    """
+    largest, groups = largest_of(matrix, form.per, summed), _groups(form, summed, dims)
+    if groups:
+        local = largest
+        largest = computed_once(lambda: _reduced(local, groups)) if once else _reduced(local, groups)
+    return cast_by(matrix, factor_of(largest, form), form)
+
+
+def _groups(form: CastFormat, summed: int, dims: tuple[Groups, Groups]) -> Groups:
+    """Return the groups whose ranks hold other parts of the tensor, or of each vector along `summed`."""
+    return dims[summed] if form.per == "row" else (*dims[0], *dims[1])
+
+
+def _reduced(largest: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Return the largest values over the ranks of all groups. Communication: an all-reduce over each."""
+    for group in groups:
+        if largest.is_meta:
+            group.skip("all_reduce", largest)
+        else:
+            largest = all_reduce(largest, group, "max", out=torch.empty_like(largest), checked=False).wait()
+    return largest
