@@ -31,7 +31,7 @@ from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
 from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
-from plait.verification.definitions.float8_layers import quantise_linears
+from plait.verification.definitions.float8_layers import linears_in_float8, quantise_linears
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
@@ -146,7 +146,8 @@ class ReferenceRun:
             (layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
         )
         if linears is not None:
-            quantise_linears(self.definitions, self.layers, linears, self.casts.unnoted)
+            paths = linears_in_float8(sequence.layers, rules or {})
+            quantise_linears(self.definitions, self.layers, paths, linears, self.casts.unnoted)
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
