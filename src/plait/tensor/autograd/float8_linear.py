@@ -23,7 +23,7 @@ from plait.tensor.autograd.deferred_weight_gradients import add_product, defers
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.split_backward import refuse_other_orders
-from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import product
@@ -56,9 +56,10 @@ class _Call:
         dtype, shape = self.input.dtype, (*self.input.shape[:-1], self.weight.shape[0])
         weight = transposed(self.casts.weight(self.weight.detach()))
         if self.output_sum is None:
-            result = product(for_output, weight, dtype).view(shape)
+            result = reshaped_in_place(product(for_output, weight, dtype), shape)
         else:
-            result = self.output_sum.total(product(for_output, weight, wide(dtype)).view(shape)).to(dtype)
+            summand = reshaped_in_place(product(for_output, weight, wide(dtype)), shape)
+            result = self.output_sum.total(summand).to(dtype)
         return result if bias is None else result.add_(bias)
 
 
