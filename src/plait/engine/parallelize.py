@@ -346,7 +346,11 @@ def compile_layers(
         numbers = blueprint.stage_layers[number]
         stage.run_compiled(
             [
-                compiler.compiled(layer, meta_layers.structures[index], blueprint.recompute[index])
+                compiler.compiled(
+                    layer,
+                    (meta_layers.structures[index], blueprint.float8.within(layer.path)),
+                    blueprint.recompute[index],
+                )
                 for layer, index in zip(stage.layers, numbers, strict=True)
             ]
         )

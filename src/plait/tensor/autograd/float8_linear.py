@@ -13,30 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.tensor.autograd.cast_inputs import CastInput, SavedInput, as_matrix, own_part, rows_of, wide
 from plait.tensor.autograd.deferred_weight_gradients import add_product, defers
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
+from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.autograd.split_backward import refuse_other_orders
 from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
+from plait.tensor.autograd.traced_float8_linear import traced_float8_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import product
-
-
-class OutputSum(Protocol):
-    """Interface: how the ranks' summands of a row-parallel linear's output become the output."""
-
-    def total(self, summand: Tensor) -> Tensor:
-        """Return the sum of the ranks' summands, or this rank's part of it. May write to `summand`."""
-
-    def gradient_of_summand(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of this rank's summand, given that of what `total` returned."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class _Call:
     casts: LinearCasts
     queue: WeightGradientQueue
     transposed: bool
-    output_sum: OutputSum | None
+    output_sum: SumOfSummands | None
 
     def output(self, for_output: ScaledMatrix, bias: Tensor | None) -> Tensor:
         """Return the output `[..., outputs]` in the dtype of the input."""
@@ -71,7 +64,7 @@ def float8_linear(
     casts: LinearCasts,
     *,
     is_transposed: bool = False,
-    output_sum: OutputSum | None = None,
+    output_sum: SumOfSummands | None = None,
 ) -> Tensor:
     """Return `input @ weight.T + bias` by a product in float8; its backward queues the weight gradient.
 
@@ -79,7 +72,9 @@ def float8_linear(
     the bias is added. Communication: that of the casts (`LinearCasts`), and of `output_sum`.
     """
     assert queue is not None, "an engine's layers have a queue"
-    by_rows = weight.t() if is_transposed else weight
+    by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
+    if trace is not None:
+        return traced_float8_linear(input, by_rows, bias, queue.inputs, casts, trace, output_sum)
     call = _Call(input, by_rows, casts, queue, is_transposed, output_sum)
     if not defers(input):
         return call.output(casts.input(rows_of(input)), bias)
@@ -130,7 +125,7 @@ class _Float8Linear(torch.autograd.Function):
         refuse_other_orders(ctx, "a linear")
         casts, queue, needs_input = ctx.casts, ctx.queue, ctx.needs_input_grad[0]
         of_bias = rows_of(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        whole = gradient if ctx.output_sum is None else ctx.output_sum.gradient_of_summand(gradient)
+        whole = gradient if ctx.output_sum is None else ctx.output_sum.gradient(gradient)
         rows = rows_of(whole)
         for_input = casts.gradient(rows) if needs_input else None
         if ctx.trains:
@@ -197,12 +192,17 @@ def _add_weight_gradient(
     total = buffer.t() if is_transposed else buffer
     left, right = gradient(), input()
     if isinstance(left, ScaledMatrix) and isinstance(right, ScaledMatrix):
-        made = product(transposed(left), right, total.dtype)
-        if first:
-            total.copy_(made)
-        else:
-            total.add_(made)
+        add_float8_product(total, transposed(left), right, first)
     else:
         assert not isinstance(left, ScaledMatrix), "both operands are cast, or none"
         assert not isinstance(right, ScaledMatrix), "both operands are cast, or none"
         add_product(total, left.t(), right, first)
+
+
+def add_float8_product(total: Tensor, a: ScaledMatrix, b: ScaledMatrix, first: bool) -> None:
+    """Add the product of float8 matrices `a @ b` to `total` in place; `first`: write it."""
+    made = product(a, b, total.dtype)
+    if first:
+        total.copy_(made)
+    else:
+        total.add_(made)
