@@ -29,7 +29,7 @@ from plait.verification.reference.recording import ReferenceRecording, broadcast
 from plait.verification.reference.reference_run import Batch, ReferenceRun
 from plait.verification.reference.start_values import Perturbation
 from plait.verification.resumed_run import resumed
-from plait.verification.step_location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
+from plait.verification.step_location import PARAMETER_KINDS, SCALE, WHOLE_STEP, RecordKey, RecordScope
 
 RecordingCache = dict[tuple[int, str | None, str | None], ReferenceRecording]
 """Recordings by the number of micro-batches of the global batch, by the linear whose input is recorded as
@@ -139,8 +139,8 @@ def _recorded(
         if scope == loaded and key.kind in ("value", "state"):
             return True  # under another plan this rank loads other parts
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
-        # Tokens of all data-parallel ranks reach divided experts.
-        everywhere = key.kind == "contribution" and key.name in divided
+        # Tokens of all data-parallel ranks reach divided experts. Scales of others show what was reduced.
+        everywhere = key.kind == SCALE or (key.kind == "contribution" and key.name in divided)
         return is_held and (everywhere or scope.microbatch in own)
 
     return distribute_recording(recordings.get(kept), mesh, wanted)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ SMALLEST = 1e-12
 
 Casting = Callable[[], AbstractContextManager[None]]
 """Returns the context in which operands are cast."""
+NoteUnit = Callable[[str, Tensor], None]
+"""Given the name of an operand and what its numbers of 1 stand for, notes it."""
 
 
 class EightBits(NamedTuple):
@@ -68,6 +71,19 @@ RECIPES: Mapping[str, Products] = {
 """By the names of `Plan.linears`."""
 
 
+def operands_of(recipe: str) -> dict[str, EightBits | None]:
+    """Return how each operand of the three products is cast, by its name."""
+    output, input_gradient, weight_gradient = RECIPES[recipe]
+    return {
+        "input": output.left,
+        "weight": output.right,
+        "gradient": input_gradient.left,
+        "weight_for_input": input_gradient.right,
+        "gradient_for_weight": weight_gradient.left,
+        "input_for_weight": weight_gradient.right,
+    }
+
+
 class Quantised(NamedTuple):
     """A matrix in 8 bits."""
 
@@ -90,49 +106,93 @@ def scale_for(largest: Tensor, how: EightBits) -> Tensor:
     return scale.where(largest != 0, 1.0)
 
 
-def quantised(matrix: Tensor, how: EightBits, dim: int) -> Quantised:
-    """Return a matrix in 8 bits; `dim`: the one that the product sums over, along which a scale is shared."""
+def scales_of(matrix: Tensor, how: EightBits, dim: int) -> Tensor:
+    """Return the scales of a matrix, `[1, 1]`, or one for each vector along `dim`, which has the size 1."""
     sizes = matrix.detach().abs()
     dims = (dim,) if how.by_line else (0, 1)
     largest = (sizes.amax if sizes.numel() else sizes.sum)(dims, keepdim=True)  # sums of nothing are zeros
-    scale = scale_for(largest.float(), how)
+    return scale_for(largest.float(), how)
+
+
+def quantised(matrix: Tensor, how: EightBits, dim: int) -> Quantised:
+    """Return a matrix in 8 bits; `dim`: the one that the product sums over, along which a scale is shared."""
+    scale = scales_of(matrix, how, dim)
     limit = torch.finfo(how.dtype).max
     scaled = matrix.to(torch.promote_types(matrix.dtype, torch.float32)) * scale
     return Quantised(scaled.clamp(-limit, limit).to(how.dtype).double(), scale.reciprocal().double())
 
 
-def product(left: Tensor, right: Tensor, how: Operands) -> Tensor:
-    """Return `left @ right` of operands cast as `how` says, in their dtype; sums are exact."""
+def ignore(operand: str, unit: Tensor) -> None:
+    """Do nothing with what is noted of an operand."""
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    how: Operands,
+    note: NoteUnit = ignore,
+    names: tuple[str, str] = ("left", "right"),
+) -> Tensor:
+    """Return `left @ right` of operands cast as `how` says, in their dtype; sums are exact.
+
+    `note` is given the units of both operands, under their `names`.
+    """
     if how.left is None or how.right is None:
         return left @ right
     a, b = quantised(left, how.left, 1), quantised(right, how.right, 0)
+    for name, one in zip(names, (a, b), strict=True):
+        note(name, one.unit)
     return ((a.numbers @ b.numbers) * (a.unit * b.unit)).to(left.dtype)
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a linear computes: its recipe, and what surrounds its casts."""
+
+    recipe: str
+    """By its name in `Plan.linears`."""
+    casting: Casting = nullcontext
+    note: NoteUnit = ignore
+
+    def output(self, input: Tensor, weight: Tensor) -> Tensor:
+        """Return X Wᵀ, of X `[tokens, in]` and W `[out, in]`."""
+        return self._product(input, weight.T, RECIPES[self.recipe].output, ("input", "weight"))
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return G W, of G `[tokens, out]`."""
+        names = "gradient", "weight_for_input"
+        return self._product(gradient, weight, RECIPES[self.recipe].input_gradient, names)
+
+    def weight_gradient(self, gradient: Tensor, input: Tensor) -> Tensor:
+        """Return Gᵀ X."""
+        names = "gradient_for_weight", "input_for_weight"
+        return self._product(gradient.T, input, RECIPES[self.recipe].weight_gradient, names)
+
+    def _product(self, left: Tensor, right: Tensor, how: Operands, names: tuple[str, str]) -> Tensor:
+        with self.casting():
+            return product(left, right, how, self.note, names)
 
 
 class _Linear(torch.autograd.Function):
     """X Wᵀ, with X `[tokens, in]` and W `[out, in]`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, products: Products, casting: Casting) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, computation: Computation) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.products, ctx.casting = products, casting
-        with casting():
-            return product(input, weight.T, products.output)
+        ctx.computation = computation
+        return computation.output(input, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (input, weight), products, needed = ctx.saved_tensors, ctx.products, ctx.needs_input_grad
-        with ctx.casting():
-            of_input = product(gradient, weight, products.input_gradient) if needed[0] else None
-            of_weight = product(gradient.T, input, products.weight_gradient) if needed[1] else None
-        return of_input, of_weight, None, None
+        (input, weight), computation, needed = ctx.saved_tensors, ctx.computation, ctx.needs_input_grad
+        of_input = computation.input_gradient(gradient, weight) if needed[0] else None
+        of_weight = computation.weight_gradient(gradient, input) if needed[1] else None
+        return of_input, of_weight, None
 
 
-def float8_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, casting: Casting = nullcontext
-) -> Tensor:
-    """Return `input @ weight.T + bias`, by a recipe of `Plan.linears` also in the backward."""
+def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, computation: Computation) -> Tensor:
+    """Return `input @ weight.T + bias`, by the recipe of `computation` also in the backward."""
     rows = input.reshape(-1, input.shape[-1])
-    result: Tensor = _Linear.apply(rows, weight, RECIPES[recipe], casting)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(rows, weight, computation)  # type: ignore[no-untyped-call]
     result = result.view(*input.shape[:-1], len(weight))
     return result if bias is None else result + bias

@@ -8,7 +8,7 @@ multiple of 16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from plait.models.lora import LoraLinear
 from plait.plan.rules import Rule, Rules, join, match
 from plait.tensor.call_hooks import is_altered
 from plait.tensor.layer_values import NamedLayer
-from plait.verification.definitions.float8 import Casting, float8_linear
+from plait.verification.definitions.float8 import Casting, Computation, float8_linear
 from plait.verification.definitions.functions import Definitions
 
 MULTIPLE = 16
@@ -41,9 +41,9 @@ def quantise_linears(
     `casting` returns the context in which operands are cast.
     """
     modules = modules_of(layers)
-    linear = partial(float8_linear, recipe=recipe, casting=casting)
     for path in paths:
-        modules[path].forward = partial(_by_microbatch, book, proxy(modules[path]), linear)
+        computation = Computation(recipe, casting, partial(_note, book, path))
+        modules[path].forward = partial(_by_microbatch, book, proxy(modules[path]), computation)
 
 
 def modules_of(layers: Sequence[NamedLayer]) -> dict[str, nn.Module]:
@@ -89,8 +89,14 @@ def _is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _by_microbatch(book: Definitions, module: Any, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
+def _by_microbatch(book: Definitions, module: Any, computation: Computation, input: Tensor) -> Tensor:
     """Return the output of a linear, whose input is cast by micro-batches of equal size."""
     weight = module.weight.T if _is_transposed(module) else module.weight
-    parts = [linear(part, weight, module.bias) for part in input.chunk(book.microbatches_at_once)]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    parts = input.chunk(book.microbatches_at_once)
+    outputs = [float8_linear(part, weight, module.bias, computation) for part in parts]
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _note(book: Definitions, path: str, operand: str, unit: Tensor) -> None:
+    if not book.is_mistaken:
+        book.scales.note(path, operand, unit)

@@ -33,6 +33,10 @@ from plait.verification.diagnosis.symptoms import (
 )
 from plait.verification.step_location import StepPhase
 
+OTHER_SCALES = (
+    "what the layer computes is equal, and an operand is cast to float8 by another scale than that of the "
+    "largest value of a micro-batch's whole tensor, or of a whole row of it"
+)
 SAME_NORM = 1e-6
 """Relative difference of two norms of the same elements, at most."""
 IN_SHARDS = (
@@ -298,6 +302,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "buffer that was used again too early, or it is another message"
     ),
     StepPhase.ROUTING: "the layer's input is equal, and experts are chosen otherwise",
+    **dict.fromkeys((StepPhase.SCALES, StepPhase.GRADIENT_SCALES), OTHER_SCALES),
     StepPhase.RECOMPUTED_ROUTING: "experts are chosen otherwise when the layer runs again in its backward",
     StepPhase.LOSS_GRADIENT: (
         "the loss is equal, and its gradient is not: either it starts with another scale, or the backward "

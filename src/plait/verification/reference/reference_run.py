@@ -60,7 +60,7 @@ from plait.verification.reference.router_losses import OF_ROUTERS, RouterLosses
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 from plait.verification.reference.whole_optimizer import whole_optimizer
-from plait.verification.step_location import RecordKey, Records, RecordScope
+from plait.verification.step_location import SCALE, RecordKey, Records, RecordScope
 
 
 @dataclass(frozen=True)
@@ -305,6 +305,7 @@ class ReferenceRun:
             self._reset(perturbed, scope, key)
             return perturbed
 
+        self.definitions.scales.begin()
         is_first = scope == RecordScope(0, 0) and not self.perturbation.number
         calls, sources = list[RouterCall](), list[tuple[int, Value]]()
         value, last = boundary(inputs, -1), len(self.layers) - 1
@@ -338,7 +339,8 @@ class ReferenceRun:
             added = self.router_losses.losses(calls, self.ids.get(scope), len(next(tensors_of(inputs))))
             records |= self._of_routers(sources, added)
             self._backward(total, weight, [one for one in added if one.requires_grad])
-        return records | self._contributions(scope)
+        scales = {RecordKey(SCALE, name=name): unit for name, unit in self.definitions.scales.found.items()}
+        return records | scales | self._contributions(scope)
 
     def _after_mistakes(self, scope: RecordScope, layer: NamedLayer, number: int, value: Value) -> Records:
         """Return sums of a layer's output as common mistakes give it; none in exact and perturbed runs."""

@@ -14,6 +14,7 @@ from plait.verification.definitions.float8 import (
     E5M2,
     LINES,
     RECIPES,
+    Computation,
     Operands,
     float8_linear,
     product,
@@ -47,7 +48,10 @@ def test_each_recipe_is_that_of_torchao() -> None:
         config = Float8LinearConfig.from_recipe_name(name)
         theirs = convert_to_float8_training(copy.deepcopy(plain), config=config)
         inputs = [drawn(48, 64, seed=2).bfloat16().requires_grad_() for _ in range(2)]
-        outputs = theirs(inputs[0]), float8_linear(inputs[1], plain[0].weight, plain[0].bias, recipe)
+        outputs = (
+            theirs(inputs[0]),
+            float8_linear(inputs[1], plain[0].weight, plain[0].bias, Computation(recipe)),
+        )
         for output in outputs:
             output.backward(drawn(48, 96, seed=3).bfloat16())
         pairs = {
@@ -89,7 +93,7 @@ def test_operands_of_zeros_and_without_elements_give_zeros() -> None:
         weight = torch.zeros(32, 16, requires_grad=True)
         for rows in (4, 0):
             inputs = torch.zeros(rows, 16, requires_grad=True)
-            output = float8_linear(inputs, weight, None, recipe)
+            output = float8_linear(inputs, weight, None, Computation(recipe))
             given = (inputs, weight)
             found = (output, *torch.autograd.grad(output, given, torch.zeros_like(output)))
             assert [one.shape for one in found] == [(rows, 32), (rows, 16), (32, 16)]
