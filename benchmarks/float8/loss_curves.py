@@ -31,11 +31,11 @@ WINDOW = 20
 """Steps, of whose losses the table has the mean."""
 
 
-def trained(options: dict[str, object], steps: int) -> tuple[list[float], float]:
+def trained(options: dict[str, object], steps: int, batch: int) -> tuple[list[float], float]:
     """Return the loss of each step of a run, and its last validation loss."""
     with tempfile.TemporaryDirectory() as folder:
         given = ONE_RANK | options | {"run.dir": f"{folder}/run", "train.steps": steps}
-        given |= {"train.validate_every": steps}
+        given |= {"train.validate_every": steps, "train.batch": batch, "train.microbatches": batch // 4}
         flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "plait", "train", "--config", str(CONFIG), *flags]
         subprocess.run(command, check=True, capture_output=True)
@@ -49,13 +49,15 @@ def main() -> None:
     """Train each run and print its row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    steps = parser.parse_args().steps
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step, in micro-batches of 4")
+    arguments = parser.parse_args()
+    steps = arguments.steps
     ends = [steps * part // 3 for part in (1, 2, 3)]
     columns = ["run", *(f"loss to step {end}" for end in ends), "validation", "validation − that of bf16"]
     print(f"| {' | '.join(columns)} |\n|---|{'---|' * (len(columns) - 1)}")
     bf16 = 0.0
     for name, options in RUNS.items():
-        losses, validation = trained(options, steps)
+        losses, validation = trained(options, steps, arguments.batch)
         bf16 = bf16 or validation
         means = [statistics.mean(losses[max(0, end - WINDOW) : end]) for end in ends]
         numbers = " | ".join(f"{one:.4f}" for one in [*means, validation])
