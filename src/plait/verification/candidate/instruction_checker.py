@@ -184,7 +184,9 @@ class InstructionChecker:
         elif action.kind is not Kind.W:
             self._compare_gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
         if action.kind is not Kind.F:
-            self.weights.after_backward(action.kind, action.stage, number, (layer, scope.microbatch))
+            inside = partial(self._inner_difference, StepPhase.WEIGHT_GRADIENT, layer, scope)
+            use = layer, scope.microbatch
+            self.weights.after_backward(action.kind, action.stage, number, use, inside)
         self.scales.compare(layer, scope, is_forward=action.kind is Kind.F)
 
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
@@ -267,7 +269,7 @@ class InstructionChecker:
             box=box,
             alternatives=self._alternatives(phase, scope, key, actual),
             base=base,
-            inside=lambda: self._inner_difference(phase, key.layer, scope),
+            inside=lambda: None if layer is None else self._inner_difference(phase, layer, scope),
         )
         if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
@@ -280,11 +282,6 @@ class InstructionChecker:
         recorded = self.recording.find(scope, key)
         if recorded is None:
             return
-        if phase in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT):
-            layer = key.layer + (phase is StepPhase.INPUT_GRADIENT)
-            mistake = self.scales.mistake(layer, scope, partial(self._is_given, scope, layer))
-            if mistake is not None:
-                yield mistake, actual
         for other in range(self.recording.microbatches(self.step)):
             value = self.recording.find(scope._replace(microbatch=other), key)
             if other != scope.microbatch and value is not None and value.shape == recorded.shape:
@@ -331,10 +328,14 @@ class InstructionChecker:
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
     def _inner_difference(self, phase: StepPhase, layer: int, scope: RecordScope) -> InnerDifference | None:
+        """Return the first difference inside the layer that has just run, if it is known."""
+        cast = self.scales.mistake(layer, scope, partial(self._is_given, scope, layer))
+        if cast is not None:
+            return InnerDifference(-1, f"inside, {cast}")
         compared = self._compared_modules(layer, scope)
-        if compared is None or phase is not StepPhase.FORWARD:
-            return None
-        return first_inner_difference(*compared)
+        return (
+            None if compared is None or phase is not StepPhase.FORWARD else first_inner_difference(*compared)
+        )
 
     def _compared_modules(self, layer: int, scope: RecordScope) -> ComparedModules | None:
         """Return the sketches of the modules of one of this rank's layers, with the recorded ones, if any."""

@@ -132,7 +132,9 @@ class ScaleChecker:
         """
         for cast in self._cast:
             expected, how = self._expected(cast, layer, scope), self.formats[cast.operand]
-            if expected is None or how is None:
+            if how is None or not self._is_recorded(cast.path, scope):
+                return f"{cast.path} multiplies in float8, and is to stay as it is"
+            if expected is None:
                 continue
             if cast.dtype != how.dtype:
                 return f"{cast.name} is cast to {_named(cast.dtype)} instead of {_named(how.dtype)}"
@@ -151,10 +153,14 @@ class ScaleChecker:
             return None
         return None
 
+    def _is_recorded(self, path: str, scope: RecordScope) -> bool:
+        """Return whether the reference has the linear at `path` in float8."""
+        return RecordKey(SCALE, name=f"{path}|weight") in self.comparison.recording.values[scope]
+
     def _expected(self, cast: CastOperand, layer: int, scope: RecordScope) -> Tensor | None:
         """Return this rank's part of the recorded scales of an operand, or None if there are none."""
         recorded = self.comparison.recording.find(scope, _key(cast))
-        return None if recorded is None else self._part(cast, recorded, layer, scope)
+        return None if recorded is None or not len(recorded) else self._part(cast, recorded, layer, scope)
 
     def _part(self, cast: CastOperand, recorded: Tensor, layer: int, scope: RecordScope) -> Tensor:
         """Return this rank's part of scales `[count]`, each of a token or a feature; all where all fit."""

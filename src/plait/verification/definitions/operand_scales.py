@@ -18,23 +18,16 @@ class OperandScales:
     """Collects the scales of a micro-batch, as `noted`, by linear and operand."""
 
     found: dict[str, Tensor] = field(default_factory=dict)
-    """By `path|operand`."""
-    _repeated: set[str] = field(default_factory=set)
-    """Of linears that run more than once, which are left out: nothing tells their runs apart."""
+    """By `path|operand`; of a linear that runs more than once empty, since nothing tells its runs apart."""
 
     def begin(self) -> None:
         """Forget the scales, before a micro-batch runs."""
         self.found.clear()
-        self._repeated.clear()
 
     def note(self, path: str, operand: str, unit: Tensor) -> None:
         """Note the scale of an operand of the linear at `path`."""
         name = f"{path}|{operand}"
-        if name in self.found or name in self._repeated:
-            self.found.pop(name, None)
-            self._repeated.add(name)
-        else:
-            self.found[name] = noted(unit)
+        self.found[name] = noted(unit)[:0] if name in self.found else noted(unit)
 
 
 def noted(unit: Tensor) -> Tensor:

@@ -225,6 +225,8 @@ def _loss(symptoms: Symptoms) -> str:
 
 def _input_gradient(symptoms: Symptoms) -> str:
     known = "the gradient of the layer's output is equal, and that of its input is not: "
+    if symptoms.difference.inside is not None:
+        return known + symptoms.difference.inside.sentence
     suspects = ["its backward is not that of its forward", "what it kept of its forward was changed since"]
     if symptoms.partitioned:
         suspects.append(
@@ -245,6 +247,19 @@ def _input_gradient(symptoms: Symptoms) -> str:
     if symptoms.plan.recompute != "none":
         suspects.append("what is recomputed is not what was computed")
     return known + either(suspects)
+
+
+def _weight_gradient(symptoms: Symptoms) -> str:
+    known = "the gradient of the layer's output is equal, and that of its weight is not: "
+    if symptoms.difference.inside is not None:
+        return known + symptoms.difference.inside.sentence
+    return known + either(
+        [
+            "it is made of another input or output gradient than the layer's",
+            "what was added before is lost or counts more than once",
+            "something else is added",
+        ]
+    )
 
 
 def _reduction(symptoms: Symptoms) -> str:
@@ -312,11 +327,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "what one stage sent is not what the stage before got: either it was changed on its way, as in a "
         "buffer that was used again too early, or it is another message"
     ),
-    StepPhase.WEIGHT_GRADIENT: (
-        "the gradient of the layer's output is equal, and that of its weight is not: either it is made of "
-        "another input or output gradient than the layer's, or what was added before is lost or counts "
-        "more than once, or something else is added"
-    ),
+    StepPhase.WEIGHT_GRADIENT: _weight_gradient,
     StepPhase.MEAN_LOSS: (
         "the loss of each micro-batch is equal, and their mean is not: either it is divided by another "
         "weight, or not all of them are in it once"
