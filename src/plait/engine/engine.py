@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from plait.engine.action_times import ActionTimes
 from plait.engine.build_step_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
@@ -53,6 +55,22 @@ class _Retired:
         )
 
 
+class StepWatch(Protocol):
+    """Interface: what an engine calls in each training step."""
+
+    def begin_pass(self) -> None:
+        """Called when `forward_backward` begins."""
+
+    def end_pass(self) -> None:
+        """Called at the end of `forward_backward`, when gradients are final."""
+
+    def before_clipping(self) -> None:
+        """Called when the gradient norm is known, before gradients are scaled."""
+
+    def close(self) -> None:
+        """Called when another engine takes this one's place."""
+
+
 class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
@@ -67,9 +85,13 @@ class Engine:
             self._before_step,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
+        self.watches: list[StepWatch] = []
+        """What is called in each training step."""
 
     def retire(self) -> None:
         """Run no more steps, since another engine takes its place: every later call raises PlanError."""
+        for watch in [*self.watches]:
+            watch.close()
         self.runtime, self._runner = cast(Runtime, _Retired()), cast(Runner, _Retired())
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -107,6 +129,8 @@ class Engine:
         self._agreement.note_gradients()
         options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
         self._agreement.compare_at("forward_backward", **options)
+        for watch in self.watches:
+            watch.begin_pass()
         runner.scale.begin(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
@@ -118,6 +142,8 @@ class Engine:
             loss = runner.mean_loss(batch)
         runner.scale.end()
         self.passes += 1
+        for watch in self.watches:
+            watch.end_pass()
         return loss
 
     def evaluate(self, inputs: Value, targets: Value, *, rows: int | None = None) -> Tensor:
@@ -181,6 +207,8 @@ class Engine:
         units, scale = self.runtime.units.values(), self._runner.scale
         group = self.mesh.group(self.blueprint.norm_axis)
         norm = start_norm(units, self.runtime.counted, group, self.mesh.device, norm_type)()
+        for watch in self.watches:
+            watch.before_clipping()
         scale_to(units, norm, max_norm)
         if scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
@@ -205,10 +233,12 @@ class Engine:
         self.check_optimizer(optimizer)
         self._agreement.note_optimizer(optimizer, 0)
         norm = self.clip_grad_norm_(max_norm, norm_type)
-        if self._runner.graphs is None:
-            optimizer.step()
+        graphs, times = self._runner.graphs, self._runner.action_times
+        update = optimizer.step if graphs is None else partial(graphs.step, optimizer)
+        if times is None:
+            update()
         else:
-            self._runner.graphs.step(optimizer)
+            times.measure_optimizer(update)
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -363,6 +393,13 @@ class Engine:
             yield recording
         finally:
             self._runner.recorders.remove(recording.recorder)
+
+    def time_actions(self) -> ActionTimes:
+        """Measure in all later training steps for how long this rank computes, and return what does.
+
+        See `ActionTimes`: it takes a microsecond an action, and no synchronisation.
+        """
+        return self._runner.time_actions()
 
     @property
     def schedule(self) -> Schedule:

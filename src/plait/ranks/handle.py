@@ -143,9 +143,18 @@ class Handle(Generic[T]):
         if self._finish is not None:
             try:
                 if self._work is not None:
+                    traffic, log = self._group.traffic, self._group.failure_log
+                    progress = None if log is None else log.progress
+                    if progress is not None:
+                        progress.begin_wait(self._awaited + self._about)
                     start = time.perf_counter_ns()
+                    before = traffic.stamp() if traffic.stamp else None
                     self._work.wait(self._awaited + self._about)
-                    self._group.traffic.record_wait(self._group.name, start, time.perf_counter_ns())
+                    traffic.record_wait(self._group.name, start, time.perf_counter_ns())
+                    if traffic.stamp:
+                        traffic.stamped_waits.append((before, traffic.stamp()))
+                    if progress is not None:
+                        progress.end_wait()
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:

@@ -34,7 +34,7 @@ from plait.tensor.losses import (
     LocalTargets,
     Loss,
     local_targets,
-    overwrite_with_gradient,
+    overwrite_logits,
     softmax_terms,
     wide,
 )
@@ -189,10 +189,9 @@ class ChunkedCrossEntropy:
 
     def _logits_gradient(self, rows: Tensor, found: LocalTargets, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a chunk, and the gradient of its logits, in the dtype of `rows`."""
-        part, smoothing = wide(self.logits(rows)), self.loss.label_smoothing
-        losses, factor = softmax_terms(part, found, self.vocabulary, self.loss)
-        overwrite_with_gradient(part, factor, found, self.vocabulary.classes, smoothing, scale.to(part.dtype))
-        return losses.sum(), part.to(rows.dtype)
+        part = wide(self.logits(rows))
+        loss = overwrite_logits(part, found, self.vocabulary, self.loss, scale)
+        return loss, part.to(rows.dtype)
 
     def _targets(self, features: Tensor, targets: Tensor) -> LocalTargets:
         shape = torch.Size((*features.shape[:-1], self.vocabulary.classes))

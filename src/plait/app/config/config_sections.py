@@ -183,6 +183,10 @@ class ParallelConfig(Section):
     measured in it; 0: never"""
 
 
+SNAPSHOTS_OF_ELASTIC_RUNS = 10
+"""Steps between snapshots, where `run.snapshot_every` is not given."""
+
+
 class RunConfig(Section):
     """The `run` section of the configuration: output folder, device, limits, checkpoints, checks."""
 
@@ -229,9 +233,17 @@ class RunConfig(Section):
     resume: str = Field(default="no", min_length=1)
     """no; auto: from the newest checkpoint in run.dir that is not damaged, if there is one; or the folder of
     a checkpoint"""
-    snapshot_every: int = Field(default=0, ge=0)
-    """steps between snapshots in memory, from which ranks that torchrun restarts go on, and run.resume auto;
-    0: none"""
+    elastic: bool = False
+    """whether local ranks outlive a lost one: it is replaced, or they become fewer, and all go on from the
+    last snapshot"""
+    spares: Annotated[int, Field(ge=0, le=1024)] = 0
+    """with run.elastic: processes that wait to take the place of a lost rank"""
+    replace: bool = True
+    """with run.elastic: whether new processes are started for lost ranks; else, without spares, the run goes
+    on with fewer"""
+    snapshot_every: Annotated[int, Field(ge=0)] | None = None
+    """steps between snapshots in memory, from which restarted ranks go on, and run.resume auto; 0: no
+    snapshots; none: 10 with run.elastic, else 0"""
     snapshot_folder: Path = Path("/dev/shm")
     """folder in memory for snapshots"""
     snapshot_failure: Literal["stop", "warn"] = "stop"
@@ -247,3 +259,10 @@ class RunConfig(Section):
     """write metrics.csv beside metrics.jsonl"""
     report: bool = True
     """write report.html, the page of the run, at its end"""
+
+    @property
+    def snapshot_steps(self) -> int:
+        """The steps between snapshots in memory; 0: none are taken."""
+        if self.snapshot_every is not None:
+            return self.snapshot_every
+        return SNAPSHOTS_OF_ELASTIC_RUNS if self.elastic else 0

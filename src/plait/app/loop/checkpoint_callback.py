@@ -30,6 +30,7 @@ from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
+from plait.ranks.supervised_rank import note_restored
 from plait.ranks.text_collectives import broadcast_result
 
 T = TypeVar("T")
@@ -104,9 +105,7 @@ class Checkpoints(Callback):
         Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
         """
         self._tell, source = run.tell, self._resume
-        if self._make_snapshots is not None:
-            make = partial(self._make_snapshots, run.engine, run.optimizer)
-            self._snapshots = self._unless_failed(make)
+        self._begin_snapshots(run)
         if source != "auto":
             if self._resume_from_memory(run, own_launch=True):
                 return
@@ -135,6 +134,19 @@ class Checkpoints(Callback):
                 f"with {self._start_over}."
             )
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
+
+    def _begin_snapshots(self, run: TrainingLoop) -> None:
+        """Take snapshots of the run's engine and optimizer, if any are to be taken."""
+        if self._make_snapshots is not None:
+            make = partial(self._make_snapshots, run.engine, run.optimizer)
+            self._snapshots = self._unless_failed(make)
+
+    def replanned(self, run: TrainingLoop) -> None:
+        """Take the snapshots of the run's new engine from now on; those of before stay until then."""
+        if (snapshots := self._snapshots) is not None:
+            self._unless_failed(snapshots.finish)
+            snapshots.release()
+            self._begin_snapshots(run)
 
     def begin(self, run: TrainingLoop) -> None:
         """Find the validation that decides which checkpoints are best, and lock the folder of checkpoints.
@@ -248,6 +260,8 @@ class Checkpoints(Callback):
         resume_from(run, loaded, path, self._check, self._start_over)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
             run.resumed_steps = self._manager.start_step = run.done
+        if run.mesh.rank == 0:
+            note_restored(run.done)
         self._tell(f"Resumed from {path}, after step {run.done}.")
         tell_differences(run, loaded)
 

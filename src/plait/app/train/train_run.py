@@ -14,6 +14,7 @@ from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder_lock import LOCK, locked_folder
 from plait.app.loop.validation import Validation
+from plait.app.train.fewer_ranks import config_of_world
 from plait.app.train.predicted_run import (
     peak_line,
     predict_memory,
@@ -101,6 +102,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
     that cannot be written is a warning, and the run goes on.
     """
+    config = config_of_world(config)
     plan, run = config.plan(), config.run
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)

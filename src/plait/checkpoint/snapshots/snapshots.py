@@ -40,6 +40,7 @@ from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
+from plait.ranks.supervised_rank import note_restored, remove_at_end, supervisor_of_rank
 from plait.ranks.text_collectives import all_gather_text
 from plait.ranks.world import process_identity, process_of_agent
 
@@ -83,7 +84,7 @@ class Snapshots:
         require_engine(engine)
         require_whole("every", every, CheckpointError)
         require_path("folder", folder, CheckpointError)
-        agent = process_of_agent()
+        agent = supervisor_of_rank() or process_of_agent()
         if name is not None:
             require_instance("the name of a run", name, str, "give a text", CheckpointError)
         elif not agent:
@@ -239,6 +240,8 @@ class Snapshots:
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
             self._half, self._goes_on = half, True
+            if self._engine.mesh.rank == 0:
+                note_restored(name.step)
             return name.step, loaded
         return None
 
@@ -257,13 +260,25 @@ class Snapshots:
         self._cleared |= halves
 
     def close(self) -> None:
-        """Remove the run's snapshots, when it has ended as planned. Called on all ranks."""
+        """Remove the run's snapshots, when it has ended as planned. Called on all ranks.
+
+        Where a supervisor restarts ranks, it does so once all have ended.
+        """
         self.finish()
-        if self._leads:
+        if not self._leads:
+            return
+        if remove_at_end(self.folder):
+            self._folder.release()
+        else:
             self._folder.remove()
 
     def release(self) -> None:
-        """Keep the run's snapshots, and let another object or process use its name; without communication."""
+        """Keep the run's snapshots, and let another object or process use its name; without communication.
+
+        Blocks until this rank's part of the last one is written.
+        """
+        if self._thread is not None:
+            join_thread(self._thread)
         self._folder.release()
 
     def __enter__(self) -> Self:

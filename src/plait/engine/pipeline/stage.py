@@ -230,9 +230,12 @@ class Stage:
         self.backward_weight(microbatch, layer)
 
     def output_is_read(self, microbatch: int) -> bool:
-        """Return whether the last layer's backward may read its output, which must then not be written to."""
+        """Return whether something may still read the last layer's output, which must then not be written to.
+
+        That is the layer's backward, or a hook or attribute of the layer.
+        """
         end = len(self.layers) - 1
-        return any(
+        return self.infos[microbatch][end].output_is_kept or any(
             number == microbatch and last == end and run.output_is_read()
             for (number, _), (run, last, _) in self.runs.items()
         )

@@ -194,6 +194,8 @@ class CutSimulation:
 
     costs: LayerCosts
     schedule: Schedule
+    factors: tuple[float, ...] | None = None
+    """Of each stage: how many times as long its rank takes for its layers; None: all ranks are alike."""
 
     def makespan(self, cut: Sequence[int]) -> int:
         """Return the makespan, as an integer, of stages with these numbers of layers (`cut`)."""
@@ -227,7 +229,13 @@ class CutSimulation:
             [whole[stop] - whole[start] for start, stop in bounds] for whole in self._sums
         )
         message = self._on_grid(self.costs.message)
-        return [time + message for time in forward], [time + message for time in inputs], weights
+        sent = [time + message for time in forward], [time + message for time in inputs], weights
+        if self.factors is None:
+            return sent
+        forward, inputs, weights = (
+            [round(time * factor) for time, factor in zip(each, self.factors, strict=True)] for each in sent
+        )
+        return forward, inputs, weights
 
     @cached_property
     def _ranks(self) -> list[_RankActions]:
@@ -317,7 +325,54 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
     best = balance(costs.total, schedule.stages)
     if schedule.stages == 1:
         return best
-    simulation = CutSimulation(costs, schedule.split_backward)
+    return _improved(best, CutSimulation(costs, schedule.split_backward))
+
+
+def fastest_cut_of_unlike_ranks(
+    costs: LayerCosts, schedule: Schedule, factors: Sequence[float], now: StageCut
+) -> StageCut:
+    """Return the layers per stage with the shortest simulated step of ranks that differ in speed.
+
+    `factors`: how many times as long each rank takes for a layer as `costs` say. The local search of
+    `fastest_cut` starts from `now`, and from the cut whose slowest stage takes the least time.
+    """
+    of_stages = tuple(factors[rank] for rank in schedule.rank_of)
+    simulation = CutSimulation(costs, schedule.split_backward, of_stages)
+    starts = (now, _even_cut_of_unlike_stages(costs.total, of_stages))
+    return min((_improved(start, simulation) for start in starts), key=simulation.makespan)
+
+
+def _even_cut_of_unlike_stages(costs: Sequence[float], factors: Sequence[float]) -> StageCut:
+    """Return the layers per stage for which the largest of factor times cost is least, by bisection."""
+    total = list(accumulate(costs, initial=0.0))
+    low, high = 0.0, 2 * total[-1] * max(factors)  # one stage may hold everything
+    best = _filled(total, factors, high)
+    for _ in range(BITS):
+        middle = (low + high) / 2
+        cut = _filled(total, factors, middle)
+        best, low, high = (best, middle, high) if cut is None else (cut, low, middle)
+    assert best is not None
+    return best
+
+
+def _filled(total: Sequence[float], factors: Sequence[float], limit: float) -> StageCut | None:
+    """Return a cut whose stages, the first ones as full as may be, take at most `limit`; None without one.
+
+    `total`: the cost of the first 0, 1, 2 … layers.
+    """
+    cut: list[int] = []
+    for stage, factor in enumerate(factors):
+        first, stages_left = sum(cut), len(factors) - stage - 1
+        stop = bisect_right(total, total[first] + limit / factor) - 1
+        stop = min(stop, len(total) - 1 - stages_left)
+        if stop <= first:
+            return None
+        cut.append(stop - first)
+    return tuple(cut) if sum(cut) == len(total) - 1 else None
+
+
+def _improved(best: StageCut, simulation: CutSimulation) -> StageCut:
+    """Return the cut in which no boundary can move by one layer for a shorter simulated step."""
     left = MOST_ACTIONS // sum(len(actions) for actions in simulation.schedule.actions)
     makespan = simulation.makespan(best)
     improved = True

@@ -57,24 +57,25 @@ class _Call:
 
 
 def float8_linear(
+    module: Any,
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     queue: WeightGradientQueue | None,
-    casts: LinearCasts,
     *,
     is_transposed: bool = False,
     output_sum: SumOfSummands | None = None,
 ) -> Tensor:
-    """Return `input @ weight.T + bias` by a product in float8; its backward queues the weight gradient.
+    """Return the output of a linear by a product in float8; its backward queues the weight gradient.
 
-    `weight` is `[out, in]`, or `[in, out]` where transposed. `output_sum`: sums the ranks' outputs, before
-    the bias is added. Communication: that of the casts (`LinearCasts`), and of `output_sum`.
+    `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, and `casts`, its
+    `LinearCasts`. `output_sum`: sums the ranks' outputs, to which the bias is not added. Communication: that
+    of the casts, and of `output_sum`.
     """
     assert queue is not None, "an engine's layers have a queue"
+    weight, casts = module.weight, module.casts
+    bias = module.bias if output_sum is None else None
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
-        return traced_float8_linear(input, by_rows, bias, queue.inputs, casts, trace, output_sum)
+        return traced_float8_linear(module, input, by_rows, bias, queue.inputs, trace, output_sum)
     call = _Call(input, by_rows, casts, queue, is_transposed, output_sum)
     if not defers(input):
         return call.output(casts.input(rows_of(input)), bias)

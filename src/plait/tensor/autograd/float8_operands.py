@@ -56,19 +56,26 @@ class LinearCasts:
     """
 
     def __init__(
-        self, recipe: Recipe, divided: DividedDims = WHOLE, reduce_largest: ReduceOverGroups | None = None
+        self,
+        recipe: Recipe,
+        divided: DividedDims = WHOLE,
+        weight_scale: Tensor | None = None,
+        reduce_largest: ReduceOverGroups | None = None,
     ) -> None:
-        """`reduce_largest`: by default `reduced`."""
-        self.recipe, self.divided = recipe, divided
+        """`weight_scale`: the scale of a weight that is in float8 already; None: the weight is cast.
+
+        `reduce_largest`: by default `reduced`.
+        """
+        self.recipe, self.divided, self.weight_scale = recipe, divided, weight_scale
         self._reduce: ReduceOverGroups = reduce_largest or reduced
         self._factors: dict[tuple[CastFormat, int], Tensor] = {}
         """Of the weight in this step, by format and the dim that a product sums over."""
         self.note: Callable[[Operand, Tensor, ScaledMatrix], None] | None = None
         """Called with each operand that is cast and the result; a verification sets it."""
 
-    def reducing(self, reduce_largest: ReduceOverGroups) -> LinearCasts:
-        """Return casts that reduce largest values by `reduce_largest`, without factors of the weight."""
-        return LinearCasts(self.recipe, self.divided, reduce_largest)
+    def traced(self, reduce_largest: ReduceOverGroups, weight_scale: Tensor | None) -> LinearCasts:
+        """Return casts for a trace, which reduces largest values, and has the weight's scale, in its way."""
+        return LinearCasts(self.recipe, self.divided, weight_scale, reduce_largest)
 
     def all_groups(self) -> set[Groups]:
         """Return the groups of all reductions that casts may make."""
@@ -80,6 +87,11 @@ class LinearCasts:
     def begin_step(self) -> None:
         """Forget the factors of the weight, whose values may have changed."""
         self._factors.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the remembered factors."""
+        return sum(factor.nbytes for factor in self._factors.values())
 
     @property
     def are_divided(self) -> bool:
@@ -131,6 +143,8 @@ class LinearCasts:
         return self._weight("weight_for_input", weight, self.recipe.weight_for_input, 0)
 
     def _weight(self, operand: Operand, weight: Tensor, form: CastFormat, summed: int) -> ScaledMatrix:
+        if self.weight_scale is not None:
+            return self._noted(operand, weight, ScaledMatrix(weight, self.weight_scale))
         key = form, summed if form.per == "row" else 0
         if key not in self._factors:
             groups = _groups(form, summed, (self.divided.outputs, self.divided.inputs))

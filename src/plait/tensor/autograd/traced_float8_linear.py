@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.tensor.autograd.cast_inputs import CastInputs, rows_of, wide
-from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace
+from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace, TensorForm
 from plait.tensor.autograd.float8_operands import Groups, LinearCasts, reduced, transposed
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.float8.cast import ScaledMatrix
@@ -20,17 +20,21 @@ from plait.tensor.float8.scaled_product import SCALED_PRODUCT
 
 
 def traced_float8_linear(
+    module: Any,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     inputs: CastInputs,
-    casts: LinearCasts,
     trace: LayerTrace,
     output_sum: SumOfSummands | None,
 ) -> Tensor:
     """Return what `float8_linear` does, while a layer is traced; `weight` is `[out, in]`."""
-    cast = inputs.of(input, casts.reducing(TracedReductions(trace)))
-    own = casts.reducing(TracedReductions(trace, casts))
+    casts: LinearCasts = module.casts
+    cast = inputs.of(input, casts.traced(TracedReductions(trace), None))
+    scale = None
+    if casts.weight_scale is not None:
+        (scale,) = trace.call(_weight_scale, module, [weight.detach()], [_SCALAR])
+    own = casts.traced(TracedReductions(trace, casts), scale)
     shape = *input.shape[:-1], weight.shape[0]
     kept = cast.saved(input, None) if weight.requires_grad else None
     dtype = input.dtype if output_sum is None else wide(input.dtype)
@@ -48,6 +52,14 @@ def traced_float8_linear(
         numbers = trace.numbers(output_sum.total, output_sum.gradient)
         output = _TracedSum.apply(output, output_sum.shape(output), *numbers, input.dtype)  # type: ignore[no-untyped-call]
     return output if bias is None else output + bias
+
+
+_SCALAR = TensorForm.contiguous((), torch.float32)
+
+
+def _weight_scale(module: Any, weight: Tensor) -> tuple[Tensor]:
+    """Return the scale of the weight of the layer that runs, of several that share the graphs."""
+    return (module.casts.weight_scale,)
 
 
 class TracedReductions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,26 +33,31 @@ class Float8Layers:
     tp: Group
     cp: Group
 
-    def apply(self, layer: NamedLayer, queue: WeightGradientQueue, *, on_parts: bool) -> None:
+    def apply(
+        self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
+    ) -> None:
         """Make those linears of `layer` that are among `names` multiply in float8.
 
-        To be called after the rules of tensor parallelism were applied. `on_parts`: whether the layer runs on
-        parts of the sequence, so that linears outside of its regions see a part of the tokens.
+        To be called after the rules of tensor parallelism were applied. `scales`: those of weights that are
+        in float8 already, by the id of the parameter. `on_parts`: whether the layer runs on parts of the
+        sequence, so that linears outside of its regions see a part of the tokens.
         """
         for name, module in layer.module.named_modules(remove_duplicate=False):
             if join(layer.path, name) in self.names and getattr(module, CASTS, None) is None:
-                self._apply(module, queue, on_parts=on_parts)
+                self._apply(module, queue, scales.get(id(module.weight)), on_parts=on_parts)
 
-    def _apply(self, module: Any, queue: WeightGradientQueue, *, on_parts: bool) -> None:
+    def _apply(
+        self, module: Any, queue: WeightGradientQueue, weight_scale: Tensor | None, *, on_parts: bool
+    ) -> None:
         tokens, own = _of_several(self.cp), _of_several(self.tp)
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             is_row = isinstance(module, RowParallelLinear)
             dims = DividedDims(tokens, own if is_row else (), () if is_row else own)
-            module.casts = LinearCasts(self.recipe, dims)
+            module.casts = LinearCasts(self.recipe, dims, weight_scale)
             module.boundary.inputs = queue.inputs
             return
         dims = DividedDims((*tokens, *own) if on_parts else tokens)
-        setattr(module, CASTS, LinearCasts(self.recipe, dims))
+        setattr(module, CASTS, LinearCasts(self.recipe, dims, weight_scale))
         queue.products.add(id(module.weight))
         bind_forward(module, partial(_run, module, queue, is_transposed_linear(module)))
 
@@ -64,7 +69,7 @@ def casts_in(layer: nn.Module) -> list[LinearCasts]:
 
 
 def _run(module: Any, queue: WeightGradientQueue, is_transposed: bool, input: Tensor) -> Tensor:
-    return float8_linear(input, module.weight, module.bias, queue, module.casts, is_transposed=is_transposed)
+    return float8_linear(module, input, queue, is_transposed=is_transposed)
 
 
 def _of_several(group: Group) -> Groups:

@@ -97,7 +97,8 @@ class ScaleChecker:
         if how is None or matrix.is_meta:
             return
         summed = 0 if operand.endswith(("_for_weight", "_for_input")) else 1
-        of_part = scales_of(matrix, how, summed).reciprocal()
+        was_cast = matrix.dtype == cast.data.dtype  # before it was gathered
+        of_part = cast.scale if was_cast else scales_of(matrix, how, summed).reciprocal()
         found = noted(cast.scale), noted(of_part), cast.data.dtype, is_transposed_linear(linear)
         self._cast.append(CastOperand(path, operand, *found))
 
