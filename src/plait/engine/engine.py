@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from plait.engine.action_times import ActionTimes
 from plait.engine.build_step_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
@@ -234,10 +236,12 @@ class Engine:
         self.check_optimizer(optimizer)
         self._agreement.note_optimizer(optimizer, 0)
         norm = self.clip_grad_norm_(max_norm, norm_type)
-        if self._runner.graphs is None:
-            optimizer.step()
+        graphs, times = self._runner.graphs, self._runner.action_times
+        update = optimizer.step if graphs is None else partial(graphs.step, optimizer)
+        if times is None:
+            update()
         else:
-            self._runner.graphs.step(optimizer)
+            times.measure_optimizer(update)
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -401,6 +405,13 @@ class Engine:
         finally:
             self._runner.recorders.remove(recording.recorder)
 
+    def time_actions(self) -> ActionTimes:
+        """Measure in all later training steps for how long this rank computes, and return what does.
+
+        See `ActionTimes`: it takes a microsecond an action, and no synchronisation.
+        """
+        return self._runner.time_actions()
+
     @property
     def schedule(self) -> Schedule:
         """The order of actions in a training step, and the `pp` rank of each stage."""
@@ -509,6 +520,17 @@ class Engine:
     def layouts(self) -> Mapping[str, Layout]:
         """Mapping from every parameter of the model, by name, to the layout of its shards on the ranks."""
         return self.blueprint.layouts
+
+    @property
+    def linear_formats(self) -> Mapping[str, str]:
+        """How each linear multiplies, by its path: the recipe of `Plan.linears`, or why it stays as it was.
+
+        Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight, `hooks`, `sizes` that are
+        no multiple of 16, `experts`, or the rule by which `tp` leaves the linear whole.
+        """
+        choice, recipe = self.blueprint.float8, self.plan.linears
+        chosen = {} if recipe is None else dict.fromkeys(choice.chosen, str(recipe))
+        return {**chosen, **choice.others}
 
     def traffic(self) -> Counts:
         """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.

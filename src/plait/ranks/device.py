@@ -167,6 +167,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def has_used_accelerator() -> bool:
+    """Return whether this process has used a GPU."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def finish_queued_work(timeout: float) -> bool:
     """Block until this process's GPU has done all work, at most `timeout` seconds; return whether it has."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.app.config.config import Config
-from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks
+from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks, WrongBits
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder_lock import LOCK, locked_folder
+from plait.app.loop.stragglers import Stragglers
 from plait.app.loop.validation import Validation
+from plait.app.train.fewer_ranks import config_of_world
 from plait.app.train.predicted_run import (
     peak_line,
     predict_memory,
@@ -34,7 +36,6 @@ from plait.app.train.run_callbacks import (
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.app.train.trainer import Trainer, balanced, trained_part
-from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.prediction.prediction import Prediction
 from plait.optimizers.hidden_matrices import listed_matrices
@@ -103,6 +104,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     when `run.check_memory` or `run.recheck_rate` finds wrong bits. A checkpoint that cannot be written is a
     warning, and the run goes on.
     """
+    config = config_of_world(config)
     plan, run = config.plan(), config.run
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
@@ -146,7 +148,9 @@ def _trained(
     callbacks = [
         RunFolder(config),
         Recordings(config),
+        *([Stragglers(every=run.stragglers, rebalance=run.rebalance)] if run.stragglers else []),
         ReplicaChecks(run.check_replicas),
+        WrongBits(memory=run.check_memory, recheck_rate=run.recheck_rate),
         progress,
         first,
         *validations,
@@ -156,10 +160,7 @@ def _trained(
         checkpoints,
         samples,
     ]
-    with CorruptionChecks(
-        trainer.engine, trainer.optimizer, memory=run.check_memory, recheck_rate=run.recheck_rate
-    ):
-        trainer.run(callbacks)
+    trainer.run(callbacks)
     signal = max(0, trainer.stopped)
     result = TrainingResult(
         steps=trainer.done,
@@ -186,6 +187,8 @@ def _introduce(
     """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    if trainer.engine.plan.linears is not None:
+        lines.append(trainer.engine.blueprint.float8.line(trainer.engine.plan.linears))
     if isinstance(trainer.optimizer, Muon):
         lines += listed_matrices(trainer.optimizer.matrices)
     lines += [] if memory is None else [prediction_line(memory)]

@@ -65,6 +65,7 @@ from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
+from plait.tensor.parallel.float8_layers import casts_in
 from plait.tensor.running_sequence import LocalSequence, running
 
 Gradients: TypeAlias = list[Tensor | None]
@@ -162,6 +163,8 @@ class Stage:
             layer.before = None
             for joined in layer.joined:
                 joined.begin_step()
+            for casts in layer.casts:
+                casts.begin_step()
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
         """Run layer `layer`, or layers `layer` to `last` in one graph, on the micro-batch's activation.
@@ -247,9 +250,12 @@ class Stage:
         self.backward_weight(microbatch, layer)
 
     def output_is_read(self, microbatch: int) -> bool:
-        """Return whether the last layer's backward may read its output, which must then not be written to."""
+        """Return whether something may still read the last layer's output, which must then not be written to.
+
+        That is the layer's backward, or a hook or attribute of the layer.
+        """
         end = len(self.layers) - 1
-        return any(
+        return self.infos[microbatch][end].output_is_kept or any(
             number == microbatch and last == end and run.output_is_read()
             for (number, _), (run, last, _) in self.runs.items()
         )
@@ -294,8 +300,11 @@ class EagerLayer:
         self.dropouts = names_of(layer.module)
         self.has_contexts = bool(self.dropouts) or self.balance is not None
         """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
-        self.decides = any(isinstance(one, Router | Experts) for one in layer.module.modules())
-        """Whether a recomputation must not choose experts again."""
+        chooses = any(isinstance(one, Router | Experts) for one in layer.module.modules())
+        self.decides = chooses or any(casts.are_divided for casts in casts_in(layer.module))
+        """Whether a recomputation must not choose experts, or reduce scales over ranks, again."""
+        self.casts = casts_in(layer.module)
+        """Of the linears that multiply in float8."""
         self.joined: list[JoinedLinears] = []
         """The linears that are one product."""
         self._readers: tuple[Readers, ...] = ()
@@ -325,6 +334,8 @@ class EagerLayer:
             queue.mode = outside
             for joined in self.joined:
                 joined.forget()
+            if self.casts:
+                queue.inputs.forget()
         return (self._without_parameters(output) if info.returns_parameter else output), None
 
     def join(self, readers: tuple[Readers, ...]) -> None:

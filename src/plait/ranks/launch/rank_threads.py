@@ -57,6 +57,7 @@ def run_threads(
     def run(rank: int) -> None:
         scheduler.begin(rank)
         try:
+            torch.set_num_threads(threads)  # MKL asks OpenMP, which has a number for each thread
             torch.manual_seed(rank)
             random.seed(rank)
             results[rank] = function(*arguments)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,19 @@ def test_ranks_as_threads_draw_the_random_numbers_of_processes(rank_pool: Any) -
 
 def waits_for_the_other(group: Group) -> None:
     receive(torch.empty(1), group, (group.index + 1) % group.size, label="1F0").wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_operations_of_ranks_as_threads_start_no_threads() -> None:
+    """MKL does where it may, for functions of some hundred elements; its threads then spin for a while."""
+
+    def body() -> set[str]:
+        before = set(os.listdir("/proc/self/task"))
+        for _ in range(10):
+            torch.rand(592, dtype=torch.float64).erfinv()
+        return set(os.listdir("/proc/self/task")) - before
+
+    assert on_threads(body, ranks=1) == [set()]
 
 
 def test_a_deadlock_is_reported_with_its_cycle() -> None:
