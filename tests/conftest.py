@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 RANKS = {"rank_pool", "thread_ranks"}
 MOST_CASES = 2
 """Cases of a test that starts ranks which the quick run has; `quick_cases` sets another number."""
+MOST_YOUNG = 3
+"""Collections of 50,000 new objects after which those that are left are taken for what stays."""
 STARTED, MOST_SECONDS = monotonic(), 170
 """When this worker began, and for how long tests of a twentieth are begun."""
 
@@ -99,6 +101,14 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Then leave out what tests have imported and keep: `reshard`, for one, collects on each rank."""
+    if gc.get_count()[1] >= MOST_YOUNG:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

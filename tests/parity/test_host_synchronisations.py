@@ -67,7 +67,7 @@ def caller(frame: FrameType | None) -> str:
 
 def steady_step(plan: Plan, clip: float) -> Counter[str]:
     """The third step of a run on this rank."""
-    case = gpt2()
+    case = gpt2() if plan.linears is None else gpt2(hidden=64, heads=4)
     engine = woven.weave(case, plan)
     optimizer = torch.optim.SGD(engine.parameter_groups(weight_decay=0.1), lr=1e-3)  # Adam counts on the CPU
     batches = woven.shares(case, engine, 1)
@@ -87,6 +87,7 @@ PLANS = {
     "recomputed": Plan(
         tp=2, sequence_parallel="regather", recompute="full", microbatches=2, precision="fp32"
     ),
+    "float8": Plan(tp=2, dp=2, strategy="full", linears="float8", microbatches=2, precision="bf16"),
 }
 
 

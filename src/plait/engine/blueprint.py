@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from plait.plan.flat_buffer_specs import BufferSpecs, build_buffer_specs, shard_
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, UnitSpec, resolve_units
 from plait.plan.plan import Plan, Recompute
-from plait.plan.rules import Rule, Rules
+from plait.plan.rules import Rule, Rules, join
 from plait.plan.shard_plan import ShardPlan
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.group import Group, alone
@@ -215,6 +215,11 @@ class Blueprint:
         return {name: kind for unit in self.units.values() for name, kind in unit.kinds.items()}
 
     @cached_property
+    def float8_weights(self) -> frozenset[str]:
+        """The names of the weights that linears take in float8 with one scale."""
+        return weights_cast_once(self.float8, self.plan)
+
+    @cached_property
     def norm_axis(self) -> str:
         """The axis over which the gradient norm is summed: all ranks, or those of a whole model."""
         sharded = any(kind.trains and kind.sharded for kind in self.kinds.values())
@@ -332,7 +337,8 @@ def build_blueprint(
     module_rules = rules_of_partitioned_modules(model, rules, plan, sequence)
     whole_layouts, summed = parameter_layouts(sequence, module_rules, plan)
     dims = sequence_dims(named(sequence.layers), module_rules)
-    units = units_of(sequence, summed, plan)
+    float8 = float8_linears(sequence, chosen_rules(model, rules), plan, whole_layouts)
+    units = units_of(sequence, summed, plan, weights_cast_once(float8, plan))
     output_linear = None
     if plan.loss_rows is not None:
         last, in_parts = sequence.layers[-1], dims[-1].output is not None
@@ -358,7 +364,7 @@ def build_blueprint(
         counts,
         recompute,
         output_linear,
-        float8_linears(sequence, chosen_rules(model, rules), plan, whole_layouts),
+        float8,
     )
 
 
@@ -372,6 +378,13 @@ def float8_linears(
     choice = choose_linears(sequence.layers, {} if rules is None else match_modules(rules, layers))
     require_multipliable(choice.chosen, layouts, plan.linears)
     return choice
+
+
+def weights_cast_once(linears: LinearChoice, plan: Plan) -> frozenset[str]:
+    """Return the names of the weights that linears take in float8 with one scale, whatever they compute."""
+    if plan.linears is None or not RECIPES[plan.linears].casts_weight_once:
+        return frozenset()
+    return frozenset(join(path, "weight") for path in linears.chosen)
 
 
 def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:
@@ -395,8 +408,17 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
     return plan.recompute
 
 
-def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
-    """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced."""
+def units_of(
+    sequence: LayerSequence,
+    summed: Mapping[str, int],
+    plan: Plan,
+    cast_once: Collection[str] = (),
+) -> dict[str, UnitSpec]:
+    """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced.
+
+    `summed`: over how many `tp` ranks each gradient is summed. `cast_once`: the weights that linears take in
+    float8 with one scale.
+    """
     of_experts = {
         id(parameter): name in module.summed_over_etp
         for layer in sequence.layers
@@ -416,6 +438,7 @@ def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> 
             summed[name],
             is_expert=id(one) in of_experts,
             is_summed_over_etp=of_experts.get(id(one), False),
+            takes_float8=name in cast_once,
         )
         for name, one in sequence.parameters.items()
     }

@@ -61,11 +61,14 @@ class StepWatch(Protocol):
     def begin_pass(self) -> None:
         """Called when `forward_backward` begins."""
 
-    def end_pass(self) -> None:
+    def end_pass(self, runner: Runner) -> None:
         """Called at the end of `forward_backward`, when gradients are final."""
 
     def before_clipping(self) -> None:
         """Called when the gradient norm is known, before gradients are scaled."""
+
+    def compare(self) -> None:
+        """Called before the run's state is saved."""
 
     def close(self) -> None:
         """Called when another engine takes this one's place."""
@@ -141,9 +144,9 @@ class Engine:
                 runner.run(*step, input_gradients=input_gradients)
             loss = runner.mean_loss(batch)
         runner.scale.end()
-        self.passes += 1
         for watch in self.watches:
-            watch.end_pass()
+            watch.end_pass(runner)
+        self.passes += 1
         return loss
 
     def evaluate(self, inputs: Value, targets: Value, *, rows: int | None = None) -> Tensor:
@@ -332,6 +335,14 @@ class Engine:
         self._agreement.compare("check_replicas", ReplicaError)
         parameters = dict(self.named_parameters())
         check_replicas(parameters, self.layouts, self.blueprint.owners, self.mesh, optimizer)
+
+    def compare_memory(self) -> None:
+        """Raise CorruptionError where memory has changed by itself; only within `plait.CorruptionChecks`.
+
+        For use before a checkpoint is saved. No communication; on a GPU the host waits.
+        """
+        for watch in self.watches:
+            watch.compare()
 
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of this data-parallel rank's last step, `[microbatches]`.

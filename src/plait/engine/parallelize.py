@@ -51,6 +51,7 @@ from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradien
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
 from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
@@ -275,6 +276,8 @@ def build_units(
         coordinate=mesh.coordinate,
         shard_groups={kind.sharded_over: mesh.group(kind.sharded_over) for kind in kinds if kind.sharded},
         replica_groups=reduction_groups(blueprint.owners, blueprint.kinds, mesh),
+        linears=None if blueprint.plan.linears is None else RECIPES[blueprint.plan.linears],
+        tp_group=mesh.group("tp"),
         value_of=value_of,
     )
     units = {}
@@ -309,16 +312,17 @@ def build_stages(
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     stages = {}
     for number, layers in mine.items():
-        real = dict(buffers)
+        real, scales = dict(buffers), dict[int, Tensor]()
         for unit in (unit for unit in units.values() if number in unit.stages):
             for name, parameter in unit.parameters_of(number).items():
                 real[id(sequence.parameters[name])] = parameter
+            scales |= unit.scales_of(number)
         # One copy of all layers of a stage, so that modules that they share stay shared.
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
             if float8 is not None:
                 on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
-                float8.apply(layer, queue, on_parts=on_parts)
+                float8.apply(layer, queue, scales, on_parts=on_parts)
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         if balance is not None:
@@ -346,7 +350,11 @@ def compile_layers(
         numbers = blueprint.stage_layers[number]
         stage.run_compiled(
             [
-                compiler.compiled(layer, meta_layers.structures[index], blueprint.recompute[index])
+                compiler.compiled(
+                    layer,
+                    (meta_layers.structures[index], blueprint.float8.within(layer.path)),
+                    blueprint.recompute[index],
+                )
                 for layer, index in zip(stage.layers, numbers, strict=True)
             ]
         )

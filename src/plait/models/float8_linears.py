@@ -35,6 +35,13 @@ class LinearChoice:
     others: Mapping[str, str]
     """Why each of the other linears stays as it is, by path."""
 
+    def within(self, layer: str) -> tuple[str, ...]:
+        """Return the names, in the layer of that path, of its linears that multiply in float8."""
+        start = f"{layer}." if layer else ""
+        return tuple(
+            path.removeprefix(start) for path in self.chosen if path == layer or path.startswith(start)
+        )
+
 
 NO_LINEARS = LinearChoice((), {})
 """Without `Plan.linears`."""

@@ -194,15 +194,6 @@ def _check_saves(run: RunConfig) -> None:
         )
 
 
-def _check_rebalance(run: RunConfig) -> None:
-    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
-    if run.rebalance and not run.stragglers:
-        raise ConfigError(
-            "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
-            "between comparisons, such as 4."
-        )
-
-
 def _check_elastic(run: RunConfig) -> None:
     """Raise ConfigError for settings of ranks that are restarted where none are."""
     for field, given in (("run.spares", run.spares), ("run.replace", not run.replace)):
@@ -214,6 +205,15 @@ def _check_elastic(run: RunConfig) -> None:
     if run.elastic and run.ranks_as == "threads":
         raise ConfigError(
             "run.elastic restarts processes, but run.ranks_as is threads: leave one of them out."
+        )
+
+
+def _check_rebalance(run: RunConfig) -> None:
+    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
+    if run.rebalance and not run.stragglers:
+        raise ConfigError(
+            "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
+            "between comparisons, such as 4."
         )
 
 
@@ -362,12 +362,12 @@ def configured_decoder(config: Config) -> Decoder | None:
     """Return the sizes of the model that a configuration trains; no module is made.
 
     None where sizes do not say all that a prediction needs: for a model in a folder, experts, adapters or
-    other frozen parameters, an optimizer without two moments a parameter, and offloading.
+    other frozen parameters, an optimizer without two moments a parameter, offloading, and linears in float8.
     """
     model, train = config.model, config.train
     adapts, freezes, sparse = model.lora.adapts, bool(train.freeze), model.experts is not None
     others = model.folder is not None or adapts or freezes or sparse or train.optimizer.moments != 2
-    if others or config.parallel.offload != "none":
+    if others or config.parallel.offload != "none" or config.parallel.linears is not None:
         return None
     return model.decoder(vocabulary(config))
 

@@ -185,6 +185,7 @@ class Checkpoints(Callback):
         """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
         self._save_if_due(run)
         if (snapshots := self._snapshots) is not None and snapshots.is_due(run.done):
+            run.engine.compare_memory()
             self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state)))
 
     def _save_if_due(self, run: TrainingLoop) -> None:
@@ -196,6 +197,7 @@ class Checkpoints(Callback):
             self._warn_early()
             return
         self._saved_at, self._best = clock, self._best if best is None else best
+        run.engine.compare_memory()
         self.finish()
         self._try(
             lambda: self._manager.save(run.engine, run.optimizer, step, run_state(run, self._state), best)

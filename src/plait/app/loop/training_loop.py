@@ -161,7 +161,7 @@ class TrainingLoop:
         self.notes = ""
         """Text of the user about the run, for its report."""
         self._rate = learning_rate
-        self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
+        self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token, engine.plan.linears)
         require_batches(self.batches)
         self._rows = rank_rows(self.mesh.index("dp"), self.mesh.size("dp"), self.batches.size)
         self._tokens, self._data_seconds = 0, 0.0

@@ -69,12 +69,19 @@ class MemoryCheck:
     def compare(self, optimizer: Optimizer) -> None:
         """Compare what an optimizer is about to read, and what no optimizer updates."""
         first, steps = self._recorded[optimizer], self._steps
-        between = f"after the update of step {first}, before that of step {steps}"
+        after = f"after the update of step {first}" if first else "since the checks began"
+        between = f"{after}, before that of step {max(steps, first + 1)}"
         self._start(first, between, self._of_optimizers[optimizer])
         if optimizer is self._optimizers[0]:
             self._start(first, between, self._others)
         self._compare_gradients("it was read for the update")
         self._read_finished()
+
+    def compare_now(self) -> None:
+        """Raise CorruptionError where anything has changed; waits for the device, and for no other rank."""
+        for optimizer in self._optimizers:
+            self.compare(optimizer)
+        self._read_changes()
 
     def compare_gradients(self) -> None:
         """Compare the gradients that there are, which are about to be clipped or added to."""
@@ -99,7 +106,7 @@ class MemoryCheck:
         self.read()
         self._gradients.record(self._held.gradients())
         if any(self._others.are_written):  # as running means are, in a forward
-            self._start(self._steps, f"before the end of step {self._steps}", self._others)
+            self._start(self._steps, f"before the end of step {self._steps + 1}", self._others)
             self._others.record(self._held.of_no_optimizer())
 
     def _start(self, recorded: int, text: str, sums: RecordedSums) -> None:

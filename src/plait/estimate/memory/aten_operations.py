@@ -12,7 +12,12 @@ from torch import Tensor
 from plait.estimate.time.operation_times import DeviceOperation, Elementwise, FusedAttention, Product
 from plait.tensor.layer_values import tensors_of
 
-FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+FLOAT8_PRODUCT = "_scaled_mm_v2"
+"""The operation of `torch.nn.functional.scaled_mm`."""
+FIRST_FACTOR = {
+    **{"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1},
+    FLOAT8_PRODUCT: 0,
+}
 """The operations that are a matrix product, and which argument is its first factor."""
 BATCHES = frozenset({"bmm", "baddbmm_"})
 """Batches of products: where they write to given memory, those of experts (`grouped_products`)."""
@@ -84,7 +89,8 @@ def operations_of(
     """Return what an ATen operation costs: a matrix product, fused attention, or bytes moved."""
     if name in FIRST_FACTOR:
         found = _product(FIRST_FACTOR[name], args, kwargs, result)
-        return (replace(found, grouped=name in BATCHES and (name.endswith("_") or "out" in kwargs)),)
+        grouped = name in BATCHES and (name.endswith("_") or "out" in kwargs)
+        return (replace(found, grouped=grouped, in_float8=name == FLOAT8_PRODUCT),)
     if name == ATTENTION:
         return (_attention(args[0], args[1], causal=len(args) > 4 and args[4]),)
     if name == f"{ATTENTION}_backward":

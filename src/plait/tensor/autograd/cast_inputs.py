@@ -34,6 +34,13 @@ def carrier_like(tensor: Tensor) -> Tensor:
     return tensor.new_empty_strided(tensor.shape, (0,) * tensor.dim(), dtype=wide(tensor.dtype))
 
 
+def sum_of_gradients(gradient: Tensor | None, of_carrier: Tensor | None) -> Tensor | None:
+    """Return the gradient of a tensor with a carrier, in the carrier's dtype where it has a gradient."""
+    if gradient is None or of_carrier is None:
+        return gradient if of_carrier is None else of_carrier
+    return of_carrier + gradient
+
+
 @dataclass(frozen=True)
 class SavedInput:
     """What a linear saves of its input for the weight gradient: a matrix, or this rank's part of it."""

@@ -13,30 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.tensor.autograd.cast_inputs import CastInput, SavedInput, as_matrix, own_part, rows_of, wide
 from plait.tensor.autograd.deferred_weight_gradients import add_product, defers
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
+from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.autograd.split_backward import refuse_other_orders
 from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
+from plait.tensor.autograd.traced_float8_linear import traced_float8_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import product
-
-
-class OutputSum(Protocol):
-    """Interface: how the ranks' summands of a row-parallel linear's output become the output."""
-
-    def total(self, summand: Tensor) -> Tensor:
-        """Return the sum of the ranks' summands, or this rank's part of it. May write to `summand`."""
-
-    def gradient_of_summand(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of this rank's summand, given that of what `total` returned."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +39,16 @@ class _Call:
     input: Tensor
     weight: Tensor
     """`[outputs, inputs]`, a view where it is stored transposed."""
+    weight_scale: Tensor | None
     casts: LinearCasts
     queue: WeightGradientQueue
     transposed: bool
-    output_sum: OutputSum | None
+    output_sum: SumOfSummands | None
 
     def output(self, for_output: ScaledMatrix, bias: Tensor | None) -> Tensor:
         """Return the output `[..., outputs]` in the dtype of the input."""
         dtype, shape = self.input.dtype, (*self.input.shape[:-1], self.weight.shape[0])
-        weight = transposed(self.casts.weight(self.weight.detach()))
+        weight = transposed(self.casts.weight(self.weight.detach(), self.weight_scale))
         if self.output_sum is None:
             result = reshaped_in_place(product(for_output, weight, dtype), shape)
         else:
@@ -70,17 +64,23 @@ def float8_linear(
     queue: WeightGradientQueue | None,
     casts: LinearCasts,
     *,
+    weight_scale: Tensor | None = None,
     is_transposed: bool = False,
-    output_sum: OutputSum | None = None,
+    output_sum: SumOfSummands | None = None,
 ) -> Tensor:
     """Return `input @ weight.T + bias` by a product in float8; its backward queues the weight gradient.
 
-    `weight` is `[out, in]`, or `[in, out]` where transposed. `output_sum`: sums the ranks' outputs, before
-    the bias is added. Communication: that of the casts (`LinearCasts`), and of `output_sum`.
+    `weight` is `[out, in]`, or `[in, out]` where transposed; with `weight_scale` it is in float8.
+    `output_sum`: sums the ranks' outputs, before the bias is added. Communication: that of the casts
+    (`LinearCasts`), and of `output_sum`.
     """
     assert queue is not None, "an engine's layers have a queue"
-    by_rows = weight.t() if is_transposed else weight
-    call = _Call(input, by_rows, casts, queue, is_transposed, output_sum)
+    by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
+    if trace is not None:
+        return traced_float8_linear(
+            input, by_rows, bias, queue.inputs, casts, trace, output_sum, weight_scale
+        )
+    call = _Call(input, by_rows, weight_scale, casts, queue, is_transposed, output_sum)
     if not defers(input):
         return call.output(casts.input(rows_of(input)), bias)
     cast = queue.inputs.of(input, casts)
@@ -119,7 +119,7 @@ class _Float8Linear(torch.autograd.Function):
         else:
             ctx.save_for_backward()
         ctx.weight, ctx.casts, ctx.queue, ctx.transposed = weight, call.casts, call.queue, call.transposed
-        ctx.output_sum, ctx.ran = call.output_sum, False
+        ctx.weight_scale, ctx.output_sum, ctx.ran = call.weight_scale, call.output_sum, False
         if is_late:
             shape = *call.input.shape[:-1], call.weight.shape[0]
             return call.input.new_empty_strided(shape, (0,) * len(shape))  # `float8_linear` sets the memory
@@ -130,7 +130,7 @@ class _Float8Linear(torch.autograd.Function):
         refuse_other_orders(ctx, "a linear")
         casts, queue, needs_input = ctx.casts, ctx.queue, ctx.needs_input_grad[0]
         of_bias = rows_of(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        whole = gradient if ctx.output_sum is None else ctx.output_sum.gradient_of_summand(gradient)
+        whole = gradient if ctx.output_sum is None else ctx.output_sum.gradient(gradient)
         rows = rows_of(whole)
         for_input = casts.gradient(rows) if needs_input else None
         if ctx.trains:
@@ -143,7 +143,7 @@ class _Float8Linear(torch.autograd.Function):
         if for_input is not None:
             weight = ctx.weight.detach()
             by_rows = weight.t() if ctx.transposed else weight
-            made = product(for_input, casts.weight_for_input(by_rows), wide(gradient.dtype))
+            made = product(for_input, casts.weight_for_input(by_rows, ctx.weight_scale), wide(gradient.dtype))
             of_input = made.view(*whole.shape[:-1], made.shape[1])
         return of_input, None, of_bias, None, None, None
 
@@ -197,12 +197,17 @@ def _add_weight_gradient(
     total = buffer.t() if is_transposed else buffer
     left, right = gradient(), input()
     if isinstance(left, ScaledMatrix) and isinstance(right, ScaledMatrix):
-        made = product(transposed(left), right, total.dtype)
-        if first:
-            total.copy_(made)
-        else:
-            total.add_(made)
+        add_float8_product(total, transposed(left), right, first)
     else:
         assert not isinstance(left, ScaledMatrix), "both operands are cast, or none"
         assert not isinstance(right, ScaledMatrix), "both operands are cast, or none"
         add_product(total, left.t(), right, first)
+
+
+def add_float8_product(total: Tensor, a: ScaledMatrix, b: ScaledMatrix, first: bool) -> None:
+    """Add the product of float8 matrices `a @ b` to `total` in place; `first`: write it."""
+    made = product(a, b, total.dtype)
+    if first:
+        total.copy_(made)
+    else:
+        total.add_(made)

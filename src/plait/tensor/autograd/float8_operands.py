@@ -11,7 +11,7 @@ from the largest value of the whole tensor, or of a whole row of it, so that all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from plait.tensor.float8.cast import ScaledMatrix, cast_by, factor_of, largest_o
 from plait.tensor.float8.recipes import CastFormat, Recipe
 
 Groups = tuple[Group, ...]
+ReduceOverGroups = Callable[[Tensor, Groups], Tensor]
+"""Returns the elementwise maximum over the ranks of all groups."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,34 @@ class LinearCasts:
     or a row of it, is divided.
     """
 
-    def __init__(self, recipe: Recipe, divided: DividedDims = WHOLE) -> None:
+    def __init__(
+        self, recipe: Recipe, divided: DividedDims = WHOLE, reduce_largest: ReduceOverGroups | None = None
+    ) -> None:
+        """`reduce_largest`: by default `reduced`."""
         self.recipe, self.divided = recipe, divided
+        self._reduce: ReduceOverGroups = reduce_largest or reduced
         self._factors: dict[tuple[CastFormat, int], Tensor] = {}
         """Of the weight in this step, by format and the dim that a product sums over."""
+
+    def reducing(self, reduce_largest: ReduceOverGroups) -> LinearCasts:
+        """Return casts that reduce largest values by `reduce_largest`, without factors of the weight."""
+        return LinearCasts(self.recipe, self.divided, reduce_largest)
+
+    def all_groups(self) -> set[Groups]:
+        """Return the groups of all reductions that casts may make."""
+        dims = self.divided
+        pairs = (dims.tokens, dims.inputs), (dims.tokens, dims.outputs), (dims.outputs, dims.inputs)
+        single = {dims.tokens, dims.inputs, dims.outputs}
+        return {one for one in single | {(*a, *b) for a, b in pairs} if one}
 
     def begin_step(self) -> None:
         """Forget the factors of the weight, whose values may have changed."""
         self._factors.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the remembered factors."""
+        return sum(factor.nbytes for factor in self._factors.values())
 
     @property
     def are_divided(self) -> bool:
@@ -68,7 +90,7 @@ class LinearCasts:
     def input(self, rows: Tensor) -> ScaledMatrix:
         """Return X, `[tokens, inputs]`, for the output."""
         dims = self.divided
-        return _cast(rows, self.recipe.input, 1, (dims.tokens, dims.inputs), once=True)
+        return self._cast(rows, self.recipe.input, 1, (dims.tokens, dims.inputs), once=True)
 
     def input_for_weight(self, rows: Tensor, for_output: ScaledMatrix) -> ScaledMatrix | None:
         """Return X, `[tokens, inputs]`, for the weight gradient; None: as it is. `for_output`: by `input`."""
@@ -77,11 +99,11 @@ class LinearCasts:
             return None
         if form == self.recipe.input and form.per == "tensor":
             return for_output
-        return _cast(rows, form, 0, (dims.tokens, dims.inputs), once=True)
+        return self._cast(rows, form, 0, (dims.tokens, dims.inputs), once=True)
 
     def gradient(self, rows: Tensor) -> ScaledMatrix:
         """Return G, `[tokens, outputs]`, for the input gradient."""
-        return _cast(rows, self.recipe.gradient, 1, (self.divided.tokens, self.divided.outputs))
+        return self._cast(rows, self.recipe.gradient, 1, (self.divided.tokens, self.divided.outputs))
 
     def gradient_for_weight(self, rows: Tensor, for_input: ScaledMatrix | None) -> ScaledMatrix | None:
         """Return G, `[tokens, outputs]`, for the weight gradient; None: as it is.
@@ -93,22 +115,50 @@ class LinearCasts:
             return None
         if for_input is not None and form == self.recipe.gradient and form.per == "tensor":
             return for_input
-        return _cast(rows, form, 0, (dims.tokens, dims.outputs))
+        return self._cast(rows, form, 0, (dims.tokens, dims.outputs))
 
-    def weight(self, weight: Tensor) -> ScaledMatrix:
-        """Return W, `[outputs, inputs]`, for the output: its transpose is the second operand."""
-        return self._weight(weight, self.recipe.weight, 1)
+    def weight(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
+        """Return W, `[outputs, inputs]`, for the output: its transpose is the second operand.
 
-    def weight_for_input(self, weight: Tensor) -> ScaledMatrix:
-        """Return W, `[outputs, inputs]`, for the input gradient."""
-        return self._weight(weight, self.recipe.weight_for_input, 0)
+        `scale`: that of a weight that is in float8 already; None: it is cast.
+        """
+        return self._weight(weight, scale, self.recipe.weight, 1)
 
-    def _weight(self, weight: Tensor, form: CastFormat, summed: int) -> ScaledMatrix:
+    def weight_for_input(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
+        """Return W, `[outputs, inputs]`, for the input gradient; `scale` as for `weight`."""
+        return self._weight(weight, scale, self.recipe.weight_for_input, 0)
+
+    def _weight(self, weight: Tensor, scale: Tensor | None, form: CastFormat, summed: int) -> ScaledMatrix:
+        if scale is not None:
+            return ScaledMatrix(weight, scale)
         key = form, summed if form.per == "row" else 0
         if key not in self._factors:
             groups = _groups(form, summed, (self.divided.outputs, self.divided.inputs))
-            self._factors[key] = factor_of(_reduced(largest_of(weight, form.per, summed), groups), form)
+            self._factors[key] = factor_of(self._reduced(largest_of(weight, form.per, summed), groups), form)
         return cast_by(weight, self._factors[key], form)
+
+    def _cast(
+        self,
+        matrix: Tensor,
+        form: CastFormat,
+        summed: int,
+        dims: tuple[Groups, Groups],
+        *,
+        once: bool = False,
+    ) -> ScaledMatrix:
+        """Return `matrix` in float8, for a product that sums over its dim `summed`; `dims`: who divides each.
+
+        `once`: a layer that is recomputed reduces the largest values in its first run only.
+        """
+        local, groups = largest_of(matrix, form.per, summed), _groups(form, summed, dims)
+        if once and groups:
+            largest = computed_once(lambda: self._reduced(local, groups))
+        else:
+            largest = self._reduced(local, groups)
+        return cast_by(matrix, factor_of(largest, form), form)
+
+    def _reduced(self, largest: Tensor, groups: Groups) -> Tensor:
+        return self._reduce(largest, groups) if groups else largest
 
 
 def transposed(matrix: ScaledMatrix) -> ScaledMatrix:
@@ -116,26 +166,12 @@ def transposed(matrix: ScaledMatrix) -> ScaledMatrix:
     return ScaledMatrix(matrix.data.t(), matrix.scale if matrix.scale.dim() == 0 else matrix.scale.t())
 
 
-def _cast(
-    matrix: Tensor, form: CastFormat, summed: int, dims: tuple[Groups, Groups], *, once: bool = False
-) -> ScaledMatrix:
-    """Return `matrix` in float8, for a product that sums over its dim `summed`; `dims`: who divides each.
-
-    `once`: a layer that is recomputed reduces the largest values in its first run only.
-    """
-    largest, groups = largest_of(matrix, form.per, summed), _groups(form, summed, dims)
-    if groups:
-        local = largest
-        largest = computed_once(lambda: _reduced(local, groups)) if once else _reduced(local, groups)
-    return cast_by(matrix, factor_of(largest, form), form)
-
-
 def _groups(form: CastFormat, summed: int, dims: tuple[Groups, Groups]) -> Groups:
     """Return the groups whose ranks hold other parts of the tensor, or of each vector along `summed`."""
     return dims[summed] if form.per == "row" else (*dims[0], *dims[1])
 
 
-def _reduced(largest: Tensor, groups: Sequence[Group]) -> Tensor:
+def reduced(largest: Tensor, groups: Groups) -> Tensor:
     """Return the largest values over the ranks of all groups. Communication: an all-reduce over each."""
     for group in groups:
         if largest.is_meta:

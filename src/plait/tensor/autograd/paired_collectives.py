@@ -22,6 +22,7 @@ differ.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
-from plait.tensor.autograd.cast_inputs import CastInputs, carrier_like
+from plait.tensor.autograd.cast_inputs import CastInputs, carrier_like, sum_of_gradients
 from plait.tensor.autograd.eager_operations import TRACE, Operation
 from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
@@ -126,23 +127,41 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
     return _paired("scatter_out", tensor, group, reduce_scattered, whole, dim, _own_size(tensor, group, dim))
 
 
-def summed(summand: Tensor, group: Group, dim: int | None) -> Tensor:
-    """Return the sum of the ranks' tensors, written to `summand`; with `dim` this rank's part of it along it.
+@dataclass(frozen=True)
+class SumOfSummands:
+    """How the ranks' summands become a sum, or each rank's part of it along `dim`, without a graph."""
 
-    Without a graph. Communication: one all-reduce, or one reduce-scatter.
-    """
-    return _sum_in_place(group, summand) if dim is None else _reduce_scattered(group, dim, None, summand)
+    group: Group
+    dim: int | None
+    size: int
+    """That of the sum along `dim`."""
+    registry: GatherRegistry | None = None
+    """Records the all-gather of the gradient, so that linears save only a part of it."""
 
+    def total(self, summand: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, written to `summand`, or this rank's part of it.
 
-def gradient_of_summand(
-    gradient: Tensor, group: Group, dim: int | None, size: int, registry: GatherRegistry | None = None
-) -> Tensor:
-    """Return the gradient of the summands of `summed`, given that of the sum, or of this rank's part of it.
+        Communication: one all-reduce, or one reduce-scatter.
+        """
+        if self.dim is None:
+            return _sum_in_place(self.group, summand)
+        return _reduce_scattered(self.group, self.dim, None, summand)
 
-    `size`: that of the sum along `dim`. `registry`: as for `scatter_out`. Without a graph. Communication:
-    with `dim` one all-gather.
-    """
-    return gradient if dim is None else _registered_whole(Gather(group, dim, size), registry, gradient)
+    def gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of each summand, given that of what `total` returned.
+
+        Communication: none, or one all-gather.
+        """
+        if self.dim is None:
+            return gradient
+        return _registered_whole(Gather(self.group, self.dim, self.size), self.registry, gradient)
+
+    def shape(self, summand: Tensor) -> list[int]:
+        """Return the shape of what `total` returns."""
+        shape = list(summand.shape)
+        if self.dim is not None:
+            shape[self.dim] = _own_size(summand, self.group, self.dim)
+        return shape
 
 
 def to_parts(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -237,7 +256,12 @@ def _paired(
     if trace is not None:
         shape = list(tensor.shape)
         shape[dim] = shape[dim] if size is None else size
-        return trace.record(tensor, shape, forward, backward, writes=writes, regather=regather)
+        options: Any = {"writes": writes, "regather": regather}
+        if inputs is None:
+            return trace.record(tensor, shape, forward, backward, **options)
+        result, carrier = trace.record_with_carrier(tensor, shape, forward, backward, **options)
+        inputs.enter(result, carrier)
+        return result
     if inputs is not None and torch.is_grad_enabled():
         result, carrier = _PairedWithCarrier.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
         inputs.enter(result, carrier)
@@ -283,8 +307,5 @@ class _PairedWithCarrier(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor | None, of_carrier: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
-        if of_carrier is None:
-            summand = gradient
-        else:
-            summand = of_carrier if gradient is None else of_carrier + gradient
+        summand = sum_of_gradients(gradient, of_carrier)
         return None if summand is None else ctx.gradient_of(summand).to(ctx.dtype), None, None

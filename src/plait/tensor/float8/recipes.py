@@ -50,6 +50,11 @@ class Recipe:
     input_for_weight: CastFormat | None
     """Of X in dW = Gᵀ X; None: that product is not in float8."""
 
+    @property
+    def casts_weight_once(self) -> bool:
+        """Whether both products with the weight take it cast with one scale, so that it can be kept so."""
+        return self.weight == self.weight_for_input and self.weight.per == "tensor"
+
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TENSOR, _TENSOR_GRADIENT = CastFormat(_E4M3, "tensor"), CastFormat(_E5M2, "tensor")

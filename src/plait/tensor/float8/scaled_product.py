@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -67,3 +69,25 @@ def _require_allowed(a: Tensor, b: Tensor) -> None:
         raise ModelError(
             "a float8 product has two operands in e5m2, which CUDA does not multiply: cast one to e4m3."
         )
+
+
+torch.library.define(
+    "plait::scaled_product",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, ScalarType dtype) -> Tensor",
+)
+SCALED_PRODUCT: Any = torch.ops.plait.scaled_product.default
+"""Operator for `product` in the graphs of compiled layers."""
+
+
+def _scaled_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    return product(ScaledMatrix(a, scale_a), ScaledMatrix(b, scale_b), dtype)
+
+
+def _like_scaled_product(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+torch.library.impl("plait::scaled_product", ("CPU", "CUDA"), _scaled_product)
+torch.library.register_fake("plait::scaled_product", _like_scaled_product)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 CASTS = "casts"
 """Attribute of a linear that multiplies in float8: its `LinearCasts`."""
+WEIGHT_SCALE = "weight_scale"
+"""Attribute of such a linear: the scale of a weight that is in float8 already; None: the weight is cast."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,19 @@ class Float8Layers:
     tp: Group
     cp: Group
 
-    def apply(self, layer: NamedLayer, queue: WeightGradientQueue, *, on_parts: bool) -> None:
+    def apply(
+        self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
+    ) -> None:
         """Make those linears of `layer` that are among `names` multiply in float8.
 
-        To be called after the rules of tensor parallelism were applied. `on_parts`: whether the layer runs on
-        parts of the sequence, so that linears outside of its regions see a part of the tokens.
+        To be called after the rules of tensor parallelism were applied. `scales`: those of weights that are
+        in float8 already, by the id of the parameter. `on_parts`: whether the layer runs on parts of the
+        sequence, so that linears outside of its regions see a part of the tokens.
         """
         for name, module in layer.module.named_modules(remove_duplicate=False):
             if join(layer.path, name) in self.names and getattr(module, CASTS, None) is None:
+                # A buffer, so that graphs of equal layers take it as an argument.
+                module.register_buffer(WEIGHT_SCALE, scales.get(id(module.weight)), persistent=False)
                 self._apply(module, queue, on_parts=on_parts)
 
     def _apply(self, module: Any, queue: WeightGradientQueue, *, on_parts: bool) -> None:
@@ -64,7 +71,15 @@ def casts_in(layer: nn.Module) -> list[LinearCasts]:
 
 
 def _run(module: Any, queue: WeightGradientQueue, is_transposed: bool, input: Tensor) -> Tensor:
-    return float8_linear(input, module.weight, module.bias, queue, module.casts, is_transposed=is_transposed)
+    return float8_linear(
+        input,
+        module.weight,
+        module.bias,
+        queue,
+        module.casts,
+        weight_scale=module.weight_scale,
+        is_transposed=is_transposed,
+    )
 
 
 def _of_several(group: Group) -> Groups:

@@ -31,14 +31,13 @@ from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import LinearCasts
 from plait.tensor.autograd.paired_collectives import (
     Overlap,
+    SumOfSummands,
     copy,
     gather,
     gather_in,
-    gradient_of_summand,
     reduce,
     scatter_out,
     split,
-    summed,
 )
 from plait.tensor.autograd.regather import GatherRegistry
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -81,13 +80,10 @@ class RegionBoundary:
             return reduce(tensor, self.group)
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
-    def total(self, summand: Tensor) -> Tensor:
-        """Return what `leave` does, without a graph."""
-        return summed(summand, self.group, self.dim)
-
-    def gradient_of_summand(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of what `total` was given, given that of what it returned."""
-        return gradient_of_summand(gradient, self.group, self.dim, self.length, self.registry)
+    def sum_of(self, summand: Tensor) -> SumOfSummands:
+        """Return what `leave` does to a tensor of the sequence length of `summand`, without a graph."""
+        size = 0 if self.dim is None else summand.shape[self.dim]
+        return SumOfSummands(self.group, self.dim, size, self.registry)
 
     def part(self, size: int) -> DimPart:
         """Return this rank's range of the sequence. ModelError unless `size` is its length."""
@@ -112,6 +108,8 @@ class _ParallelLinear(nn.Module):
     queue: WeightGradientQueue | None = None
     casts: LinearCasts | None = None
     """How its operands are cast to float8; None: they are not."""
+    weight_scale: Tensor | None
+    """With `casts`: the scale of a weight that is in float8 already; None: it is cast."""
     boundary: RegionBoundary
     """The boundary of the linear's region."""
     layouts: dict[str, Layout]
@@ -184,9 +182,8 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.casts is None:
             output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
         else:
-            output = float8_linear(
-                entered, self.weight, self.bias, self.queue, self.casts, is_transposed=self.transposed
-            )
+            options: Any = {"is_transposed": self.transposed, "weight_scale": self.weight_scale}
+            output = float8_linear(entered, self.weight, self.bias, self.queue, self.casts, **options)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -230,7 +227,8 @@ class RowParallelLinear(_ParallelLinear):
             product = linear(part, self.weight, None, self.queue, transposed=self.transposed)
             output = self.boundary.leave(product)
         else:
-            options: Any = {"is_transposed": self.transposed, "output_sum": self.boundary}
+            options: Any = {"is_transposed": self.transposed, "weight_scale": self.weight_scale}
+            options["output_sum"] = self.boundary.sum_of(part)
             output = float8_linear(part, self.weight, None, self.queue, self.casts, **options)
         return output if self.bias is None else output.add_(self.bias)
 

@@ -192,8 +192,9 @@ class Supervisor(SimpleElasticAgent):
     def _note(self, cause: RankFailure) -> None:
         """Tell the user of a failure. Raises its error where it has happened too often at one place."""
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
-        self._seen[what, step] += 1
-        if self._seen[what, step] >= _SAME_FAILURES:
+        same = cause.summary if cause.traceback else what, step  # all ranks may raise one error
+        self._seen[same] += 1
+        if self._seen[same] >= _SAME_FAILURES:
             place = "" if step is None else f" after step {step}, from which the run went on"
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
