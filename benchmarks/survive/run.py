@@ -47,7 +47,7 @@ def elastic(**settings: Any) -> Callable[[Path, Case, float], Sequence[Any]]:
     """Ranks under plait's supervisor."""
 
     def start(folder: Path, case: Case, limit: float) -> Sequence[Any]:
-        own = plait.Elastic(**settings)
+        own = plait.ranks.Elastic(**settings)
         return plait.launch(train, folder, case, ranks=4, threads=1, device="cpu", timeout=limit, elastic=own)
 
     return start
