@@ -192,7 +192,7 @@ def test_ranks_cast_parts_of_a_tensor_with_equal_scales(
     thread_ranks.run(bits_of_gradients, plan, ranks=4)
     assert len(factors.of_rank) == 4
     casts = list(zip(*factors.of_rank.values(), strict=True))
-    assert len(casts) > 40
+    assert len(casts) == 22  # of inputs and output gradients; weights are cast before the step
     assert all(torch.equal(one[0], other) for one in casts for other in one[1:])
     monkeypatch.setattr(float8_operands, "reduced", lambda largest, groups: largest)
     factors.of_rank.clear()
