@@ -22,7 +22,7 @@ from plait.tensor.autograd.float8_operands import LinearCasts, Operand
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.definitions.float8 import EightBits, operands_of, scales_of
+from plait.verification.definitions.float8 import EightBits, operands_of, quantised, scales_of
 from plait.verification.definitions.operand_scales import noted
 from plait.verification.findings import box_of
 from plait.verification.reference.recording import NO_TOLERANCE, largest_difference
@@ -89,6 +89,13 @@ class ScaleChecker:
         """Note nothing more."""
         while self._noting:
             self._noting.pop().note = None
+
+    def weight_in_float8(self, weight: Tensor) -> Tensor:
+        """Return the values, in float64, that a whole weight with one scale has in float8."""
+        how = self.formats["weight"]
+        assert how is not None
+        cast = quantised(weight, how, 1)
+        return cast.numbers * cast.unit
 
     def _note(
         self, path: str, linear: nn.Module, operand: Operand, matrix: Tensor, cast: ScaledMatrix
