@@ -2,7 +2,7 @@
 
 .venv/bin/python examples/gallery/float8_linears.py
 
-Each sequence counts on by a rule of its own, which its first tokens show. Sizes of linears are multiples of 16;
+Each sequence counts on by a pattern of its own, which its first tokens show. Sizes of linears are multiples of 16;
 the head stays in bf16.
 """
 
@@ -15,8 +15,8 @@ import plait
 
 PLAN = plait.Plan(dp=2, strategy="full", precision="bf16", linears="float8")
 TOKENS, LENGTH, ROWS, STEPS = 32, 16, 32, 60
-RULES = ((1, 1), (1, 5), (3, 2), (5, 7), (7, 3), (9, 4))
-"""A rule (a, b) goes from token x to (a x + b) modulo 32."""
+PATTERNS = ((1, 1), (1, 5), (3, 2), (5, 7), (7, 3), (9, 4))
+"""A pattern (a, b) goes from token x to (a x + b) modulo 32."""
 
 
 def build_model() -> nn.Sequential:
@@ -27,10 +27,10 @@ def build_model() -> nn.Sequential:
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
     """Return sequences `[rows, length]` and the next token at each position."""
     generator = torch.Generator().manual_seed(step)
-    rules = torch.tensor(RULES)[torch.randint(len(RULES), (ROWS,), generator=generator)]
+    patterns = torch.tensor(PATTERNS)[torch.randint(len(PATTERNS), (ROWS,), generator=generator)]
     tokens = [torch.randint(TOKENS, (ROWS,), generator=generator)]
     for _ in range(LENGTH):
-        tokens.append((rules[:, 0] * tokens[-1] + rules[:, 1]) % TOKENS)
+        tokens.append((patterns[:, 0] * tokens[-1] + patterns[:, 1]) % TOKENS)
     sequences = torch.stack(tokens, dim=1)
     return sequences[:, :-1], sequences[:, 1:]
 
