@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from importlib.util import find_spec
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
     import torch
 
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has put this process in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     # Without the full products, examples are few and the same each time: what fails was broken by a change,
     # not drawn by bad luck. `make test-all` explores. No deadline: times are noisy, and no test asserts one.

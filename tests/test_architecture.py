@@ -39,6 +39,7 @@ PUBLIC = [
     "CorruptionChecks",
     "Costs",
     "Dropout",
+    "Elastic",
     "Hardware",
     "Loader",
     "Mesh",

@@ -82,8 +82,10 @@ def train(folder: Path, case: Case, injector: Injector | None = None) -> dict[st
             with (folder / f"steps-{mesh.rank}.jsonl").open("a") as file:
                 file.write(json.dumps([step, *rows_of(mesh), loss.hex()]) + "\n")
             snapshots.step(step + 1)
-        snapshots.finish()
-        return outcome(engine, optimizer)
+        result = outcome(engine, optimizer)
+    injector.begin(case.steps - 1)
+    injector.at("end")
+    return result
 
 
 def train_step(engine: Any, optimizer: torch.optim.Optimizer, step: int) -> float:

@@ -29,10 +29,11 @@ from plait.ranks.transport.joined_world import current_ranks
 from plait.schedules.lowering.program import Segment
 
 Kind = Literal["kill", "stop", "error"]
-PLACES = ("F", "I", "W", "gather", "reduce", "norm", "optimizer", "snapshot", "commit", "restore")
+PLACES = ("F", "I", "W", "gather", "reduce", "norm", "optimizer", "snapshot", "commit", "end", "restore")
 """Where a failure happens: before an action or the start of a gather or a reduction (I, W: in schedules that
 compute these apart), before the norm, after the optimizer's update, after the first tensor of a snapshot was
-copied, before a rank's part of it is committed, or in the recovery after the step's last failure."""
+copied, before a rank's part of it is committed, when the run has closed its snapshots, or in the recovery
+after the step's last failure."""
 _SEGMENTS = {"gather": r"gather ", "reduce": r"(scatter|reduce) "} | {
     kind: rf"\d+{kind}\d+$" for kind in ("F", "I", "W")
 }
@@ -64,6 +65,8 @@ def drawn(seed: int, kind: Kind, plan: Plan, *, steps: int, every: int) -> list[
     dice, places = random.Random(seed), places_of(plan)
     place, rank = places[seed % len(places)], dice.randrange(plan.world)
     step = dice.randrange(1, steps - 1)
+    if place == "end":
+        step = steps - 1
     if place in ("snapshot", "commit"):
         step = min((step // every + 1) * every, (steps - 1) // every * every) - 1
     if place != "restore":

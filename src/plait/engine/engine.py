@@ -58,7 +58,7 @@ class _Retired:
 class StepWatch(Protocol):
     """Interface: what an engine calls in each training step."""
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, runner: Runner) -> None:
         """Called when `forward_backward` begins."""
 
     def end_pass(self, runner: Runner) -> None:
@@ -133,7 +133,7 @@ class Engine:
         options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
         self._agreement.compare_at("forward_backward", **options)
         for watch in self.watches:
-            watch.begin_pass()
+            watch.begin_pass(runner)
         runner.scale.begin(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)

@@ -20,13 +20,15 @@ _RESULTS = (torch.bfloat16, torch.float32)
 
 
 def product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
-    """Return `a @ b`, of `a` `[rows, summed]` and `b` `[summed, columns]`, in `dtype`; sums are in fp32.
+    """Return `a @ b`, of `a` `[rows, summed]` and `b` `[summed, columns]`, in `dtype`.
 
-    Operands that are not stored as CUDA requires, `a` by rows and `b` by columns, are copied. A summed dim
-    that is no multiple of 16, such as the tokens of a weight gradient, is padded with zeros. ModelError where
-    the columns are none, or both operands are in e5m2.
+    Sums are in fp32, for fp64 in fp64. Operands that are not stored as CUDA requires, `a` by rows and `b` by
+    columns, are copied. A summed dim that is no multiple of 16, such as the tokens of a weight gradient, is
+    padded with zeros. ModelError where the columns are none, or both operands are in e5m2.
     """
     _require_allowed(a.data, b.data)
+    if dtype == torch.float64:
+        return (a.data.double() @ b.data.double()) * (a.scale.double() * b.scale.double())
     summed = a.data.shape[1]
     left, right = _by_rows(a.data, -summed % MULTIPLE), _by_rows(b.data.t(), -summed % MULTIPLE)
     given = dtype if dtype in _RESULTS else torch.float32
