@@ -18,6 +18,7 @@ from zoo.exchange_of_tokens import EXCHANGE_OF_TOKENS
 from zoo.expert_gradients import EXPERT_GRADIENTS
 from zoo.experts_of_tokens import EXPERTS_OF_TOKENS
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, FINE_TUNING
+from zoo.float8_linears import FLOAT8
 from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
@@ -69,6 +70,7 @@ TABLES = (
     EXPERT_GRADIENTS,
     ROUTER_LOSSES,
     WHOLE_MATRICES,
+    FLOAT8,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
