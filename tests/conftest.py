@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from importlib.util import find_spec
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 RANKS = {"rank_pool", "thread_ranks"}
 MOST_CASES = 2
 """Cases of a test that starts ranks which the quick run has; `quick_cases` sets another number."""
+MOST_YOUNG = 3
+"""Collections of 50,000 new objects after which those that are left are taken for what stays."""
 STARTED, MOST_SECONDS = monotonic(), 170
 """When this worker began, and for how long tests of a twentieth are begun."""
 
@@ -34,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
     import torch
 
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has put this process in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     # Without the full products, examples are few and the same each time: what fails was broken by a change,
     # not drawn by bad luck. `make test-all` explores. No deadline: times are noisy, and no test asserts one.
@@ -99,6 +104,14 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Then leave out what tests have imported and keep: `reshard`, for one, collects on each rank."""
+    if gc.get_count()[1] >= MOST_YOUNG:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -58,14 +58,8 @@ SLOW = {
 """By page, what stands in its scripts that take many seconds: the full run has them."""
 SLOW_COMMANDS = ("--calibrate", "--html", "--model.layers 24", "schedule auto")
 """What stands in commands that take many seconds, or search for what the command of another page does."""
-QUICKER_ON_THREADS = (
-    "checkpoints",
-    "context-parallelism",
-    "experts",
-    "sharding",
-    "tensor-parallel-your-model",
-)
-"""Pages whose ranks are threads in the quick run, where processes would take twice the time."""
+ON_PROCESSES = ("dtensor", "failures", "launching", "traces")
+"""Pages whose ranks are processes in the quick run, too; elsewhere they are threads there: half the time."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ def marks_of(script: Script) -> list[pytest.MarkDecorator]:
 def test_a_script_runs_and_prints_what_the_page_says(
     script: Script, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if script.code.page.stem in QUICKER_ON_THREADS and "not full" in pytestconfig.option.markexpr:
+    if script.code.page.stem not in ON_PROCESSES and "not full" in pytestconfig.option.markexpr:
         monkeypatch.setattr(plait, "launch", partial(plait.launch, ranks_as="threads"))
     if "import transformers" in script.code.text:
         pytest.importorskip("transformers")

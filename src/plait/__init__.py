@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from plait.checkpoint.loading import load
     from plait.checkpoint.saving import save
     from plait.checkpoint.snapshots.snapshots import Snapshots
+    from plait.engine.corruption.corruption_checks import CorruptionChecks
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
     from plait.engine.resharding.reshard import reshard
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from plait.optimizers.owned import Owned
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
+    from plait.ranks.launch.elastic.options import Elastic
     from plait.ranks.launch.launch import launch
     from plait.ranks.mesh import Mesh
     from plait.schedules.check import check
@@ -62,8 +64,10 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOME = {
+    "CorruptionChecks": "plait.engine.corruption.corruption_checks",
     "Costs": "plait.schedules.costs",
     "Dropout": "plait.tensor.dropout",
+    "Elastic": "plait.ranks.launch.elastic.options",
     "Hardware": "plait.estimate.time.hardware",
     "Loader": "plait.app.data.loader",
     "Mesh": "plait.ranks.mesh",
@@ -96,8 +100,10 @@ _HOME = {
 }
 
 __all__ = [
+    "CorruptionChecks",
     "Costs",
     "Dropout",
+    "Elastic",
     "Hardware",
     "Loader",
     "Mesh",

@@ -1,6 +1,6 @@
 """Public names of the training loop, which `plait.app.loop` defines: callbacks, loggers, learning rates."""
 
-from plait.app.loop.builtin_callbacks import EarlyStop, History, Log, Progress, ReplicaChecks
+from plait.app.loop.builtin_callbacks import EarlyStop, History, Log, Progress, ReplicaChecks, WrongBits
 from plait.app.loop.checkpoint_callback import Checkpoints
 from plait.app.loop.fit import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from plait.app.loop.loggers import Csv, JsonLines, MLflow, TensorBoard, WeightsAndBiases
@@ -28,6 +28,7 @@ __all__ = [
     "TrainingLoop",
     "Validation",
     "WeightsAndBiases",
+    "WrongBits",
     "freeze",
     "parameter_groups",
     "warmup_constant",

@@ -34,6 +34,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offload": ({"dp": 2}, {**FULL, "offload": "full"}),
     "offloaded parameters": ({"dp": 2}, {**FULL, "offload": "parameters"}),
     "recomputed": ({"dp": 2, "recompute": "full"}, FULL),
+    "compiled": ({"dp": 2, "tp": 2, "compile": "graphs"}, FULL),
+    "compiled and recomputed": ({"dp": 2, "compile": "graphs", "recompute": "selective"}, FULL),
     "context": ({"cp": 2}, FULL),
     "fp32": ({"dp": 2, **IN_FP32}, FULL),
 }

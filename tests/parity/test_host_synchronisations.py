@@ -189,6 +189,7 @@ ALLOWED = {
     "tensor/experts/token_exchange.py": "rows to send and receive, once a layer and micro-batch",
     "tensor/sampling.py": "generation draws tokens on the CPU",
     "app/loop/meter.py": "the numbers of a step, read after the next one was submitted",
+    "app/loop/rank_times.py": "the times of all ranks, read after the next step was submitted",
     "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",
     "app/loop/validation.py": "the means of a validation",
     "tensor/direct_preference.py": "answers of a reference, computed once before the training",

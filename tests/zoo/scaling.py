@@ -75,7 +75,7 @@ def last_microbatch_not_scaled() -> Iterator[None]:
 
     def compute(self: OverwritingLossStage, microbatch: int, output: Any) -> None:
         scale = self.scale
-        self.scale = scale / 1024 if microbatch == 1 else scale
+        self.scale = scale / 1024 if scale is not None and microbatch == 1 else scale
         try:
             original(self, microbatch, output)
         finally:

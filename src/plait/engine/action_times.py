@@ -23,7 +23,7 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")
 """Linux's counts of a thread: nanoseconds on a core, and nanoseconds for which it waited for one."""
 
 
-class StepTimes(NamedTuple):
+class ActionSeconds(NamedTuple):
     """For how long a rank computed in one step, in seconds, without waits for communication."""
 
     own: list[float]
@@ -32,7 +32,7 @@ class StepTimes(NamedTuple):
     """All actions, with waits for a core, which other processes use."""
 
 
-class HostClock:
+class ThreadClock:
     """Stamps of the time that passed and, on Linux, of the time in which this thread waited for a core."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class StreamClock:
         return seconds, seconds
 
 
-Clock: TypeAlias = HostClock | StreamClock
+ActionClock: TypeAlias = ThreadClock | StreamClock
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> ActionClock:
     """Return the clock for computations on `device`."""
-    return StreamClock(device) if is_accelerator(device) else HostClock()
+    return StreamClock(device) if is_accelerator(device) else ThreadClock()
 
 
 class _Note(NamedTuple):
@@ -92,7 +92,7 @@ class ActionTimes:
     the stamps are events, read when the work is done: the host never waits for the device.
     """
 
-    def __init__(self, stages: Sequence[int], traffic: Traffic, clock: Clock) -> None:
+    def __init__(self, stages: Sequence[int], traffic: Traffic, clock: ActionClock) -> None:
         """`stages`: those of the rank. `traffic` counts the rank's waits."""
         self.keys: tuple[tuple[int, Kind], ...] = tuple(product(stages, Kind))
         """Of each time its stage and kind; the optimizer's follows."""
@@ -133,7 +133,7 @@ class ActionTimes:
             traffic.stamp = None
         self._notes.append(_Note(number, start, self._clock.stamp(), traffic.stamped_waits))
 
-    def take(self) -> Callable[[], StepTimes]:
+    def take(self) -> Callable[[], ActionSeconds]:
         """End the measurement of a step; return a function that returns its times.
 
         On a GPU it may be called once the step's work is done.
@@ -141,7 +141,7 @@ class ActionTimes:
         notes, self._notes = self._notes, []
         return lambda: self._times(notes)
 
-    def _times(self, notes: Sequence[_Note]) -> StepTimes:
+    def _times(self, notes: Sequence[_Note]) -> ActionSeconds:
         own, passed = [0.0] * (len(self.keys) + 1), 0.0
         for number, start, end, waits in notes:
             seconds, elapsed = self._clock.seconds(start, end)
@@ -150,4 +150,4 @@ class ActionTimes:
                 seconds, elapsed = seconds - waiting, elapsed - also
             own[number] += max(0.0, seconds)
             passed += elapsed if number < len(self.keys) else 0.0
-        return StepTimes(own, max(0.0, passed))
+        return ActionSeconds(own, max(0.0, passed))

@@ -376,7 +376,7 @@ def float8_linears(
         return NO_LINEARS
     layers = named(sequence.layers)
     choice = choose_linears(sequence.layers, {} if rules is None else match_modules(rules, layers))
-    require_multipliable(choice.chosen, layouts, plan.linears)
+    require_multipliable(choice, layouts, plan.linears)
     return choice
 
 

@@ -58,14 +58,17 @@ class _Retired:
 class StepWatch(Protocol):
     """Interface: what an engine calls in each training step."""
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, runner: Runner) -> None:
         """Called when `forward_backward` begins."""
 
-    def end_pass(self) -> None:
+    def end_pass(self, runner: Runner) -> None:
         """Called at the end of `forward_backward`, when gradients are final."""
 
     def before_clipping(self) -> None:
         """Called when the gradient norm is known, before gradients are scaled."""
+
+    def compare(self) -> None:
+        """Called before the run's state is saved."""
 
     def close(self) -> None:
         """Called when another engine takes this one's place."""
@@ -130,7 +133,7 @@ class Engine:
         options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
         self._agreement.compare_at("forward_backward", **options)
         for watch in self.watches:
-            watch.begin_pass()
+            watch.begin_pass(runner)
         runner.scale.begin(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
@@ -141,9 +144,9 @@ class Engine:
                 runner.run(*step, input_gradients=input_gradients)
             loss = runner.mean_loss(batch)
         runner.scale.end()
-        self.passes += 1
         for watch in self.watches:
-            watch.end_pass()
+            watch.end_pass(runner)
+        self.passes += 1
         return loss
 
     def evaluate(self, inputs: Value, targets: Value, *, rows: int | None = None) -> Tensor:
@@ -333,6 +336,14 @@ class Engine:
         parameters = dict(self.named_parameters())
         check_replicas(parameters, self.layouts, self.blueprint.owners, self.mesh, optimizer)
 
+    def compare_memory(self) -> None:
+        """Raise CorruptionError where memory has changed by itself; only within `plait.CorruptionChecks`.
+
+        For use before a checkpoint is saved. No communication; on a GPU the host waits.
+        """
+        for watch in self.watches:
+            watch.compare()
+
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of this data-parallel rank's last step, `[microbatches]`.
 
@@ -509,6 +520,17 @@ class Engine:
     def layouts(self) -> Mapping[str, Layout]:
         """Mapping from every parameter of the model, by name, to the layout of its shards on the ranks."""
         return self.blueprint.layouts
+
+    @property
+    def linear_formats(self) -> Mapping[str, str]:
+        """How each linear multiplies, by its path: the recipe of `Plan.linears`, or why it stays as it was.
+
+        Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight, `hooks`, `sizes` that are
+        no multiple of 16, `experts`, or the rule by which `tp` leaves the linear whole.
+        """
+        choice, recipe = self.blueprint.float8, self.plan.linears
+        chosen = {} if recipe is None else dict.fromkeys(choice.chosen, str(recipe))
+        return {**chosen, **choice.others}
 
     def traffic(self) -> Counts:
         """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.

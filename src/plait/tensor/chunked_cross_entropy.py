@@ -6,8 +6,7 @@ Forward and backward run in one pass over the chunks. For the features `x` `[row
     loss        and the gradient of the logits `g`, written over them: see `plait.tensor.losses`
     gradients   of x: g W      added to that of W: gᵀ x      added to that of b: Σ g over the rows
 
-Three matrix products, as with whole logits. (Peak memory with chunks is that of one chunk's logits, in place
-of three to four tensors of all rows' logits.)
+Three matrix products, as with whole logits. (Peak memory with chunks is that of one chunk's logits.)
 
 With `Plan.loss_rows` the last layer returns the input of its output linear, the features, in place of the
 logits; the loss stage computes logits from features.

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import CommunicationError, MeshError, PlaitError, PlanError, RankError
+from plait.ranks.launch import rank_pool as rank_pool_module
 from plait.ranks.launch.fork_server import stop_fork_server
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.launch.rank_process import STACK_SIGNAL, STOP_SIGNAL
@@ -40,7 +41,7 @@ def wait_for_all():
     dist.all_reduce(torch.ones(4))
 
 
-def gone(pids, patience=5.0):
+def gone(pids, patience=60.0):
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
@@ -139,7 +140,7 @@ def test_one_error_ends_a_blocked_run_with_its_traceback(pool):
     assert len(pool.run(total)) == 3
 
 
-def test_a_late_cause_comes_before_its_consequences(pool):
+def test_a_late_cause_comes_before_its_consequences(pool, monkeypatch):
     def fail():
         if dist.get_rank() == 2:
             dist.destroy_process_group()  # the others notice at once
@@ -147,6 +148,7 @@ def test_a_late_cause_comes_before_its_consequences(pool):
             raise ValueError("the culprit")
         wait_for_all()
 
+    monkeypatch.setattr(rank_pool_module, "_GRACE", 60.0)
     with pytest.raises(RankError, match=r"^rank 2 failed: ValueError: the culprit"):
         pool.run(fail)
 
@@ -161,12 +163,13 @@ def test_a_peer_that_left_early_is_named(pool):
 
 
 @pytest.mark.parametrize("kind", [PlanError, CommunicationError])
-def test_plait_errors_of_a_rank_keep_their_type(pool, kind):
+def test_plait_errors_of_a_rank_keep_their_type(pool, kind, monkeypatch):
     def fail():
         if dist.get_rank() == 2:
             raise kind("one sentence.")
-        time.sleep(20)
+        time.sleep(60)
 
+    monkeypatch.setattr(rank_pool_module, "_GRACE", 0.1)  # no other rank fails
     with pytest.raises(kind, match=r"^one sentence\.$") as caught:
         pool.run(fail)
     assert isinstance(caught.value.__cause__, RankError)
@@ -223,16 +226,43 @@ def test_arguments_and_results_that_cannot_be_pickled_are_named(pool):
         pool.run(trap, True, ranks=1)
 
 
-def test_a_timeout_of_a_pool_shows_where_each_rank_is(pool):
+def states(pids):
+    """Of each process one letter, as `ps` has them: S waits, T is stopped."""
+    return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids)
+
+
+@pytest.fixture
+def timeout_once(monkeypatch):
+    """Let a run's hour pass once a condition holds, which is given the number of ranks at work."""
+    passed = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
+
+    def begin(condition):
+        def wait(handles, timeout):
+            ready = multiprocessing.connection.wait(handles, 0.005)
+            passed[0] = 3600.0 * (not ready and condition(len(handles) // 2))
+            return ready
+
+        monkeypatch.setattr(rank_pool_module, "time", clock)
+        monkeypatch.setattr(rank_pool_module, "wait", wait)
+
+    return begin
+
+
+def test_a_timeout_of_a_pool_shows_where_each_rank_is(pool, tmp_path, timeout_once):
     def loiter():
-        if dist.get_rank() == 1:
+        rank = dist.get_rank()
+        (tmp_path / str(rank)).touch()
+        if rank == 1:
             dist.recv(torch.ones(1), 2)
-        if dist.get_rank() == 2:
-            time.sleep(60)
+        if rank == 2:
+            time.sleep(600)
 
     pids = pool.run(os.getpid)
-    with pytest.raises(RankError, match=r"^not finished within 2 s: rank 1, 2\.") as caught:
-        pool.run(loiter, timeout=2)
+    begun = [tmp_path / "1", tmp_path / "2"]
+    timeout_once(lambda left: left == 2 and all(map(Path.exists, begun)) and states(pids[1:]) == "SS")
+    with pytest.raises(RankError, match=r"^not finished within 3600 s: rank 1, 2\.") as caught:
+        pool.run(loiter, timeout=3600)
     assert caught.value.rank == 1
     assert "Finished before: rank 0" in str(caught.value)
     assert " in recv" in str(caught.value)
@@ -240,10 +270,12 @@ def test_a_timeout_of_a_pool_shows_where_each_rank_is(pool):
     assert gone(pids)
 
 
-def test_a_stopped_rank_of_a_pool_is_ended_on_timeout(pool):
+def test_a_stopped_rank_of_a_pool_is_ended_on_timeout(pool, monkeypatch, timeout_once):
     pids = pool.run(os.getpid, ranks=1)
+    timeout_once(lambda left: states(pids) == "T")
+    monkeypatch.setattr(rank_pool_module, "_GRACE", 0.1)  # it writes no stack
     with pytest.raises(RankError, match="rank 0: no answer: the process is stopped"):
-        pool.run(lambda: os.kill(os.getpid(), signal.SIGSTOP), ranks=1, timeout=0.3)
+        pool.run(lambda: os.kill(os.getpid(), signal.SIGSTOP), ranks=1, timeout=3600)
     assert gone(pids)
 
 
@@ -430,7 +462,7 @@ def test_a_signal_to_the_parent_ends_all_ranks(number, tmp_path):
             os.killpg(parent.pid, number)  # as a terminal does
         else:
             parent.send_signal(number)
-        _, errors = parent.communicate(timeout=10)
+        _, errors = parent.communicate(timeout=60)
     assert parent.returncode == -number
     assert gone(pids)
     assert errors.count("Traceback") == (number == signal.SIGINT)  # the parent's own

@@ -72,6 +72,7 @@ class Config(Section):
         _check_rates(self.train)
         _check_saves(self.run)
         _check_elastic(self.run)
+        _check_rebalance(self.run)
         return self
 
     @property
@@ -190,6 +191,15 @@ def _check_saves(run: RunConfig) -> None:
         raise ConfigError(
             f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, never: set it to "
             "0, for checkpoints at the end and after so many minutes."
+        )
+
+
+def _check_rebalance(run: RunConfig) -> None:
+    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
+    if run.rebalance and not run.stragglers:
+        raise ConfigError(
+            "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
+            "between comparisons, such as 4."
         )
 
 

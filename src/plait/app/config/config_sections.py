@@ -215,6 +215,14 @@ class RunConfig(Section):
     regions are equal"""
     check_replicas: int = Field(default=0, ge=0)
     """steps between comparisons of replicas on several ranks; 0: none"""
+    stragglers: int = Field(default=4, ge=0)
+    """steps between comparisons of how long ranks compute, by which slow ones are named; 0: none"""
+    rebalance: bool = False
+    """cut the model into stages anew, or order actions anew, when ranks become slow, or no longer are"""
+    check_memory: bool = False
+    """find bits that flip in parameters, optimizer state or gradients between steps"""
+    recheck_rate: float = Field(default=0.0, ge=0, le=1)
+    """share of the runs of layers that another data-parallel rank computes again, to find faulty devices"""
     trace: int = Field(default=0, ge=0)
     """step, counted from 1, whose measured timeline is written to trace.json, trace.svg and trace.html; 0:
     none"""

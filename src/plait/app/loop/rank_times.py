@@ -1,17 +1,20 @@
-"""For how long each rank of the world computes in a step: medians of a few steps, known to all ranks."""
+"""For how long each rank of the world computes in a step: medians of a few steps, known to all ranks.
+
+Of two middle times the lower one counts: disturbances only make steps longer.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from plait.engine.action_times import StepTimes
+from plait.engine.action_times import ActionSeconds
 from plait.engine.engine import Engine
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import read_later, sent
@@ -50,8 +53,8 @@ class RankTimes:
         """`every`: the steps of a window."""
         self._engine, self._every = engine, every
         self._times = engine.time_actions()
-        self._unread: deque[Callable[[], StepTimes]] = deque()
-        self._window: list[tuple[StepTimes, float]] = []
+        self._unread: deque[Callable[[], ActionSeconds]] = deque()
+        self._window: list[tuple[ActionSeconds, float]] = []
 
     def end_step(self) -> None:
         """End the measurement of a step that was submitted to the device."""
@@ -73,9 +76,9 @@ class RankTimes:
         Communication: an all-gather over `world` of 8 bytes for each kind of action of the rank's stages, and
         of 24 bytes more.
         """
-        own = [median(each) for each in zip(*(times.own for times, _ in self._window), strict=True)]
-        elapsed = median(times.elapsed for times, _ in self._window)
-        step = median(seconds for _, seconds in self._window)
+        own = [median_low(each) for each in zip(*(times.own for times, _ in self._window), strict=True)]
+        elapsed = median_low(times.elapsed for times, _ in self._window)
+        step = median_low(seconds for _, seconds in self._window)
         self._window = []
         mesh = self._engine.mesh
         numbers = sent(torch.tensor([*own, elapsed, step], dtype=torch.float64), mesh.device)

@@ -5,7 +5,7 @@ peers, the ranks with the same stages; where there are none, by what the costs o
 others, and by what its own first windows were. Each window adds to a rank's evidence the logarithm of how
 much likelier its ratio is for a rank that takes 1.56 times as long than for one that is like its peers, if
 ratios scatter as they did: a sum that never falls below 0 (CUSUM: Page, "Continuous inspection schemes",
-1954). The scatter is the median absolute deviation of all ranks' logarithms from each rank's median. One
+1954). The scatter is that of the changes of ratios from one window to the next, by their median. One
 window adds a bounded amount, so that disturbed steps in a few of them are never enough.
 """
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from itertools import pairwise
+from math import exp, log, sqrt
 from statistics import median
 
 SLOWER = 1.25
@@ -145,7 +146,7 @@ class SlowRanks:
 
     def _scatter(self) -> float:
         """Return the standard deviation of the logarithms of ratios, as far as it is known."""
-        deviations = [ASSUMED_SCATTER / NORMAL] * len(self._histories) * LEARNT
+        changes = [ASSUMED_SCATTER * sqrt(2) / NORMAL] * len(self._histories) * LEARNT
         for one in self._histories:
-            deviations += [abs(value - median(one.logs)) for value in one.logs]
-        return max(LEAST_SCATTER, NORMAL * median(deviations))
+            changes += [abs(later - earlier) for earlier, later in pairwise(one.logs)]
+        return max(LEAST_SCATTER, NORMAL / sqrt(2) * median(changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -39,7 +40,7 @@ class Stragglers(Callback):
     stages, and 24 more; at the start the names of the hosts.
     """
 
-    def __init__(self, *, every: int = 5, rebalance: bool = False) -> None:
+    def __init__(self, *, every: int = 4, rebalance: bool = False) -> None:
         """`every`: steps between two comparisons.
 
         `rebalance`: when a slow rank is named, or no longer is slow, cut the model into stages anew, by
@@ -56,7 +57,11 @@ class Stragglers(Callback):
         """The layers of each stage, once they were cut anew …"""
         self._layer_costs: Sequence[float] = ()
         """… by these costs of all layers."""
+        self._received = Counter[int]()
+        """The tokens that each rank has received for its experts in this window."""
         self._saved: Mapping[str, Any] = {}
+        self._lines: list[str] = []
+        """What is to be told after the step."""
         self._changed: WindowTimes | None = None
         """The window in which slow ranks were found, or were no longer slow, until something is done."""
 
@@ -94,10 +99,12 @@ class Stragglers(Callback):
             self._times.end_step()
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Read the times of the step, and compare those of all ranks every few steps; name slow ranks."""
+        """Read the times of the step, and compare those of all ranks every few steps."""
         if self._times is None:
             return
         step = int(row["step"])
+        if run.numbers is not None and run.numbers.experts.received:
+            self._received.update(dict(enumerate(run.numbers.experts.received)))
         if self._gathered is not None:  # on a GPU those of a window before, for which the host does not wait
             self._compare(run, row, step - 1)
         if self._times.read_step(row["step_seconds"]):
@@ -106,26 +113,33 @@ class Stragglers(Callback):
                 self._compare(run, row, step)
 
     def _compare(self, run: TrainingLoop, row: dict[str, float], last: int) -> None:
-        """Compare the ranks in the window that ended with the step `last`; tell which are slow."""
+        """Compare the ranks in the window that ended with the step `last`, and find which are slow."""
         assert self._gathered is not None
         times, self._gathered = self._gathered(), None
         seconds, first = times.actions, last - self._every + 1
         has_peers = all(map(self._own.peers, range(len(seconds))))
         if has_peers and communicating_class(type(run.optimizer)) is None:  # all of them update as much
             seconds = [sum(both) for both in zip(seconds, times.optimizer, strict=True)]
-        own, own_ended = self._own.add(first, seconds, times.step)
-        elapsed, elapsed_ended = self._elapsed.add(first, times.elapsed, times.step)
+        more = self._more_tokens(run.mesh.world)
+        own, own_ended = self._own.add(first, _divided(seconds, more), times.step)
+        elapsed, elapsed_ended = self._elapsed.add(first, _divided(times.elapsed, more), times.step)
         slowest = max(range(len(seconds)), key=self._own.ratios.__getitem__)
         row["slowest_rank"], row["slowness"] = slowest, round(self._own.ratios[slowest], 4)
         for one in own:
-            run.tell(f"WARNING: {self._text(run, one, times, 'computes')}.")
+            self._lines.append(f"WARNING: {self._text(run, one, times, 'computes')}.")
         waits = "waits for cores of its host, which others use, and takes"
         for one in (one for one in elapsed if one.rank not in self._own.slow):
-            run.tell(f"WARNING: {self._text(run, one, times, waits)}.")
+            self._lines.append(f"WARNING: {self._text(run, one, times, waits)}.")
         for rank in {*own_ended, *elapsed_ended}.difference(self.slow):
-            run.tell(f"After step {last}: rank {rank} is no longer slower than others.")
-        if own or elapsed or own_ended or elapsed_ended:
+            self._lines.append(f"After step {last}: rank {rank} is no longer slower than others.")
+        if self._lines:
             self._changed = times
+
+    def _more_tokens(self, world: int) -> list[float]:
+        """Return how many times as many tokens as usual each rank received for its experts, at least 1."""
+        received, self._received = self._received, Counter()
+        usual = median(received[rank] for rank in range(world))
+        return [max(1.0, received[rank] / usual) if usual else 1.0 for rank in range(world)]
 
     def _text(self, run: TrainingLoop, one: SlowRank, times: WindowTimes, does: str) -> str:
         """Return which rank is slow, where, in what, since when, and what it costs by simulation."""
@@ -155,7 +169,10 @@ class Stragglers(Callback):
         return simulation_of(run.engine, times.own, longer, slow)
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Rebalance the run if slow ranks have changed, or say what that would gain."""
+        """Tell which ranks are slow, or no longer are; rebalance the run, or say what that would gain."""
+        for line in self._lines:
+            run.tell(line)
+        self._lines.clear()
         times, self._changed = self._changed, None
         if times is None or run.is_last:
             return
@@ -233,6 +250,10 @@ def _ratios_of_kinds(rank: int, peers: Sequence[int], times: WindowTimes) -> str
     kinds["optimizer"] = times.optimizer
     usual = {name: median(seconds[peer] for peer in peers) for name, seconds in kinds.items()}
     return ", ".join(f"{name} {kinds[name][rank] / one:.3g}" for name, one in usual.items() if one)
+
+
+def _divided(seconds: Sequence[float], parts: Sequence[float]) -> list[float]:
+    return [one / part for one, part in zip(seconds, parts, strict=True)]
 
 
 def _listed(cut: Sequence[int]) -> str:

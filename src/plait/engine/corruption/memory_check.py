@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.optimizer_set import whole_states
 from plait.engine.corruption.held_tensors import HeldTensors
-from plait.engine.corruption.recorded_sums import ChangedTensor, RecordedSums
+from plait.engine.corruption.recorded_sums import ChangedTensor, NamedTensor, RecordedSums
 from plait.engine.corruption.replica_sums import ReplicaSums
 from plait.engine.runner import Runtime
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.replica_check import check_replicas
 from plait.errors import CorruptionError, ReplicaError
 from plait.ranks.device import is_accelerator
@@ -43,6 +45,8 @@ class MemoryCheck:
         self._replicas = ReplicaSums(runtime.blueprint, runtime.mesh, with_state=not own)
         self._of_optimizers = {optimizer: RecordedSums() for optimizer in optimizers}
         self._others, self._gradients = RecordedSums(), RecordedSums()
+        self._gathered: list[RecordedSums] = []
+        """What layers read of parameters in this pass, where it is kept beside the optimizer's."""
         self._recorded = dict.fromkeys(optimizers, 0)
         """After how many steps the state of each optimizer was recorded."""
         self._unread: list[_Comparison] = []
@@ -69,12 +73,19 @@ class MemoryCheck:
     def compare(self, optimizer: Optimizer) -> None:
         """Compare what an optimizer is about to read, and what no optimizer updates."""
         first, steps = self._recorded[optimizer], self._steps
-        between = f"after the update of step {first}, before that of step {steps}"
+        after = f"after the update of step {first}" if first else "since the checks began"
+        between = f"{after}, before that of step {max(steps, first + 1)}"
         self._start(first, between, self._of_optimizers[optimizer])
         if optimizer is self._optimizers[0]:
             self._start(first, between, self._others)
         self._compare_gradients("it was read for the update")
         self._read_finished()
+
+    def compare_now(self) -> None:
+        """Raise CorruptionError where anything has changed; waits for the device, and for no other rank."""
+        for optimizer in self._optimizers:
+            self.compare(optimizer)
+        self._read_changes()
 
     def compare_gradients(self) -> None:
         """Compare the gradients that there are, which are about to be clipped or added to."""
@@ -88,18 +99,34 @@ class MemoryCheck:
             self._steps, f"after the reductions of step {self._steps}, before {before}", self._gradients
         )
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, gatherer: Gatherer) -> None:
         """Start to compare this rank's sums with those of the ranks that hold the same."""
+        self._gathered.clear()
+        gatherer.observer = self._record_gathered
         if self._replicas.are_needed:
             recorded = [*self._of_optimizers.values(), self._others, self._gradients]
             self._of_replicas = self._steps, self._replicas.compare(recorded)
 
-    def end_pass(self) -> None:
-        """Read the comparisons that began before this pass, and record the gradients that it left."""
+    def _record_gathered(self, buffer: FlatBuffer) -> None:
+        """Record what layers read of parameters, if it stays allocated until the end of the pass."""
+        if not buffer.spec.whole.freed:
+            sums = RecordedSums()
+            sums.record(NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
+            self._gathered.append(sums)
+
+    def end_pass(self, gatherer: Gatherer) -> None:
+        """Read the comparisons that began before, compare gathered parameters, and record gradients."""
         self.read()
+        gatherer.observer, step = None, self._steps + 1
+        for sums in self._gathered:
+            self._start(
+                step - 1, f"after it was gathered in step {step}, before the end of its backward", sums
+            )
+        self._gathered.clear()
+        self._read_finished()
         self._gradients.record(self._held.gradients())
         if any(self._others.are_written):  # as running means are, in a forward
-            self._start(self._steps, f"before the end of step {self._steps}", self._others)
+            self._start(self._steps, f"before the end of step {self._steps + 1}", self._others)
             self._others.record(self._held.of_no_optimizer())
 
     def _start(self, recorded: int, text: str, sums: RecordedSums) -> None:

@@ -47,7 +47,7 @@ class ReplicaSums:
             self._replicas += [(row, alike) for alike in sorted(sets) if len(alike) > 1]
         self._count = len(kinds)
         self._factors: dict[tuple[int, int], tuple[Sequence[int], Tensor, Tensor]] = {}
-        """By place of what was recorded: of each number its tensor, its kind of replica, and an odd factor."""
+        """By place of what was recorded: its owners, and of each number its kind of replica and a factor."""
 
     @property
     def are_needed(self) -> bool:
@@ -92,7 +92,7 @@ class ReplicaSums:
         return known[1:]
 
     def _row(self, named: NamedTensor) -> int:
-        """Return the number of a tensor's kind of replica; one more than there are for what is not compared."""
+        """Return the number of a tensor's kind of replica; that of none where it is not compared."""
         is_alike = named.what in ("value", "gradient") or (self._with_state and named.what.startswith(STATE))
         return self._rows.get(named.parameter, self._count) if is_alike else self._count
 

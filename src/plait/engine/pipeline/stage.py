@@ -31,7 +31,7 @@ layers. That graph's run is an `EagerRun`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.compilation.compiled_layer import CompiledLayer
+from plait.engine.pipeline.layer_record import LayerRecord
 from plait.engine.pipeline.recompute import recomputing
 from plait.models.layers.joinable_linears import Readers, join_linears
 from plait.models.layers.layer_sequence import read_attributes, set_attributes
@@ -112,6 +113,8 @@ class Stage:
     """Per (micro-batch, first layer): the run, the last layer's number, the sequence of its forward."""
     work: dict[tuple[int, int], list[WeightWork]] = field(default_factory=dict)
     """Per (micro-batch, first layer): the weight gradients that `I` has left to `W`."""
+    records: Mapping[tuple[int, int], LayerRecord] = field(default_factory=dict)
+    """Per (micro-batch, first layer): what the layers read and write, where it is wanted."""
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
@@ -174,6 +177,9 @@ class Stage:
         sequence = self.sequences[microbatch] if self.sequences else None
         runners, infos = self._training if trains else self._evaluating, self.infos[microbatch]
         run: LayerRun | None = None
+        record = self.records.get((microbatch, layer)) if trains and self.records else None
+        if record is not None:
+            record.begin_forward(value, last)
         for number in range(layer, last + 1):
             try:
                 value, run = runners[number](microbatch, infos[number], sequence, value)
@@ -189,6 +195,8 @@ class Stage:
                 run = EagerRun(parameters, inputs, list_of_tensors(outputs))
         if run is not None:
             self.runs[microbatch, layer] = run, last, sequence
+        if record is not None:
+            record.end_forward(value)
         self.values[microbatch] = value
 
     def backward_input(self, microbatch: int, layer: int) -> None:
@@ -198,6 +206,9 @@ class Stage:
         """
         run, last, sequence = self.runs.pop((microbatch, layer))
         given = self.gradients.pop(microbatch)
+        record = self.records.get((microbatch, layer)) if self.records else None
+        if record is not None:
+            record.begin_backward(given)
         try:
             if sequence is None:  # the common case, kept cheap
                 gradients = run.backward(given)  # ③
@@ -209,11 +220,18 @@ class Stage:
             raise
         self.work[microbatch, layer] = self.queue.take()
         self.gradients[microbatch] = gradients
+        if record is not None:
+            record.end_backward(gradients)
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
         """Compute the layer's deferred weight gradients and add them to `.grad`."""
+        record = self.records.get((microbatch, layer)) if self.records else None
+        if record is not None and not record.is_fused:
+            record.snapshot_buffers()
         for work in self.work.pop((microbatch, layer)):
             work()  # ④
+        if record is not None:
+            record.snapshot_buffers()
 
     def backward(self, microbatch: int, layer: int) -> None:
         """Compute input and weight gradients; the latter may overlap the former's reduction over `tp`.
@@ -222,6 +240,8 @@ class Stage:
         would stay until the last one.
         """
         _, last, _ = self.runs[microbatch, layer]
+        if self.records and (microbatch, layer) in self.records:
+            self.records[microbatch, layer].is_fused = True
         self.queue.mode = WEIGHTS_NEXT if last == layer else WEIGHTS_AT_ONCE
         try:
             self.backward_input(microbatch, layer)

@@ -325,7 +325,7 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
     best = balance(costs.total, schedule.stages)
     if schedule.stages == 1:
         return best
-    return _improved(best, CutSimulation(costs, schedule.split_backward))
+    return _improved(best, CutSimulation(costs, schedule.split_backward), farthest=1)
 
 
 def fastest_cut_of_unlike_ranks(
@@ -334,51 +334,44 @@ def fastest_cut_of_unlike_ranks(
     """Return the layers per stage with the shortest simulated step of ranks that differ in speed.
 
     `factors`: how many times as long each rank takes for a layer as `costs` say. The local search of
-    `fastest_cut` starts from `now`, and from the cut whose slowest stage takes the least time.
+    `fastest_cut`, here over any two stages, starts from `now`, and from the cut whose slowest stage takes the
+    least time.
     """
     of_stages = tuple(factors[rank] for rank in schedule.rank_of)
     simulation = CutSimulation(costs, schedule.split_backward, of_stages)
     starts = (now, _even_cut_of_unlike_stages(costs.total, of_stages))
-    return min((_improved(start, simulation) for start in starts), key=simulation.makespan)
+    found = (_improved(start, simulation, farthest=schedule.stages) for start in starts)
+    return min(found, key=simulation.makespan)
 
 
 def _even_cut_of_unlike_stages(costs: Sequence[float], factors: Sequence[float]) -> StageCut:
-    """Return the layers per stage for which the largest of factor times cost is least, by bisection."""
+    """Return the layers per stage for which the largest of factor times cost is least."""
     total = list(accumulate(costs, initial=0.0))
-    low, high = 0.0, 2 * total[-1] * max(factors)  # one stage may hold everything
-    best = _filled(total, factors, high)
-    for _ in range(BITS):
-        middle = (low + high) / 2
-        cut = _filled(total, factors, middle)
-        best, low, high = (best, middle, high) if cut is None else (cut, low, middle)
-    assert best is not None
-    return best
+    found: dict[int, tuple[float, StageCut]] = {0: (0.0, ())}
+    """By the number of layers of the stages so far: the least largest of them, and their cut."""
+    for stages_left, factor in zip(reversed(range(len(factors))), factors, strict=True):
+        found = {
+            stop: min(
+                (max(largest, factor * (total[stop] - total[start])), (*cut, stop - start))
+                for start, (largest, cut) in found.items()
+                if start < stop
+            )
+            for stop in range(min(found) + 1, len(total) - stages_left)
+        }
+    return found[len(costs)][1]
 
 
-def _filled(total: Sequence[float], factors: Sequence[float], limit: float) -> StageCut | None:
-    """Return a cut whose stages, the first ones as full as may be, take at most `limit`; None without one.
+def _improved(best: StageCut, simulation: CutSimulation, *, farthest: int) -> StageCut:
+    """Return a cut from which no move of one layer makes the simulated step shorter, starting from `best`.
 
-    `total`: the cost of the first 0, 1, 2 … layers.
+    `farthest`: how far apart the two stages may be of which one gets a layer more, and the other one less.
     """
-    cut: list[int] = []
-    for stage, factor in enumerate(factors):
-        first, stages_left = sum(cut), len(factors) - stage - 1
-        stop = bisect_right(total, total[first] + limit / factor) - 1
-        stop = min(stop, len(total) - 1 - stages_left)
-        if stop <= first:
-            return None
-        cut.append(stop - first)
-    return tuple(cut) if sum(cut) == len(total) - 1 else None
-
-
-def _improved(best: StageCut, simulation: CutSimulation) -> StageCut:
-    """Return the cut in which no boundary can move by one layer for a shorter simulated step."""
     left = MOST_ACTIONS // sum(len(actions) for actions in simulation.schedule.actions)
     makespan = simulation.makespan(best)
     improved = True
     while improved:
         improved = False
-        for cut in _neighbours(best):
+        for cut in _neighbours(best, farthest):
             left -= 1
             if left < 0:
                 return best
@@ -390,12 +383,13 @@ def _improved(best: StageCut, simulation: CutSimulation) -> StageCut:
     return best
 
 
-def _neighbours(cut: StageCut) -> Iterator[StageCut]:
-    """Yield every cut into stages that differs from `cut` by one boundary moved by one layer."""
-    for stage in range(len(cut) - 1):
-        for step in (1, -1):
-            moved = list(cut)
-            moved[stage] += step
-            moved[stage + 1] -= step
-            if min(moved) > 0:
-                yield tuple(moved)
+def _neighbours(cut: StageCut, farthest: int) -> Iterator[StageCut]:
+    """Yield the cuts in which one stage has a layer more and another one less, at most so far apart."""
+    for distance in range(1, min(farthest, len(cut) - 1) + 1):
+        for stage in range(len(cut) - distance):
+            for step in (1, -1):
+                moved = list(cut)
+                moved[stage] += step
+                moved[stage + distance] -= step
+                if min(moved) > 0:
+                    yield tuple(moved)

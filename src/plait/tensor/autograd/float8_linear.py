@@ -33,12 +33,13 @@ from plait.tensor.float8.scaled_product import product
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Float8Call:
     """The arguments of one call of a float8 linear, but the tensors that have gradients."""
 
     input: Tensor
     weight: Tensor
     """`[outputs, inputs]`, a view where it is stored transposed."""
+    weight_scale: Tensor | None
     casts: LinearCasts
     queue: WeightGradientQueue
     transposed: bool
@@ -47,7 +48,7 @@ class _Call:
     def output(self, for_output: ScaledMatrix, bias: Tensor | None) -> Tensor:
         """Return the output `[..., outputs]` in the dtype of the input."""
         dtype, shape = self.input.dtype, (*self.input.shape[:-1], self.weight.shape[0])
-        weight = transposed(self.casts.weight(self.weight.detach()))
+        weight = transposed(self.casts.weight(self.weight.detach(), self.weight_scale))
         if self.output_sum is None:
             result = reshaped_in_place(product(for_output, weight, dtype), shape)
         else:
@@ -66,17 +67,19 @@ def float8_linear(
 ) -> Tensor:
     """Return the output of a linear by a product in float8; its backward queues the weight gradient.
 
-    `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, and `casts`, its
-    `LinearCasts`. `output_sum`: sums the ranks' outputs, to which the bias is not added. Communication: that
-    of the casts, and of `output_sum`.
+    `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, `casts`, its `LinearCasts`,
+    and `weight_scale`, with which the weight is in float8; None: it is cast. `output_sum`: sums the ranks'
+    outputs; the bias is then added elsewhere. Communication: that of the casts, and of `output_sum`.
     """
     assert queue is not None, "an engine's layers have a queue"
     weight, casts = module.weight, module.casts
     bias = module.bias if output_sum is None else None
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
-        return traced_float8_linear(module, input, by_rows, bias, queue.inputs, trace, output_sum)
-    call = _Call(input, by_rows, casts, queue, is_transposed, output_sum)
+        return traced_float8_linear(
+            input, by_rows, bias, queue.inputs, casts, trace, output_sum, module.weight_scale
+        )
+    call = _Float8Call(input, by_rows, module.weight_scale, casts, queue, is_transposed, output_sum)
     if not defers(input):
         return call.output(casts.input(rows_of(input)), bias)
     cast = queue.inputs.of(input, casts)
@@ -103,7 +106,7 @@ class _Float8Linear(torch.autograd.Function):
         carrier: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: _Call,
+        call: _Float8Call,
         cast: CastInput,
         is_late: bool,
     ) -> Tensor:
@@ -115,7 +118,7 @@ class _Float8Linear(torch.autograd.Function):
         else:
             ctx.save_for_backward()
         ctx.weight, ctx.casts, ctx.queue, ctx.transposed = weight, call.casts, call.queue, call.transposed
-        ctx.output_sum, ctx.ran = call.output_sum, False
+        ctx.weight_scale, ctx.output_sum, ctx.ran = call.weight_scale, call.output_sum, False
         if is_late:
             shape = *call.input.shape[:-1], call.weight.shape[0]
             return call.input.new_empty_strided(shape, (0,) * len(shape))  # `float8_linear` sets the memory
@@ -139,7 +142,7 @@ class _Float8Linear(torch.autograd.Function):
         if for_input is not None:
             weight = ctx.weight.detach()
             by_rows = weight.t() if ctx.transposed else weight
-            made = product(for_input, casts.weight_for_input(by_rows), wide(gradient.dtype))
+            made = product(for_input, casts.weight_for_input(by_rows, ctx.weight_scale), wide(gradient.dtype))
             of_input = made.view(*whole.shape[:-1], made.shape[1])
         return of_input, None, of_bias, None, None, None
 

@@ -56,26 +56,19 @@ class LinearCasts:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        divided: DividedDims = WHOLE,
-        weight_scale: Tensor | None = None,
-        reduce_largest: ReduceOverGroups | None = None,
+        self, recipe: Recipe, divided: DividedDims = WHOLE, reduce_largest: ReduceOverGroups | None = None
     ) -> None:
-        """`weight_scale`: the scale of a weight that is in float8 already; None: the weight is cast.
-
-        `reduce_largest`: by default `reduced`.
-        """
-        self.recipe, self.divided, self.weight_scale = recipe, divided, weight_scale
+        """`reduce_largest`: by default `reduced`."""
+        self.recipe, self.divided = recipe, divided
         self._reduce: ReduceOverGroups = reduce_largest or reduced
         self._factors: dict[tuple[CastFormat, int], Tensor] = {}
         """Of the weight in this step, by format and the dim that a product sums over."""
         self.note: Callable[[Operand, Tensor, ScaledMatrix], None] | None = None
         """Called with each operand that is cast and the result; a verification sets it."""
 
-    def traced(self, reduce_largest: ReduceOverGroups, weight_scale: Tensor | None) -> LinearCasts:
-        """Return casts for a trace, which reduces largest values, and has the weight's scale, in its way."""
-        return LinearCasts(self.recipe, self.divided, weight_scale, reduce_largest)
+    def reducing(self, reduce_largest: ReduceOverGroups) -> LinearCasts:
+        """Return casts that reduce largest values by `reduce_largest`, without factors of the weight."""
+        return LinearCasts(self.recipe, self.divided, reduce_largest)
 
     def all_groups(self) -> set[Groups]:
         """Return the groups of all reductions that casts may make."""
@@ -134,17 +127,22 @@ class LinearCasts:
             return for_input
         return self._cast("gradient_for_weight", rows, form, 0, (dims.tokens, dims.outputs))
 
-    def weight(self, weight: Tensor) -> ScaledMatrix:
-        """Return W, `[outputs, inputs]`, for the output: its transpose is the second operand."""
-        return self._weight("weight", weight, self.recipe.weight, 1)
+    def weight(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
+        """Return W, `[outputs, inputs]`, for the output: its transpose is the second operand.
 
-    def weight_for_input(self, weight: Tensor) -> ScaledMatrix:
-        """Return W, `[outputs, inputs]`, for the input gradient."""
-        return self._weight("weight_for_input", weight, self.recipe.weight_for_input, 0)
+        `scale`: that of a weight that is in float8 already; None: it is cast.
+        """
+        return self._weight("weight", weight, scale, self.recipe.weight, 1)
 
-    def _weight(self, operand: Operand, weight: Tensor, form: CastFormat, summed: int) -> ScaledMatrix:
-        if self.weight_scale is not None:
-            return self._noted(operand, weight, ScaledMatrix(weight, self.weight_scale))
+    def weight_for_input(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
+        """Return W, `[outputs, inputs]`, for the input gradient; `scale` as for `weight`."""
+        return self._weight("weight_for_input", weight, scale, self.recipe.weight_for_input, 0)
+
+    def _weight(
+        self, operand: Operand, weight: Tensor, scale: Tensor | None, form: CastFormat, summed: int
+    ) -> ScaledMatrix:
+        if scale is not None:
+            return self._noted(operand, weight, ScaledMatrix(weight, scale))
         key = form, summed if form.per == "row" else 0
         if key not in self._factors:
             groups = _groups(form, summed, (self.divided.outputs, self.divided.inputs))

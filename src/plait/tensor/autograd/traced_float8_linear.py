@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.tensor.autograd.cast_inputs import CastInputs, rows_of, wide
-from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace, TensorForm
+from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace
 from plait.tensor.autograd.float8_operands import Groups, LinearCasts, reduced, transposed
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.float8.cast import ScaledMatrix
@@ -20,27 +20,25 @@ from plait.tensor.float8.scaled_product import SCALED_PRODUCT
 
 
 def traced_float8_linear(
-    module: Any,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     inputs: CastInputs,
+    casts: LinearCasts,
     trace: LayerTrace,
     output_sum: SumOfSummands | None,
+    weight_scale: Tensor | None,
 ) -> Tensor:
     """Return what `float8_linear` does, while a layer is traced; `weight` is `[out, in]`."""
-    casts: LinearCasts = module.casts
-    cast = inputs.of(input, casts.traced(TracedReductions(trace), None))
-    scale = None
-    if casts.weight_scale is not None:
-        (scale,) = trace.call(_weight_scale, module, [weight.detach()], [_SCALAR])
-    own = casts.traced(TracedReductions(trace, casts), scale)
+    cast = inputs.of(input, casts.reducing(TracedReductions(trace)))
+    own = casts.reducing(TracedReductions(trace, casts))
     shape = *input.shape[:-1], weight.shape[0]
     kept = cast.saved(input, None) if weight.requires_grad else None
     dtype = input.dtype if output_sum is None else wide(input.dtype)
     made = _TracedProduct.apply(  # type: ignore[no-untyped-call]
         cast.carrier,
         weight,
+        weight_scale,
         *cast.for_output,
         None if kept is None else kept.data,
         None if kept is None else kept.scale,
@@ -52,14 +50,6 @@ def traced_float8_linear(
         numbers = trace.numbers(output_sum.total, output_sum.gradient)
         output = _TracedSum.apply(output, output_sum.shape(output), *numbers, input.dtype)  # type: ignore[no-untyped-call]
     return output if bias is None else output + bias
-
-
-_SCALAR = TensorForm.contiguous((), torch.float32)
-
-
-def _weight_scale(module: Any, weight: Tensor) -> tuple[Tensor]:
-    """Return the scale of the weight of the layer that runs, of several that share the graphs."""
-    return (module.casts.weight_scale,)
 
 
 class TracedReductions:
@@ -98,6 +88,7 @@ class _TracedProduct(torch.autograd.Function):
         ctx: Any,
         carrier: Tensor,
         weight: Tensor,
+        weight_scale: Tensor | None,
         data: Tensor,
         scale: Tensor,
         kept: Tensor | None,
@@ -105,19 +96,19 @@ class _TracedProduct(torch.autograd.Function):
         casts: LinearCasts,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.save_for_backward(weight, kept, kept_scale)
+        ctx.save_for_backward(weight, weight_scale, kept, kept_scale)
         ctx.casts, ctx.wide, ctx.shape = casts, carrier.dtype, carrier.shape
-        made: Tensor = SCALED_PRODUCT(data, scale, *transposed(casts.weight(weight)), dtype)
+        made: Tensor = SCALED_PRODUCT(data, scale, *transposed(casts.weight(weight, weight_scale)), dtype)
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, kept, kept_scale = ctx.saved_tensors
+        weight, weight_scale, kept, kept_scale = ctx.saved_tensors
         casts, rows, needs_input = ctx.casts, rows_of(gradient), ctx.needs_input_grad[0]
         for_input = casts.gradient(rows) if needs_input else None
         of_input = of_weight = None
         if for_input is not None:
-            made = SCALED_PRODUCT(*for_input, *casts.weight_for_input(weight), ctx.wide)
+            made = SCALED_PRODUCT(*for_input, *casts.weight_for_input(weight, weight_scale), ctx.wide)
             of_input = made.view(ctx.shape)
         if kept is not None:
             cast = casts.gradient_for_weight(rows, for_input)
@@ -126,7 +117,7 @@ class _TracedProduct(torch.autograd.Function):
             else:
                 input = ScaledMatrix(kept, kept_scale)
                 of_weight = SCALED_PRODUCT(*transposed(cast), *input, weight.dtype)
-        return of_input, of_weight, None, None, None, None, None, None
+        return of_input, of_weight, *(None,) * 7
 
 
 class _TracedSum(torch.autograd.Function):

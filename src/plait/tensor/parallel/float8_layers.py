@@ -21,6 +21,8 @@ from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 CASTS = "casts"
 """Attribute of a linear that multiplies in float8: its `LinearCasts`."""
+WEIGHT_SCALE = "weight_scale"
+"""Attribute of such a linear: the scale of a weight that is in float8 already; None: the weight is cast."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,20 @@ class Float8Layers:
         """
         for name, module in layer.module.named_modules(remove_duplicate=False):
             if join(layer.path, name) in self.names and getattr(module, CASTS, None) is None:
-                self._apply(module, queue, scales.get(id(module.weight)), on_parts=on_parts)
+                # A buffer, so that graphs of equal layers take it as an argument.
+                module.register_buffer(WEIGHT_SCALE, scales.get(id(module.weight)), persistent=False)
+                self._apply(module, queue, on_parts=on_parts)
 
-    def _apply(
-        self, module: Any, queue: WeightGradientQueue, weight_scale: Tensor | None, *, on_parts: bool
-    ) -> None:
+    def _apply(self, module: Any, queue: WeightGradientQueue, *, on_parts: bool) -> None:
         tokens, own = _of_several(self.cp), _of_several(self.tp)
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             is_row = isinstance(module, RowParallelLinear)
             dims = DividedDims(tokens, own if is_row else (), () if is_row else own)
-            module.casts = LinearCasts(self.recipe, dims, weight_scale)
+            module.casts = LinearCasts(self.recipe, dims)
             module.boundary.inputs = queue.inputs
             return
         dims = DividedDims((*tokens, *own) if on_parts else tokens)
-        setattr(module, CASTS, LinearCasts(self.recipe, dims, weight_scale))
+        setattr(module, CASTS, LinearCasts(self.recipe, dims))
         queue.products.add(id(module.weight))
         bind_forward(module, partial(_run, module, queue, is_transposed_linear(module)))
 

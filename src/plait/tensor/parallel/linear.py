@@ -108,6 +108,8 @@ class _ParallelLinear(nn.Module):
     queue: WeightGradientQueue | None = None
     casts: LinearCasts | None = None
     """How its operands are cast to float8; None: they are not."""
+    weight_scale: Tensor | None
+    """With `casts`: the scale of a weight that is in float8 already; None: it is cast."""
     boundary: RegionBoundary
     """The boundary of the linear's region."""
     layouts: dict[str, Layout]

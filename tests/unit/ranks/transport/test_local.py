@@ -121,7 +121,7 @@ def waits_for_the_other(group: Group) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_operations_of_ranks_as_threads_start_no_threads() -> None:
-    """MKL does where it may, for functions of a few hundred elements, and its threads then spin for milliseconds."""
+    """MKL does where it may, for functions of some hundred elements; its threads then spin for a while."""
 
     def body() -> set[str]:
         before = set(os.listdir("/proc/self/task"))

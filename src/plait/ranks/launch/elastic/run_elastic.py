@@ -19,10 +19,14 @@ from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
 from plait.ranks.launch.rank_process import serve
+from plait.ranks.rank_device import newer_nccl
 from plait.ranks.supervised_rank import removed_at_end, variables_of_supervisor
 from plait.ranks.world import World
 
 Result = TypeVar("Result")
+
+_PRELOADED = ("plait.checkpoint.snapshots.snapshots",)
+"""What restarted ranks need: imported once, before there are ranks."""
 
 
 def run_elastic(
@@ -45,7 +49,9 @@ def run_elastic(
         rendezvous = OneHostRendezvous(run_id)
 
         def start_member(number: int) -> Member:
-            return Member(*start_process(serve, f"plait-{number}", function.__module__, None))
+            library = newer_nccl() if ranks_per_gpu > 1 else None
+            name, module = f"plait-{number}", function.__module__
+            return Member(*start_process(serve, name, module, library, _PRELOADED))
 
         def make_job(worker: Worker, generation: int) -> RankJob:
             own = Path(folder, str(generation))

@@ -28,12 +28,13 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
+from plait.errors import CorruptionError
 from plait.ranks.failure.failure_log import RankFailure, root_cause
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.rank_job import RankJob
-from plait.ranks.supervised_rank import restored_step
+from plait.ranks.supervised_rank import go_on_before, restored_step
 
 _PERIOD = 0.2
 """Seconds of a look at the ranks, unless one sends something or ends."""
@@ -192,10 +193,13 @@ class Supervisor(SimpleElasticAgent):
     def _note(self, cause: RankFailure) -> None:
         """Tell the user of a failure. Raises its error where it has happened too often at one place."""
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
-        self._seen[what, step] += 1
-        if self._seen[what, step] >= _SAME_FAILURES:
+        same = cause.summary if cause.traceback else what, step  # all ranks may raise one error
+        self._seen[same] += 1
+        if self._seen[same] >= _SAME_FAILURES:
             place = "" if step is None else f" after step {step}, from which the run went on"
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
+        if isinstance(error := cause.exception(), CorruptionError):
+            go_on_before(self._folder, error.last_good_step)
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
 
     def _update(self, seconds: float, members: Sequence[Member]) -> None:
