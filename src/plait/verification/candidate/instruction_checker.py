@@ -340,7 +340,8 @@ class InstructionChecker:
 
     def _inner_difference(self, phase: StepPhase, layer: int, scope: RecordScope) -> InnerDifference | None:
         """Return the first difference inside the layer that has just run, if it is known."""
-        cast = self.scales.mistake(layer, scope, partial(self._is_given, scope, layer))
+        is_forward, is_given = phase is StepPhase.FORWARD, partial(self._is_given, scope, layer)
+        cast = self.scales.mistake(layer, scope, is_given, is_forward=is_forward)
         if cast is not None:
             return InnerDifference(-1, f"inside, {cast}")
         compared = self._compared_modules(layer, scope)

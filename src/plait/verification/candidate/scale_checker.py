@@ -133,11 +133,16 @@ class ScaleChecker:
                 self.comparison.findings.compare(at, actual, right, NO_TOLERANCE)
         self._cast.clear()
 
-    def mistake(self, layer: int, scope: RecordScope, is_given: Callable[[str], bool]) -> str | None:
+    def mistake(
+        self, layer: int, scope: RecordScope, is_given: Callable[[str], bool], *, is_forward: bool
+    ) -> str | None:
         """Return a sentence on the first wrong cast of the layer that has just run, if the cause is known.
 
         `is_given`: whether the linear at a path is given what it should be.
         """
+        left_out = next(self._left_out(layer, scope), None) if is_forward else None
+        if left_out is not None:
+            return f"{left_out} does not multiply in float8"
         for cast in self._cast:
             expected, how = self._expected(cast, layer, scope), self.formats[cast.operand]
             if how is None or not self._is_recorded(cast.path, scope):
@@ -160,6 +165,15 @@ class ScaleChecker:
                     return f"the scale of {cast.name} is another: {sentence}"
             return None
         return None
+
+    def _left_out(self, layer: int, scope: RecordScope) -> Iterator[str]:
+        """Yield linears of a layer that have cast nothing, where others have, and the reference has all."""
+        within = f"{self.comparison.sequence.layers[layer].path}."
+        found = {cast.path for cast in self._cast}
+        for key in self.comparison.recording.values[scope] if found else ():
+            path, _, operand = key.name.partition("|")
+            if key.kind == SCALE and operand == "weight" and path.startswith(within) and path not in found:
+                yield path
 
     def _is_recorded(self, path: str, scope: RecordScope) -> bool:
         """Return whether the reference has the linear at `path` in float8."""
@@ -195,7 +209,9 @@ class ScaleChecker:
         if axes and cast.of_part.shape == expected.shape and not torch.equal(cast.of_part, expected):
             over = " and ".join(axes)
             yield f"it is that of this rank's part: largest values are not reduced over {over}", cast.of_part
-        for number in range(recording.microbatches(scope.step)):
+        each = self.plan.microbatches
+        first = scope.microbatch - scope.microbatch % each
+        for number in range(first, first + each):
             other = recording.find(scope._replace(microbatch=number), _key(cast))
             if other is not None and number != scope.microbatch:
                 yield f"it is that of micro-batch {number}", self._part(cast, other, layer, scope)
