@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from plait.checkpoint.loading import load
     from plait.checkpoint.saving import save
     from plait.checkpoint.snapshots.snapshots import Snapshots
+    from plait.engine.corruption.corruption_checks import CorruptionChecks
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
     from plait.engine.resharding.reshard import reshard
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOME = {
+    "CorruptionChecks": "plait.engine.corruption.corruption_checks",
     "Costs": "plait.schedules.costs",
     "Dropout": "plait.tensor.dropout",
     "Hardware": "plait.estimate.time.hardware",
@@ -96,6 +98,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CorruptionChecks",
     "Costs",
     "Dropout",
     "Hardware",

@@ -117,6 +117,15 @@ class ReplicaError(PlaitError):
     """Replicas of a tensor differ between ranks; the message names the tensor and the ranks."""
 
 
+class CorruptionError(PlaitError):
+    """Memory has changed by itself, or ranks compute unlike results; the message names rank and tensor."""
+
+    def __init__(self, message: str, last_good_step: int = 0) -> None:
+        """`last_good_step`: the state after so many steps, and after fewer, is known to be right."""
+        super().__init__(message)
+        self.last_good_step = last_good_step
+
+
 class NonFiniteError(PlaitError):
     """The loss or the gradient norm is not a finite number."""
 

@@ -23,6 +23,7 @@ from plait.schedules.lowering.program import (
     AwaitParameters,
     AwaitScatter,
     ComputeLoss,
+    ComputeScales,
     Finish,
     GatherParameters,
     Instruction,
@@ -166,6 +167,8 @@ class MeshCalls:
         self._counts: Counter[tuple[int, Hashable, str]] = Counter()
         self._whole: dict[int, set[str]] = defaultdict(set)
         """By rank, the units whose parameters are whole."""
+        self._scaled: set[int] = set()
+        """The ranks whose scales are those of the parameters as they are."""
         self._steps = 0
         self._coordinates = [axes.coordinate_of(rank, self.sizes) for rank in range(len(self.calls))]
         self._known_replicas: dict[tuple[tuple[int, ...], int, str], list[tuple[int, ...]]] = {}
@@ -181,6 +184,7 @@ class MeshCalls:
         """Append a step, with clipping; an evaluation; or two tokens."""
         if mode == "generate":
             self._whole.clear()
+            self._scaled.clear()
             for _ in range(2):
                 self._run(self.programs.output_of_one)
                 for line in self._lines:
@@ -192,6 +196,7 @@ class MeshCalls:
         for rank in range(len(self.calls)):
             self._around(rank, "dp", "all_reduce", "the loss's weight")
         self._whole.clear()
+        self._scaled.clear()
         self._run(self.programs.train if mode == "train" else self.programs.evaluate)
         for rank in range(len(self.calls)):
             self._around(rank, "world", "all_reduce", "the mean loss")
@@ -281,6 +286,10 @@ class _Line:
                 yield from self.mesh.collectives(rank, "tp", words, f"{action}.{layer}")
             case ComputeLoss(action):
                 yield from self.mesh.collectives(rank, "tp", workload.loss, f"the loss {action.microbatch}")
+            case ComputeScales() if rank not in self.mesh._scaled:
+                self.mesh._scaled.add(rank)
+                for axis in ("shard", "tp"):
+                    yield from self.mesh.collectives(rank, axis, "all_reduce", "the scales")
             case GatherParameters(unit) if unit not in self.mesh._whole[rank]:
                 self.mesh._whole[rank].add(unit)
                 yield from self._start(rank, unit, "all_gather", self.gathering)

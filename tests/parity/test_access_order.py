@@ -35,6 +35,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "kept": {"cp": 2, "pp": 2, "context_parallel": "ring", "sequence_parallel": "keep"},
     "ulysses": {"cp": 2, "pp": 2, "context_parallel": "ulysses", "schedule": "zb-h1"},
     "experts": {"pp": 2, "dp": 2, "ep": 2, "strategy": "full", "reduce": "each", "schedule": "zb-h1"},
+    "float8": {"pp": 2, "dp": 2, "strategy": "full", "offload": "parameters", "linears": "float8"},
+    "float8 over tp": {"tp": 2, "dp": 2, "strategy": "full", "linears": "float8"},
     "parts of experts": {"pp": 2, "tp": 2, "ep": 2, "recompute": "full"},
 }
 QUICK_RACES = (buffers_returned_too_early,)
@@ -65,6 +67,7 @@ def run(
     """Run the plan with `fields` on ranks that stand for GPUs."""
     plan = Plan(**fields, microbatches=4, precision="fp64")
     case = sparse_llama(layers=2) if plan.divides_experts else gpt2(layers=4)
+    case = case if plan.linears is None else gpt2(hidden=64, heads=4)
     with pytest.MonkeyPatch.context() as patches:
         stand_for_gpus(patches, order)
         # Most steps have no comparison of the ranks, whose waits would order what is not awaited by itself.

@@ -32,7 +32,7 @@ from parity.recorded_steps import (
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
 from plait.engine.pipeline import stage
-from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.pipeline.loss_stage import OverwritingLossStage
 from plait.plan.plan import Plan
 from plait.schedules.search.api import schedule
 from plait.tensor import losses
@@ -77,6 +77,12 @@ EVERYTHING = {
 """All schedules, strategies and ways to recompute, on two stages of two ranks."""
 
 
+@pytest.fixture(autouse=True)
+def _targets_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, for which the recorder stands."""
+    monkeypatch.setattr(losses, "is_accelerator", lambda _: True)
+
+
 def check_row(thread_ranks: Any, row: dict[str, Any]) -> None:
     """Compare a row with one rank; all but the first steps must have run in graphs."""
     given = {name: value for name, value in row.items() if name != "tied"}
@@ -117,8 +123,7 @@ def test_replayed_segments_compute_losses_in_chunks_and_offload(
     thread_ranks: Any, settings: dict[str, Any]
 ) -> None:
     plan = Plan(**settings, microbatches=4, precision="fp64", cuda_graphs=True)
-    with patch.object(losses, "is_accelerator", lambda _: True):  # a GPU's targets are not read on the host
-        every = check_replayed(thread_ranks, gpt2(layers=3, tied=False), plan)
+    every = check_replayed(thread_ranks, gpt2(layers=3, tied=False), plan)
     for counts in every:
         assert counts.replayed >= 2 * counts.recorded > 0
 
@@ -212,7 +217,7 @@ def test_a_replayed_step_calls_no_layer_no_loss_and_no_backward() -> None:
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     setattr(one, name, math.nan)
     with (
-        patch.object(type(engine.runtime.loss), "total", called),
+        patch.object(OverwritingLossStage, "compute", called),
         patch.object(stage, "run_backward", called),
     ):
         loss = engine.forward_backward(*batches[3])
@@ -338,7 +343,7 @@ def test_a_step_that_fails_while_it_is_recorded_is_recorded_again() -> None:
     for number, batch in enumerate(woven.shares(CASE, plain, 5)):
         if number == 2:
             with (
-                patch.object(LossStage, "seed", side_effect=ZeroDivisionError),
+                patch.object(OverwritingLossStage, "seed", side_effect=ZeroDivisionError),
                 pytest.raises(ZeroDivisionError),
             ):
                 recorded.forward_backward(*batch)

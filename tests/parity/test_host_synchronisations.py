@@ -67,7 +67,7 @@ def caller(frame: FrameType | None) -> str:
 
 def steady_step(plan: Plan, clip: float) -> Counter[str]:
     """The third step of a run on this rank."""
-    case = gpt2()
+    case = gpt2() if plan.linears is None else gpt2(hidden=64, heads=4)
     engine = woven.weave(case, plan)
     optimizer = torch.optim.SGD(engine.parameter_groups(weight_decay=0.1), lr=1e-3)  # Adam counts on the CPU
     batches = woven.shares(case, engine, 1)
@@ -87,6 +87,7 @@ PLANS = {
     "recomputed": Plan(
         tp=2, sequence_parallel="regather", recompute="full", microbatches=2, precision="fp32"
     ),
+    "float8": Plan(tp=2, dp=2, strategy="full", linears="float8", microbatches=2, precision="bf16"),
 }
 
 
@@ -188,6 +189,7 @@ ALLOWED = {
     "tensor/experts/token_exchange.py": "rows to send and receive, once a layer and micro-batch",
     "tensor/sampling.py": "generation draws tokens on the CPU",
     "app/loop/meter.py": "the numbers of a step, read after the next one was submitted",
+    "app/loop/rank_times.py": "the times of all ranks, read after the next step was submitted",
     "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",
     "app/loop/validation.py": "the means of a validation",
     "tensor/direct_preference.py": "answers of a reference, computed once before the training",

@@ -56,6 +56,8 @@ DROPPING: list[dict[str, Any]] = [
 ]
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "vocab": VOCAB, "context": CONTEXT}
 GPT2 = Case("gpt2", partial(plait.models.gpt2, **SIZES), draw)
+WIDER = Case("gpt2 of 128", partial(plait.models.gpt2, **SIZES | {"hidden": 128}), draw)
+"""Beside whose tensors factors of weights, of which each step's first micro-batch makes its own, are few."""
 LLAMA = Case("llama", partial(plait.models.llama, **SIZES, kv_heads=2), draw)
 
 make = partial(Plan, microbatches=4, precision="fp32")
@@ -118,6 +120,27 @@ OTHERS = {
         strategy="full",
         reduce="each",
     ),
+}
+
+
+half = partial(Plan, microbatches=4, precision="bf16")
+IN_FLOAT8 = {
+    "full": half(dp=2, strategy="full", linears="float8"),
+    "tp": half(tp=2, dp=2, strategy="full", reduce="each", linears="float8"),
+    "alone": half(linears="float8"),
+    "zb-h1": half(pp=2, dp=2, strategy="optimizer", schedule="zb-h1", linears="float8"),
+    "fp32": make(dp=2, strategy="full", linears="float8"),
+    "fp32-whole": make(dp=2, linears="float8"),
+    "offload": half(dp=2, strategy="full", offload="parameters", linears="float8"),
+    "selective": half(dp=2, strategy="full", recompute="selective", linears="float8"),
+    "sequence-keep": half(tp=2, sequence_parallel="keep", linears="float8"),
+    "sequence-regather": half(tp=2, pp=2, sequence_parallel="regather", schedule="zb-h1", linears="float8"),
+    "context": half(cp=2, context_parallel="ring", strategy="full", linears="float8"),
+    "compiled": half(dp=2, strategy="full", compile="graphs", linears="float8"),
+    "compiled-tp": half(tp=2, sequence_parallel="keep", compile="graphs", linears="float8"),
+    "rowwise": half(dp=2, strategy="full", linears="float8-rowwise"),
+    "rowwise-gw": half(dp=2, strategy="full", linears="float8-rowwise-gw"),
+    "rowwise-tp": half(tp=2, linears="float8-rowwise"),
 }
 
 
@@ -208,6 +231,11 @@ def test_predicted_memory_of_gpt2_is_what_ranks_allocate_in_other_configurations
     rank_pool: Any, name: str
 ) -> None:
     check(rank_pool, GPT2, OTHERS[name])
+
+
+@pytest.mark.parametrize("name", in_quick(IN_FLOAT8, "full"))
+def test_predicted_memory_of_linears_in_float8_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
+    check(rank_pool, WIDER, IN_FLOAT8[name])
 
 
 COMPILED: dict[str, dict[str, Any]] = {

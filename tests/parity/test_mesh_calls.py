@@ -114,9 +114,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "zb-h1": {"pp": 2, "tp": 2, "sequence_parallel": "regather", "schedule": "zb-h1"},
     "pp alone": {"pp": 4, "schedule": "v-half"},
     "experts": {"pp": 2, "dp": 2, "ep": 2, "strategy": "full", "schedule": "zb-h1", "reduce": "each"},
+    "float8": {"pp": 2, "dp": 2, "strategy": "full", "schedule": "zb-v", "linears": "float8"},
 }
-QUICK = ("zb-v", "regather", "experts")
-DEVICE_BOUND = ("zb-v", "interleaved", "plain", "auto")
+QUICK = ("zb-v", "regather", "experts", "float8")
+IN_FLOAT8 = {"hidden": 64, "heads": 4}
+"""Sizes of linears that multiply in float8: multiples of 16."""
+DEVICE_BOUND = ("zb-v", "interleaved", "plain", "auto", "float8")
 """Where `init_process_group` was given a `device_id`."""
 
 
@@ -136,7 +139,7 @@ def test_engines_queue_the_communication_that_mesh_calls_lists(
     monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
     plan = Plan(**PLANS[name], microbatches=3, precision="fp64")
     rules = StreamRules("late", device_bound=name in DEVICE_BOUND)
-    case = gpt2(layers=6 if name == "interleaved" else 4)
+    case = gpt2(layers=6 if name == "interleaved" else 4, **(IN_FLOAT8 if plan.linears else {}))
     if plan.divides_experts:
         case = sparse_llama(layers=2)
 

@@ -14,7 +14,7 @@ from parity.defects import loss_divided_by_own_weight, targets_of_another_microb
 from parity.tensor_defects import maximum_of_own_logits, targets_off_by_the_remainder
 from plait.engine import Runtime, runner
 from plait.engine import parallelize as composer
-from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.pipeline.loss_stage import LossStage, OverwritingLossStage
 from plait.ranks.collectives import all_reduce
 from plait.ranks.handle import Handle
 from plait.tensor import losses as softmax_terms
@@ -105,15 +105,15 @@ def target_subtracted_on_every_rank() -> Any:
 @contextmanager
 def seed_of_another_microbatch() -> Iterator[None]:
     """Each backward starts from the gradient of the first."""
-    original = LossStage.seed
+    original = OverwritingLossStage.seed
     first: list[Any] = []
 
-    def seed(self: LossStage, microbatch: int) -> Any:
+    def seed(self: OverwritingLossStage, microbatch: int) -> Any:
         gradients = original(self, microbatch)
         first.append([gradient.clone() for gradient in gradients])
         return [gradient.clone() for gradient in first[0]]
 
-    with patch.object(LossStage, "seed", seed):
+    with patch.object(OverwritingLossStage, "seed", seed):
         yield
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from plait.engine import Engine
-from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.pipeline.loss_stage import LossStage, OverwritingLossStage
 from plait.engine.sharding import gradient_norm as loss_scale
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.gradient_norm import LossScale
@@ -71,17 +71,17 @@ def loss_scaled_twice() -> Any:
 @contextmanager
 def last_microbatch_not_scaled() -> Iterator[None]:
     """The scale is lost for micro-batch 1."""
-    original = LossStage.seed
+    original = OverwritingLossStage.compute
 
-    def seed(self: LossStage, microbatch: int) -> Any:
+    def compute(self: OverwritingLossStage, microbatch: int, output: Any) -> None:
         scale = self.scale
-        self.scale = scale / 1024 if microbatch == 1 else scale
+        self.scale = scale / 1024 if scale is not None and microbatch == 1 else scale
         try:
-            return original(self, microbatch)
+            original(self, microbatch, output)
         finally:
             self.scale = scale
 
-    with patch.object(LossStage, "seed", seed):
+    with patch.object(OverwritingLossStage, "compute", compute):
         yield
 
 

@@ -20,6 +20,8 @@ class WholeStates(Protocol):
 
     class_name: str
     """The class of which it makes an optimizer on each rank."""
+    whole_parameters: Mapping[nn.Parameter, nn.Parameter]
+    """The whole parameters that this rank owns, by its shards of them."""
 
     def state_rank(self, parameter: nn.Parameter) -> int:
         """Return the global rank that has the state of a parameter, given this rank's shard of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +14,7 @@ from torch import nn
 from plait.engine.fingerprint import structure_of
 from plait.engine.sharding.unit import Owners
 from plait.errors import PlanError, ScheduleError
+from plait.models.float8_linears import NO_LINEARS, LinearChoice, choose_linears, require_multipliable
 from plait.models.layers.layer_sequence import (
     LayerSequence,
     aliases_of,
@@ -28,7 +29,7 @@ from plait.plan.flat_buffer_specs import BufferSpecs, build_buffer_specs, shard_
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, UnitSpec, resolve_units
 from plait.plan.plan import Plan, Recompute
-from plait.plan.rules import Rule, Rules
+from plait.plan.rules import Rule, Rules, join
 from plait.plan.shard_plan import ShardPlan
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.group import Group, alone
@@ -42,8 +43,10 @@ from plait.schedules.search.stage_cuts import LayerCosts, StageCut, schedule_and
 from plait.tensor.chunked_cross_entropy import output_linear_name
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import ExpertRanks
+from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import DTYPES, named_dtype
 from plait.tensor.parallel.apply_rules import layouts_of, match_modules
+from plait.tensor.parallel.float8_layers import Float8Layers
 from plait.tensor.parallel.tensor_parallelism import (
     SequenceDims,
     TensorParallelism,
@@ -126,6 +129,8 @@ class Blueprint:
     """How much of its forward each layer runs again in its backward."""
     output_linear: str | None
     """The name, within the last layer, of the linear whose logits the loss computes in chunks; None: none."""
+    float8: LinearChoice
+    """The linears that multiply in float8, and why the others do not; both empty without `plan.linears`."""
 
     @cached_property
     def buffer_specs(self) -> BufferSpecs:
@@ -210,6 +215,11 @@ class Blueprint:
         return {name: kind for unit in self.units.values() for name, kind in unit.kinds.items()}
 
     @cached_property
+    def float8_weights(self) -> frozenset[str]:
+        """The names of the weights that linears take in float8 with one scale."""
+        return weights_cast_once(self.float8, self.plan)
+
+    @cached_property
     def norm_axis(self) -> str:
         """The axis over which the gradient norm is summed: all ranks, or those of a whole model."""
         sharded = any(kind.trains and kind.sharded for kind in self.kinds.values())
@@ -257,6 +267,16 @@ class Blueprint:
         return TensorParallelism(
             self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group, ranks
         )
+
+    def float8_layers(self, tp: Group, cp: Group) -> Float8Layers | None:
+        """Return what makes linears of a rank's layers multiply in float8; None where none does.
+
+        `tp`, `cp`: the rank's groups along these axes.
+        """
+        if not self.float8.chosen:
+            return None
+        assert self.plan.linears is not None
+        return Float8Layers(RECIPES[self.plan.linears], frozenset(self.float8.chosen), tp, cp)
 
     def meta_layers(
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
@@ -317,7 +337,8 @@ def build_blueprint(
     module_rules = rules_of_partitioned_modules(model, rules, plan, sequence)
     whole_layouts, summed = parameter_layouts(sequence, module_rules, plan)
     dims = sequence_dims(named(sequence.layers), module_rules)
-    units = units_of(sequence, summed, plan)
+    float8 = float8_linears(sequence, chosen_rules(model, rules), plan, whole_layouts)
+    units = units_of(sequence, summed, plan, weights_cast_once(float8, plan))
     output_linear = None
     if plan.loss_rows is not None:
         last, in_parts = sequence.layers[-1], dims[-1].output is not None
@@ -343,7 +364,27 @@ def build_blueprint(
         counts,
         recompute,
         output_linear,
+        float8,
     )
+
+
+def float8_linears(
+    sequence: LayerSequence, rules: Rules | None, plan: Plan, layouts: Mapping[str, Layout]
+) -> LinearChoice:
+    """Return which linears multiply in float8. Raises PlanError where the chosen ones cannot."""
+    if plan.linears is None:
+        return NO_LINEARS
+    layers = named(sequence.layers)
+    choice = choose_linears(sequence.layers, {} if rules is None else match_modules(rules, layers))
+    require_multipliable(choice, layouts, plan.linears)
+    return choice
+
+
+def weights_cast_once(linears: LinearChoice, plan: Plan) -> frozenset[str]:
+    """Return the names of the weights that linears take in float8 with one scale, whatever they compute."""
+    if plan.linears is None or not RECIPES[plan.linears].casts_weight_once:
+        return frozenset()
+    return frozenset(join(path, "weight") for path in linears.chosen)
 
 
 def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:
@@ -367,8 +408,17 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
     return plan.recompute
 
 
-def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
-    """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced."""
+def units_of(
+    sequence: LayerSequence,
+    summed: Mapping[str, int],
+    plan: Plan,
+    cast_once: Collection[str] = (),
+) -> dict[str, UnitSpec]:
+    """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced.
+
+    `summed`: over how many `tp` ranks each gradient is summed. `cast_once`: the weights that linears take in
+    float8 with one scale.
+    """
     of_experts = {
         id(parameter): name in module.summed_over_etp
         for layer in sequence.layers
@@ -388,6 +438,7 @@ def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> 
             summed[name],
             is_expert=id(one) in of_experts,
             is_summed_over_etp=of_experts.get(id(one), False),
+            takes_float8=name in cast_once,
         )
         for name, one in sequence.parameters.items()
     }

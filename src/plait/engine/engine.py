@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from plait.engine.action_times import ActionTimes
 from plait.engine.build_step_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
@@ -53,6 +55,25 @@ class _Retired:
         )
 
 
+class StepWatch(Protocol):
+    """Interface: what an engine calls in each training step."""
+
+    def begin_pass(self, runner: Runner) -> None:
+        """Called when `forward_backward` begins."""
+
+    def end_pass(self, runner: Runner) -> None:
+        """Called at the end of `forward_backward`, when gradients are final."""
+
+    def before_clipping(self) -> None:
+        """Called when the gradient norm is known, before gradients are scaled."""
+
+    def compare(self) -> None:
+        """Called before the run's state is saved."""
+
+    def close(self) -> None:
+        """Called when another engine takes this one's place."""
+
+
 class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
@@ -67,9 +88,13 @@ class Engine:
             self._before_step,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
+        self.watches: list[StepWatch] = []
+        """What is called in each training step."""
 
     def retire(self) -> None:
         """Run no more steps, since another engine takes its place: every later call raises PlanError."""
+        for watch in [*self.watches]:
+            watch.close()
         self.runtime, self._runner = cast(Runtime, _Retired()), cast(Runner, _Retired())
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -107,6 +132,8 @@ class Engine:
         self._agreement.note_gradients()
         options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
         self._agreement.compare_at("forward_backward", **options)
+        for watch in self.watches:
+            watch.begin_pass(runner)
         runner.scale.begin(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
@@ -117,6 +144,8 @@ class Engine:
                 runner.run(*step, input_gradients=input_gradients)
             loss = runner.mean_loss(batch)
         runner.scale.end()
+        for watch in self.watches:
+            watch.end_pass(runner)
         self.passes += 1
         return loss
 
@@ -181,6 +210,8 @@ class Engine:
         units, scale = self.runtime.units.values(), self._runner.scale
         group = self.mesh.group(self.blueprint.norm_axis)
         norm = start_norm(units, self.runtime.counted, group, self.mesh.device, norm_type)()
+        for watch in self.watches:
+            watch.before_clipping()
         scale_to(units, norm, max_norm)
         if scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
@@ -205,10 +236,12 @@ class Engine:
         self.check_optimizer(optimizer)
         self._agreement.note_optimizer(optimizer, 0)
         norm = self.clip_grad_norm_(max_norm, norm_type)
-        if self._runner.graphs is None:
-            optimizer.step()
+        graphs, times = self._runner.graphs, self._runner.action_times
+        update = optimizer.step if graphs is None else partial(graphs.step, optimizer)
+        if times is None:
+            update()
         else:
-            self._runner.graphs.step(optimizer)
+            times.measure_optimizer(update)
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -303,6 +336,14 @@ class Engine:
         parameters = dict(self.named_parameters())
         check_replicas(parameters, self.layouts, self.blueprint.owners, self.mesh, optimizer)
 
+    def compare_memory(self) -> None:
+        """Raise CorruptionError where memory has changed by itself; only within `plait.CorruptionChecks`.
+
+        For use before a checkpoint is saved. No communication; on a GPU the host waits.
+        """
+        for watch in self.watches:
+            watch.compare()
+
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of this data-parallel rank's last step, `[microbatches]`.
 
@@ -363,6 +404,13 @@ class Engine:
             yield recording
         finally:
             self._runner.recorders.remove(recording.recorder)
+
+    def time_actions(self) -> ActionTimes:
+        """Measure in all later training steps for how long this rank computes, and return what does.
+
+        See `ActionTimes`: it takes a microsecond an action, and no synchronisation.
+        """
+        return self._runner.time_actions()
 
     @property
     def schedule(self) -> Schedule:
@@ -472,6 +520,17 @@ class Engine:
     def layouts(self) -> Mapping[str, Layout]:
         """Mapping from every parameter of the model, by name, to the layout of its shards on the ranks."""
         return self.blueprint.layouts
+
+    @property
+    def linear_formats(self) -> Mapping[str, str]:
+        """How each linear multiplies, by its path: the recipe of `Plan.linears`, or why it stays as it was.
+
+        Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight, `hooks`, `sizes` that are
+        no multiple of 16, `experts`, or the rule by which `tp` leaves the linear whole.
+        """
+        choice, recipe = self.blueprint.float8, self.plan.linears
+        chosen = {} if recipe is None else dict.fromkeys(choice.chosen, str(recipe))
+        return {**chosen, **choice.others}
 
     def traffic(self) -> Counts:
         """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.

@@ -43,6 +43,7 @@ from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
+from plait.ranks.device import multiplies_float8
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change
@@ -51,6 +52,7 @@ from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradien
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
 from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
@@ -90,11 +92,16 @@ def parallelize(
 
 
 def refuse_untried(plan: Plan) -> None:
-    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run."""
+    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run, and for linears in mxfp8."""
     if plan.cuda_graphs:
         raise PlanError(
             "plan.cuda_graphs is True, but plait's CUDA graphs were never tried on a GPU: leave "
             "plan.cuda_graphs out."
+        )
+    if plan.linears == "mxfp8":
+        raise PlanError(
+            "plan.linears is 'mxfp8', but plait has no products in mxfp8, since no device here has them: "
+            "choose float8, float8-rowwise or float8-rowwise-gw."
         )
 
 
@@ -130,6 +137,11 @@ def assemble_engine(
 ) -> Engine:
     """Return the engine of a blueprint of `model`, with the values of `source`; all ranks agree on these."""
     plan, sequence = blueprint.plan, sequence_of(model)
+    if plan.linears is not None and not multiplies_float8(mesh.device):
+        raise PlanError(
+            f"plan.linears is {plan.linears!r}, but {mesh.device} has no products in float8, which CUDA has "
+            "from compute capability 8.9 on: leave plan.linears out."
+        )
     spans = blueprint.layers_of(mesh.index("pp"))
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
@@ -270,6 +282,8 @@ def build_units(
         coordinate=mesh.coordinate,
         shard_groups={kind.sharded_over: mesh.group(kind.sharded_over) for kind in kinds if kind.sharded},
         replica_groups=reduction_groups(blueprint.owners, blueprint.kinds, mesh),
+        linears=None if blueprint.plan.linears is None else RECIPES[blueprint.plan.linears],
+        tp_group=mesh.group("tp"),
         value_of=value_of,
     )
     units = {}
@@ -299,18 +313,22 @@ def build_stages(
     balance: StepBalance | None,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
-    plan = blueprint.plan
+    plan, float8 = blueprint.plan, blueprint.float8_layers(mesh.group("tp"), mesh.group("cp"))
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     stages = {}
     for number, layers in mine.items():
-        real = dict(buffers)
+        real, scales = dict(buffers), dict[int, Tensor]()
         for unit in (unit for unit in units.values() if number in unit.stages):
             for name, parameter in unit.parameters_of(number).items():
                 real[id(sequence.parameters[name])] = parameter
+            scales |= unit.scales_of(number)
         # One copy of all layers of a stage, so that modules that they share stay shared.
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
+            if float8 is not None:
+                on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
+                float8.apply(layer, queue, scales, on_parts=on_parts)
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         if balance is not None:
@@ -338,7 +356,11 @@ def compile_layers(
         numbers = blueprint.stage_layers[number]
         stage.run_compiled(
             [
-                compiler.compiled(layer, meta_layers.structures[index], blueprint.recompute[index])
+                compiler.compiled(
+                    layer,
+                    (meta_layers.structures[index], blueprint.float8.within(layer.path)),
+                    blueprint.recompute[index],
+                )
                 for layer, index in zip(stage.layers, numbers, strict=True)
             ]
         )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.engine.action_times import ActionTimes, clock_for
 from plait.engine.blueprint import Blueprint
 from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
 from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
@@ -27,7 +29,7 @@ from plait.engine.local_batch import (
     map_inputs,
     without_part,
 )
-from plait.engine.pipeline.executor import Executor
+from plait.engine.pipeline.executor import Executor, RunCalls
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.recorder import Recorder
 from plait.engine.sharding.gatherer import Gatherer
@@ -44,7 +46,7 @@ from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
 from plait.ranks.device import sent
 from plait.ranks.mesh import Mesh
-from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program
+from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, Segment
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.experts.step_balance import StepBalance
@@ -170,7 +172,16 @@ class Runner:
         """On GPUs the calls that the ranks along an axis have agreed on, oldest first."""
         self.graphs: SegmentGraphs | None = None
         """The recorded graphs of training steps; None: nothing is recorded."""
+        self.action_times: ActionTimes | None = None
+        """Measures the actions of training steps, if set."""
         self.observe(None)
+
+    def time_actions(self) -> ActionTimes:
+        """Measure the actions of later training steps, and return what does."""
+        stages = self.steps.schedule.stages_of(self.mesh.index("pp"))
+        self.action_times = ActionTimes(stages, self.mesh.traffic, clock_for(self.mesh.device))
+        self.observe(None)
+        return self.action_times
 
     def record_segments(self, recorder: GraphRecorder, **options: Any) -> None:
         """Record the segments of later training steps; `options`: those of `SegmentGraphs`."""
@@ -194,8 +205,16 @@ class Runner:
             *handlers,
             bind_layers=self.pipeline.bind_layers,
             may_join=may_join,
-            bind_segments=self.graphs.bind if self.graphs is not None and observer is None else None,
+            bind_segments=partial(self._bind_segments, with_graphs=observer is None),
         )
+
+    def _bind_segments(
+        self, segments: Sequence[Segment], runs: Sequence[RunCalls], *, with_graphs: bool
+    ) -> Sequence[RunCalls]:
+        """Return what runs the segments of a program: by graphs, and measured, where that is set."""
+        if self.graphs is not None and with_graphs:
+            runs = self.graphs.bind(segments, runs)
+        return runs if self.action_times is None else self.action_times.bind(segments, runs)
 
     @property
     def is_last(self) -> bool:
@@ -423,6 +442,8 @@ class Runner:
         self.pipeline.begin(batch.values, infos, batch.sequences, input_gradients=input_gradients)
         self.pipeline.loss_stage.begin(targets, scale)
         trains, program = torch.is_grad_enabled(), programs[self.mesh.index("pp")]
+        if self.action_times is not None:
+            self.action_times.enabled = trains
         try:
             if trains:
                 self.reducer.begin(self.scale.value)

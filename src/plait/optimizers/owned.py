@@ -64,7 +64,7 @@ class Owned(Optimizer):
         self.owned = own_parts(engine, parts, dtypes)
         """Which rank owns which parameter, and how they are exchanged."""
         self._part_of = {part.parameter: part for part in self.owned.parts}
-        self._wholes = {
+        self.whole_parameters = {
             shard: nn.Parameter(torch.empty(part.box.sizes, dtype=shard.dtype, device=shard.device))
             for name, shard in self._parameters.shards.items()
             if name in everyone and (part := self._part_of[name]).owner == engine.mesh.rank
@@ -73,9 +73,9 @@ class Owned(Optimizer):
         super().__init__(groups, {})
         self._versions: dict[nn.Parameter, int] = {}
         self.read_parameters()
+        owned = self.whole_parameters
         owned_groups = (
-            {**group, "params": [self._wholes[one] for one in group["params"] if one in self._wholes]}
-            for group in groups
+            {**group, "params": [owned[one] for one in group["params"] if one in owned]} for group in groups
         )
         self._of_owner = kind(list(owned_groups), **settings)
         require_parameterwise(self._of_owner, settings)
@@ -100,7 +100,7 @@ class Owned(Optimizer):
         for shard in self._shards():
             self.owned.put(self._parameters.names[id(shard)], shard.detach())
         self.owned.gather()
-        for shard, whole in self._wholes.items():
+        for shard, whole in self.whole_parameters.items():
             whole.copy_(self._exchanged(shard))
         self._versions = {shard: shard._version for shard in self._shards()}
 
@@ -123,13 +123,13 @@ class Owned(Optimizer):
             assert shard.grad is not None
             self.owned.put(self._parameters.names[id(shard)], shard.grad)
         self.owned.gather()
-        for shard, whole in self._wholes.items():
+        for shard, whole in self.whole_parameters.items():
             whole.grad = self._exchanged(shard).to(whole.device)
         self._hand_over()
         with torch.enable_grad():
             self._of_owner.step()
         self._take_over()
-        for shard, whole in self._wholes.items():
+        for shard, whole in self.whole_parameters.items():
             whole.grad = None
             self._exchanged(shard).copy_(whole)
         self.owned.give_back()
@@ -159,7 +159,7 @@ class Owned(Optimizer):
         for group, of_owner in zip(self.param_groups, self._of_owner.param_groups, strict=True):
             of_owner.update({key: value for key, value in group.items() if key not in NOT_SHARED})
         self._of_owner.state = defaultdict(dict)
-        for shard, whole in self._wholes.items():
+        for shard, whole in self.whole_parameters.items():
             if state := self.state.get(shard):
                 self._of_owner.state[whole] = nested_state(state)
 
@@ -167,7 +167,7 @@ class Owned(Optimizer):
         """Take the options that the owner's optimizer has now, such as counts of steps, and its state."""
         for group, of_owner in zip(self.param_groups, self._of_owner.param_groups, strict=True):
             group.update({key: value for key, value in of_owner.items() if key not in NOT_SHARED})
-        for shard, whole in self._wholes.items():
+        for shard, whole in self.whole_parameters.items():
             if state := self._of_owner.state.get(whole):
                 self.state[shard] = flat_state(state)
 

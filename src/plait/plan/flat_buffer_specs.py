@@ -29,7 +29,7 @@ import torch
 from plait.errors import PlanError
 from plait.plan.axes import DATA_AXES, EXPERT_DATA_AXES
 from plait.plan.layout.layout import Flat, Layout, Placement, Replicate
-from plait.plan.parameter_units import BufferKind, Dtype, UnitSpec
+from plait.plan.parameter_units import FLOAT32, BufferKind, Dtype, UnitSpec
 
 ALIGNMENT = 16
 """Elements. Fused optimizers give bit-equal results wherever a buffer is cut at multiples of 8."""
@@ -153,7 +153,12 @@ class BufferSpec:
     def whole(self) -> FlatSpec:
         """Spec of the flat tensor of the whole (gathered) parameters, which layers use."""
         kept = not self.kind.sharded or self.kind.keeps_parameters
-        return FlatSpec(self.offsets.size, self.kind.compute, kept, static=self.kind.static)
+        return FlatSpec(self.offsets.size, self.kind.gather, kept, static=self.kind.static)
+
+    @property
+    def scales(self) -> FlatSpec | None:
+        """Spec of the scales of matrices in float8, one for each; None for other parameters."""
+        return FlatSpec(len(self.offsets.slots), FLOAT32) if self.kind.scaled else None
 
     @cached_property
     def has_own_parameters(self) -> bool:

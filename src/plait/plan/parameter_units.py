@@ -4,12 +4,20 @@ A unit is the parameters that are gathered and reduced together: those of a laye
 share. `resolve_units` makes a `UnitSpec` of each, from the plan and what it must know of the parameters. All
 else reads these: lowering to programs, groups of ranks, flat buffers, checkpoints, the memory and time of a
 plan. Where a gradient is summed, and in which dtype a parameter is gathered, is said nowhere else.
+
+The weight of a linear in float8 with one scale for the whole matrix is cast before it is gathered:
+
+    shard in `master`    →  in `compute`  →  in float8, by the scale  →  all-gather of half the bytes
+                                 └ largest value → maximum over all ranks with a part → the scale, once a step
+
+The value that is cast is the parameter in `compute`, whether it is gathered or not: so a run has the same
+numbers in every layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -43,7 +51,9 @@ PRECISIONS: dict[Precision, Dtype] = {
     "fp16": Dtype("float16", 2),
 }
 """The dtype of each precision of a plan."""
-FLOAT16 = PRECISIONS["fp16"]
+FLOAT32, FLOAT16 = PRECISIONS["fp32"], PRECISIONS["fp16"]
+FLOAT8 = Dtype("float8_e4m3fn", 1)
+"""The dtype in which the weights of linears in float8 are gathered."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class ModelParameter:
     """Whether it belongs to experts, which a plan may divide over `ep` and `etp`."""
     is_summed_over_etp: bool = False
     """Whether each rank of `etp` has it whole, and a summand of its gradient."""
+    takes_float8: bool = False
+    """Whether all that read it are linears that cast it to float8 with one scale for the whole matrix."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class BufferKind:
     """How the parameters of one flat buffer are stored, gathered and reduced; the same for all of them."""
 
     compute: Dtype
-    """Layers compute with it, and parameters are gathered in it."""
+    """Layers compute with it."""
     master: Dtype
     """The optimizer updates it."""
     gradient: Dtype
@@ -82,6 +94,8 @@ class BufferKind:
     """The axes over which gradients are all-reduced, after the reduce-scatter if there is one."""
     summands: int = 1
     """How many neighbours along `tp` hold a summand of the gradient each."""
+    scaled: bool = False
+    """Whether layers have matrices in float8, cast from `compute`, and a scale for each."""
     keeps_parameters: bool = True
     """Whether whole parameters keep their values between the layers that use them."""
     keeps_gradients: bool = True
@@ -99,9 +113,14 @@ class BufferKind:
         return bool(self.sharded_over)
 
     @property
+    def gather(self) -> Dtype:
+        """Parameters are gathered in it, and layers have them in it."""
+        return FLOAT8 if self.scaled else self.compute
+
+    @property
     def has_master(self) -> bool:
         """Whether the optimizer's parameters have another dtype than the layers'."""
-        return self.master != self.compute
+        return self.master != self.gather
 
     @cached_property
     def reduced_neighbours(self) -> int:
@@ -119,6 +138,8 @@ class UnitTiming:
     """Whether gradients are reduce-scattered, after the last micro-batch or after each."""
     allocates: bool = False
     """Whether the whole gradient is allocated only while it is accumulated."""
+    scales: bool = False
+    """Whether a step computes scales before the first gather: some of its matrices are gathered in float8."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +175,8 @@ def resolve_units(
     units = {}
     for unit, names in members.items():
         kinds = {name: kind_of(plan, parameters[name]) for name in names}
-        units[unit] = UnitSpec(unit, kinds, tuple(users[unit]), timing)
+        scales = any(kind.scaled for kind in kinds.values())
+        units[unit] = UnitSpec(unit, kinds, tuple(users[unit]), replace(timing, scales=scales))
         if timing.scatters == "each":
             _check_accumulation_dtype(units[unit])
     return units
@@ -178,6 +200,8 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
     state_axes: tuple[str, ...] = EXPERT_STATE_AXES if apart else STATE_AXES
     data_axes: tuple[str, ...] = EXPERT_DATA_AXES if apart else DATA_AXES
     copies = ("etp",) if given.is_summed_over_etp and plan.etp > 1 else ()
+    # What the optimizer updates is copied for the layers in any case: then copied in 8 bits.
+    scaled = given.takes_float8 and (sharded or master != compute)
     return BufferKind(
         compute=compute,
         master=master,
@@ -187,6 +211,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
         sharded_over=state_axes if sharded else (),
         reduced_over=(*(REPLICA_AXES if sharded else data_axes), *copies),
         summands=given.summands,
+        scaled=scaled,
         keeps_parameters=keeps_parameters,
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",
         static=plan.cuda_graphs,

@@ -16,6 +16,7 @@ Offload = Literal["none", "parameters", "full"]
 SequenceParallel = Literal["none", "keep", "regather"]
 ContextParallel = Literal["auto", "ring", "ulysses"]
 Compile = Literal["graphs", "where possible"]
+Linears = Literal["float8", "float8-rowwise", "float8-rowwise-gw", "mxfp8"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 Policy = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"]
 
@@ -79,6 +80,13 @@ class Plan:
     which later steps replay; `parallelize` refuses it, since no GPU has run it yet. Whole parameters and
     gradients then stay allocated, whatever the `strategy`.
 
+    `linears`: the number format in which linears multiply; None: that of `precision`. By torchao's recipes:
+    `float8` has one scale a tensor, `float8-rowwise` one a row, a power of two, `float8-rowwise-gw` likewise
+    with weight gradients in `precision`. A scale comes from the largest value in a micro-batch's whole
+    tensor. Results, parameters, gradients and their sums over ranks keep their precisions, as do the linears
+    of heads, routers and losses, and those with sizes that are no multiple of 16. `parallelize` refuses
+    `mxfp8`, since no device here has it.
+
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
     run on the whole sequence on every rank of `tp` (`none`), or on a part of the sequence on each, so that
     all activations are partitioned (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The gathered
@@ -118,6 +126,7 @@ class Plan:
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool | Compile = False
     cuda_graphs: bool = False
+    linears: Linears | None = None
     sequence_parallel: SequenceParallel = "none"
     context_parallel: ContextParallel = "auto"
     context_layout: ContextLayout = "zigzag"
@@ -147,6 +156,7 @@ class Plan:
             if getattr(self, name) is not None:
                 require_choice(f"plan.{name}", getattr(self, name), get_args(Precision), PlanError)
         self._require_masters()
+        self._require_linears()
         for name in ("loss_scale", "memory_limit"):
             _require_positive(name, getattr(self, name))
         if self.offload != "none" and self.strategy == "none":
@@ -191,6 +201,17 @@ class Plan:
             raise PlanError(
                 f"plan.master_precision is {master!r}, narrower than plan.precision = {self.precision!r}, in "
                 f"which the layers compute: give {self.precision!r} or leave plan.master_precision out."
+            )
+
+    def _require_linears(self) -> None:
+        if self.linears is None:
+            return
+        require_choice("plan.linears", self.linears, get_args(Linears), PlanError, also="None, ")
+        if self.precision == "fp16":
+            raise PlanError(
+                f"plan.linears is {self.linears!r} and plan.precision is 'fp16', whose loss scale moves "
+                "gradients to the end of its range, where e5m2 ends too: set plan.precision to 'bf16' "
+                "or 'fp32'."
             )
 
     def _require_recompute(self) -> None:

@@ -45,6 +45,10 @@ class Traffic:
         """Time for which this rank's host was blocked in waits so far; NCCL's waits do not block it."""
         self.waits: list[Wait] | None = None
         """Waits are added to this list, if there is one."""
+        self.stamp: Callable[[], object] | None = None
+        """Returns the time of the clock that measures an action, while one runs that is measured."""
+        self.stamped_waits: list[tuple[object, object]] = []
+        """The stamps before and after each wait in that action."""
 
     def record_wait(self, axis: str, start: int, end: int) -> None:
         """Count the nanoseconds from `start` to `end`, in which the host waited for an operation."""

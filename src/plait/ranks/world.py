@@ -63,6 +63,12 @@ class World:
     agent_store: bool = False
     """Whether torchrun's agent has the store, which outlives the ranks, and not rank 0."""
 
+    @property
+    def port(self) -> int | None:
+        """The port of the rendezvous; None for one by a file."""
+        port = self.init_method.rpartition(":")[2]
+        return int(port) if port.isdecimal() else None
+
 
 @dataclass(frozen=True)
 class _Variables:
@@ -272,6 +278,11 @@ def parent_of(process: int) -> int | None:
 def environment_of(process: int) -> list[str]:
     """Return the environment with which a process was started; nothing where the system does not tell."""
     return list(filter(None, _process_file(process, "environ").split("\0")))
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether a process is stopped by a signal, as by SIGSTOP."""
+    return _process_file(process, "stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
 def _launcher(mark: str) -> int:

@@ -6,8 +6,7 @@ Forward and backward run in one pass over the chunks. For the features `x` `[row
     loss        and the gradient of the logits `g`, written over them: see `plait.tensor.losses`
     gradients   of x: g W      added to that of W: gᵀ x      added to that of b: Σ g over the rows
 
-Three matrix products, as with whole logits. (Peak memory with chunks is that of one chunk's logits, in place
-of three to four tensors of all rows' logits.)
+Three matrix products, as with whole logits. (Peak memory with chunks is that of one chunk's logits.)
 
 With `Plan.loss_rows` the last layer returns the input of its output linear, the features, in place of the
 logits; the loss stage computes logits from features.
@@ -34,7 +33,7 @@ from plait.tensor.losses import (
     LocalTargets,
     Loss,
     local_targets,
-    overwrite_with_gradient,
+    overwrite_logits,
     softmax_terms,
     wide,
 )
@@ -189,10 +188,9 @@ class ChunkedCrossEntropy:
 
     def _logits_gradient(self, rows: Tensor, found: LocalTargets, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a chunk, and the gradient of its logits, in the dtype of `rows`."""
-        part, smoothing = wide(self.logits(rows)), self.loss.label_smoothing
-        losses, factor = softmax_terms(part, found, self.vocabulary, self.loss)
-        overwrite_with_gradient(part, factor, found, self.vocabulary.classes, smoothing, scale.to(part.dtype))
-        return losses.sum(), part.to(rows.dtype)
+        part = wide(self.logits(rows))
+        loss = overwrite_logits(part, found, self.vocabulary, self.loss, scale)
+        return loss, part.to(rows.dtype)
 
     def _targets(self, features: Tensor, targets: Tensor) -> LocalTargets:
         shape = torch.Size((*features.shape[:-1], self.vocabulary.classes))

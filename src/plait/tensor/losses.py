@@ -140,6 +140,20 @@ def overwrite_with_gradient(
         part.sub_((scales * (smoothing / classes))[:, None])
 
 
+def overwrite_logits(
+    part: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy, scale: Tensor
+) -> Tensor:
+    """Overwrite logits with the gradient of their cross-entropy times `scale`, 0-d; return the summed loss.
+
+    `part` `[n, len(own)]` is in float32 or float64. Communication: as `softmax_terms`.
+    """
+    losses, factor = softmax_terms(part, found, vocabulary, terms)
+    overwrite_with_gradient(
+        part, factor, found, vocabulary.classes, terms.label_smoothing, scale.to(part.dtype)
+    )
+    return losses.sum()
+
+
 @runtime_checkable
 class Loss(Protocol):
     """Interface of a loss for `parallelize`: any object with methods `total` and `weight`."""

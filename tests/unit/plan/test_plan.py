@@ -154,6 +154,17 @@ def test_a_list_of_counts_makes_the_same_plan() -> None:
     assert Plan(pp=2, layers_per_stage=[1, 2]) == Plan(pp=2, layers_per_stage=(1, 2))  # type: ignore[arg-type]
 
 
+def test_linears_are_one_of_the_recipes_and_not_under_fp16() -> None:
+    assert Plan().linears is None
+    assert Plan(linears="float8-rowwise", precision="bf16").linears == "float8-rowwise"
+    with pytest.raises(PlanError, match=r"plan.linears is 'float8_rowwise': did you mean float8-rowwise\?"):
+        Plan(linears="float8_rowwise")  # type: ignore[arg-type]
+    with pytest.raises(
+        PlanError, match=r"plan.linears is 'float8' and plan.precision is 'fp16'.*'bf16' or 'fp32'"
+    ):
+        Plan(linears="float8", precision="fp16")
+
+
 @pytest.mark.parametrize("count", [0, -2, 1.5, "a"])
 @pytest.mark.parametrize("name", ["chunks", "loss_rows"])
 def test_chunks_and_loss_rows_are_positive_whole_numbers(name: str, count: object) -> None:

@@ -14,8 +14,9 @@ from typing import NoReturn
 import pytest
 
 from plait.ranks.launch import rank_process
-from plait.ranks.launch.rank_pool import RankPool, _start_method
-from plait.ranks.launch.rank_process import END, RankJob
+from plait.ranks.launch.rank_job import RankJob, start_method
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.launch.rank_process import END
 from plait.ranks.world import World
 
 
@@ -33,7 +34,7 @@ def test_a_job_has_what_the_pool_was_given_and_the_state_of_the_caller() -> None
         directory=os.getcwd(),
         path=sys.path,
         main_file=getattr(sys.modules["__main__"], "__file__", None),
-        start_method=_start_method(),
+        start_method=start_method(),
         threads=3,
         timeout=4.5,
         device="cuda",

@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
     with importing():  # late, so that help and errors do not wait for torch
         from plait.app.train.data_sources import with_context_of_data
+        from plait.app.train.fewer_ranks import elastic_settings
         from plait.app.train.launch_by_config import launch_by_config
         from plait.app.train.run_data import check_data
         from plait.app.train.train_run import train
@@ -61,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         if chosen and prints:
             print(terminal_text(chosen), flush=True)
         check_data(config)
-        reports = launch_by_config(config, train, stop_signals)
+        reports = launch_by_config(config, train, stop_signals, elastic=elastic_settings(config))
     if not reports[0].saved:
         return 1
     if reports[0].stopped:

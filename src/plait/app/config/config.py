@@ -71,6 +71,8 @@ class Config(Section):
         _check_validation(self)
         _check_rates(self.train)
         _check_saves(self.run)
+        _check_elastic(self.run)
+        _check_rebalance(self.run)
         return self
 
     @property
@@ -189,6 +191,29 @@ def _check_saves(run: RunConfig) -> None:
         raise ConfigError(
             f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, never: set it to "
             "0, for checkpoints at the end and after so many minutes."
+        )
+
+
+def _check_rebalance(run: RunConfig) -> None:
+    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
+    if run.rebalance and not run.stragglers:
+        raise ConfigError(
+            "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
+            "between comparisons, such as 4."
+        )
+
+
+def _check_elastic(run: RunConfig) -> None:
+    """Raise ConfigError for settings of ranks that are restarted where none are."""
+    for field, given in (("run.spares", run.spares), ("run.replace", not run.replace)):
+        if given and not run.elastic:
+            raise ConfigError(
+                f"{field} = {str(getattr(run, field[4:])).lower()} is given, but run.elastic is false: set "
+                f"that to true, or leave {field} out."
+            )
+    if run.elastic and run.ranks_as == "threads":
+        raise ConfigError(
+            "run.elastic restarts processes, but run.ranks_as is threads: leave one of them out."
         )
 
 
@@ -337,12 +362,12 @@ def configured_decoder(config: Config) -> Decoder | None:
     """Return the sizes of the model that a configuration trains; no module is made.
 
     None where sizes do not say all that a prediction needs: for a model in a folder, experts, adapters or
-    other frozen parameters, an optimizer without two moments a parameter, and offloading.
+    other frozen parameters, an optimizer without two moments a parameter, offloading, and linears in float8.
     """
     model, train = config.model, config.train
     adapts, freezes, sparse = model.lora.adapts, bool(train.freeze), model.experts is not None
     others = model.folder is not None or adapts or freezes or sparse or train.optimizer.moments != 2
-    if others or config.parallel.offload != "none":
+    if others or config.parallel.offload != "none" or config.parallel.linears is not None:
         return None
     return model.decoder(vocabulary(config))
 

@@ -15,6 +15,7 @@ from plait.plan.plan import (
     Compile,
     ContextLayout,
     ContextParallel,
+    Linears,
     Offload,
     Policy,
     Recompute,
@@ -152,6 +153,10 @@ class ParallelConfig(Section):
     cuda_graphs: bool = False
     """whether the work between two messages is recorded as CUDA graphs and replayed; refused: no GPU has run
     it yet"""
+    linears: Linears | None = None
+    """number format in which linears multiply: float8 with one scale a tensor, float8-rowwise with one a row,
+    float8-rowwise-gw likewise but for weight gradients; mxfp8 is refused: no device here has it; none: the
+    precision"""
     sequence_parallel: SequenceParallel = "none"
     """whether tp ranks split what is outside of their matrices (norms, residual stream) by sequence; inputs
     of matrices are then kept for weight gradients, or gathered again"""
@@ -176,6 +181,10 @@ class ParallelConfig(Section):
     reorder: int = Field(default=0, ge=0)
     """step, counted from 1, after which a shorter order of actions is searched, as for auto, with the costs
     measured in it; 0: never"""
+
+
+SNAPSHOTS_OF_ELASTIC_RUNS = 10
+"""Steps between snapshots, where `run.snapshot_every` is not given."""
 
 
 class RunConfig(Section):
@@ -206,6 +215,14 @@ class RunConfig(Section):
     regions are equal"""
     check_replicas: int = Field(default=0, ge=0)
     """steps between comparisons of replicas on several ranks; 0: none"""
+    stragglers: int = Field(default=4, ge=0)
+    """steps between comparisons of how long ranks compute, by which slow ones are named; 0: none"""
+    rebalance: bool = False
+    """cut the model into stages anew, or order actions anew, when ranks become slow, or no longer are"""
+    check_memory: bool = False
+    """find bits that flip in parameters, optimizer state or gradients between steps"""
+    recheck_rate: float = Field(default=0.0, ge=0, le=1)
+    """share of the runs of layers that another data-parallel rank computes again, to find faulty devices"""
     trace: int = Field(default=0, ge=0)
     """step, counted from 1, whose measured timeline is written to trace.json, trace.svg and trace.html; 0:
     none"""
@@ -224,9 +241,17 @@ class RunConfig(Section):
     resume: str = Field(default="no", min_length=1)
     """no; auto: from the newest checkpoint in run.dir that is not damaged, if there is one; or the folder of
     a checkpoint"""
-    snapshot_every: int = Field(default=0, ge=0)
-    """steps between snapshots in memory, from which ranks that torchrun restarts go on, and run.resume auto;
-    0: none"""
+    elastic: bool = False
+    """whether local ranks outlive a lost one: it is replaced, or they become fewer, and all go on from the
+    last snapshot"""
+    spares: Annotated[int, Field(ge=0, le=1024)] = 0
+    """with run.elastic: processes that wait to take the place of a lost rank"""
+    replace: bool = True
+    """with run.elastic: whether new processes are started for lost ranks; else, without spares, the run goes
+    on with fewer"""
+    snapshot_every: Annotated[int, Field(ge=0)] | None = None
+    """steps between snapshots in memory, from which restarted ranks go on, and run.resume auto; 0: no
+    snapshots; none: 10 with run.elastic, else 0"""
     snapshot_folder: Path = Path("/dev/shm")
     """folder in memory for snapshots"""
     snapshot_failure: Literal["stop", "warn"] = "stop"
@@ -242,3 +267,10 @@ class RunConfig(Section):
     """write metrics.csv beside metrics.jsonl"""
     report: bool = True
     """write report.html, the page of the run, at its end"""
+
+    @property
+    def snapshot_steps(self) -> int:
+        """The steps between snapshots in memory; 0: none are taken."""
+        if self.snapshot_every is not None:
+            return self.snapshot_every
+        return SNAPSHOTS_OF_ELASTIC_RUNS if self.elastic else 0

@@ -1,4 +1,4 @@
-"""Callbacks: replica checks, logging, history in memory, progress on a terminal, an early stop."""
+"""Callbacks: checks of replicas and of memory, logging, history in memory, progress, an early stop."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 from plait.app.loop.loggers import Logger, LoggerGroup
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import Validation
+from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.errors import ConfigError, DataError, ReplicaError, terminal_text
 from plait.plan.argument_checks import require_instance, require_whole
 
@@ -37,6 +38,36 @@ class ReplicaChecks(Callback):
                 run.engine.check_replicas(run.optimizer)
             except ReplicaError as error:
                 raise ReplicaError(f"step {int(row['step'])}: {error}") from None
+
+
+class WrongBits(Callback):
+    """Checks a run's memory and layers by `plait.CorruptionChecks`, of each engine that it has."""
+
+    def __init__(self, *, memory: bool = True, recheck_rate: float = 0.0) -> None:
+        """Arguments as those of `CorruptionChecks`."""
+        self._memory, self._recheck_rate = memory, recheck_rate
+        self._checks: CorruptionChecks | None = None
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Begin to check. Raises PlanError where the plan does not allow it."""
+        if self._memory or self._recheck_rate:
+            self._checks = CorruptionChecks(
+                run.engine, run.optimizer, memory=self._memory, recheck_rate=self._recheck_rate
+            )
+
+    def replanned(self, run: TrainingLoop) -> None:
+        """Check the run's new engine from now on."""
+        if self._checks is not None:  # else `begin` is still to come
+            self._checks.close()
+            self.begin(run)
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """Compare a last time, unless an error ended the run, and end the checks."""
+        if self._checks is not None:
+            checks, self._checks = self._checks, None
+            if error is None:
+                checks.compare()
+            checks.close()
 
 
 class Log(Callback):

@@ -30,6 +30,7 @@ from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
+from plait.ranks.supervised_rank import newest_good_step, note_restored
 from plait.ranks.text_collectives import broadcast_result
 
 T = TypeVar("T")
@@ -136,6 +137,11 @@ class Checkpoints(Callback):
             )
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
 
+    def replanned(self, run: TrainingLoop) -> None:
+        """Take snapshots of the run's new engine from now on."""
+        if (snapshots := self._snapshots) is not None:
+            self._unless_failed(lambda: snapshots.go_on_with(run.engine, run.optimizer))
+
     def begin(self, run: TrainingLoop) -> None:
         """Find the validation that decides which checkpoints are best, and lock the folder of checkpoints.
 
@@ -179,6 +185,7 @@ class Checkpoints(Callback):
         """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
         self._save_if_due(run)
         if (snapshots := self._snapshots) is not None and snapshots.is_due(run.done):
+            run.engine.compare_memory()
             self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state)))
 
     def _save_if_due(self, run: TrainingLoop) -> None:
@@ -190,6 +197,7 @@ class Checkpoints(Callback):
             self._warn_early()
             return
         self._saved_at, self._best = clock, self._best if best is None else best
+        run.engine.compare_memory()
         self.finish()
         self._try(
             lambda: self._manager.save(run.engine, run.optimizer, step, run_state(run, self._state), best)
@@ -248,6 +256,8 @@ class Checkpoints(Callback):
         resume_from(run, loaded, path, self._check, self._start_over)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
             run.resumed_steps = self._manager.start_step = run.done
+        if run.mesh.rank == 0:
+            note_restored(run.done)
         self._tell(f"Resumed from {path}, after step {run.done}.")
         tell_differences(run, loaded)
 
@@ -273,7 +283,8 @@ class Checkpoints(Callback):
 
         def find() -> str:
             try:
-                return json.dumps([(step, str(path)) for step, path in all_checkpoints(self._folder)])
+                found, most = all_checkpoints(self._folder), newest_good_step()
+                return json.dumps([(step, str(path)) for step, path in found if most is None or step <= most])
             except OSError:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
                 raise CheckpointError(error) from None

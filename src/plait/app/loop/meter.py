@@ -2,7 +2,8 @@
 
 FLOPs are counted as in "PaLM" (Chowdhery et al., 2022, appendix B): every weight of a matrix product costs 6
 floating-point operations a token (2 forward, 4 backward) and attention adds 12 · layers · hidden · context.
-What recomputation computes twice is counted once.
+What recomputation computes twice is counted once. The peak is that of the linears' products: with linears in
+float8 that of fp8, though other products are in the plan's precision.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from plait.estimate.time.hardware import gpu_peaks
 from plait.plan.decoder_sizes import FLOPS, multiplications
-from plait.plan.plan import Precision
+from plait.plan.plan import Linears, Precision
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import (
     StreamEvent,
@@ -90,10 +91,19 @@ class StepMetrics:
 class Meter:
     """Measures steps, without waiting for the device. Call `start` before a step, `measure` after it."""
 
-    def __init__(self, mesh: Mesh, precision: Precision | None, flops_per_token: float | None = None) -> None:
-        """With `flops_per_token`, and a device whose peak in `precision` is known, rows hold `mfu`."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        precision: Precision | None,
+        flops_per_token: float | None = None,
+        linears: Linears | None = None,
+    ) -> None:
+        """With `flops_per_token`, and a device whose peak is known, rows hold `mfu`.
+
+        The peak is that of products in `precision`, with `linears` of those in fp8.
+        """
         each = gpu_peaks(name_of(mesh.device)) if is_accelerator(mesh.device) else {}
-        peak = each.get(product_precision(precision or "fp32"))
+        peak = each.get(product_precision(precision or "fp32") if linears is None else "fp8")
         self._peak = None if peak is None else peak * mesh.size("world")  # devices are alike
         self._flops = flops_per_token
         self._mesh = mesh

@@ -19,8 +19,10 @@ from plait.app.loop.parameter_rates import SCALE
 from plait.app.loop.stream import RankStream, Stream
 from plait.app.loop.stream_reader import Source
 from plait.engine.engine import Engine
+from plait.engine.resharding.reshard import reshard
 from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
 from plait.plan.argument_checks import require_instance, require_number
+from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator
 from plait.tensor.layer_values import Value, tensors_of
 
@@ -98,6 +100,12 @@ class Callback:
     def after_step(self, run: TrainingLoop) -> None:
         """Called after each step; `run.done` steps are finished."""
 
+    def replanned(self, run: TrainingLoop) -> None:
+        """Called when `run.engine` is another one, or has another order of actions, between two steps.
+
+        Also before `begin`, where a callback before it resumes a run with another plan.
+        """
+
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
         """Called after the last step, or after an `error` that other ranks may not have raised."""
 
@@ -156,7 +164,7 @@ class TrainingLoop:
         self.notes = ""
         """Text of the user about the run, for its report."""
         self._rate = learning_rate
-        self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
+        self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token, engine.plan.linears)
         require_batches(self.batches)
         self._rows = rank_rows(self.mesh.index("dp"), self.mesh.size("dp"), self.batches.size)
         self._tokens, self._data_seconds = 0, 0.0
@@ -233,6 +241,22 @@ class TrainingLoop:
     def stop(self) -> None:
         """End the run after this step; to be called on all ranks."""
         self.stopped = self.stopped or -1
+
+    def reshard(self, plan: Plan) -> None:
+        """Go on with another plan on the same ranks, by `plait.reshard`; called between steps, on all ranks.
+
+        Raises `PlanError` on every rank, before anything changes, where the plan does not fit.
+        """
+        self.finish()
+        self.optimizer.zero_grad()
+        engine, self.optimizer = reshard(self.engine, self.optimizer, plan, self.mesh)
+        assert engine is not None, "this rank is in the mesh"
+        self.engine = engine
+        self.replanned()
+
+    def replanned(self) -> None:
+        """Tell the callbacks that the engine is another one, or has another order of actions."""
+        self._call("replanned")
 
     def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
         """Yield the callbacks by their keys; a second one with the same key as `KEY 2`."""

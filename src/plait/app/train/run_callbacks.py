@@ -82,6 +82,10 @@ class Recordings(Callback):
         """Write the schedule of the first step."""
         write_schedule(run.engine, self._folder, run.mesh)
 
+    def replanned(self, run: TrainingLoop) -> None:
+        """Write the schedule of the steps from now on."""
+        write_schedule(run.engine, self._folder, run.mesh)
+
     def is_due(self, step: int) -> bool:
         """Return whether `step` is recorded."""
         return step in (self._trace, self._reorder)

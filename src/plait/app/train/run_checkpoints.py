@@ -181,9 +181,9 @@ def run_checkpoints(config: Config) -> Checkpoints:
         check=partial(_require_same_data, config),
         start_over="--run.resume no",
         snapshots=partial(
-            Snapshots, every=run.snapshot_every, name=str(run.dir.resolve()), folder=run.snapshot_folder
+            Snapshots, every=run.snapshot_steps, name=str(run.dir.resolve()), folder=run.snapshot_folder
         )
-        if run.snapshot_every
+        if run.snapshot_steps
         else None,
         require_snapshots=run.snapshot_failure == "stop",
     )

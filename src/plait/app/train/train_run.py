@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.app.config.config import Config
-from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks
+from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks, WrongBits
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder_lock import LOCK, locked_folder
+from plait.app.loop.stragglers import Stragglers
 from plait.app.loop.validation import Validation
+from plait.app.train.fewer_ranks import config_of_world
 from plait.app.train.predicted_run import (
     peak_line,
     predict_memory,
@@ -98,9 +100,11 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     Rank 0 shows the progress and writes to `run.dir`. A signal in `stop_on` on any rank ends the run
     after its step, with a checkpoint. Raises `ConfigError`, `DataError`, `PlanError`, `MeshError`,
     `CheckpointError` when there is nothing to resume from, `NonFiniteError` when the loss or the gradient
-    norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
-    that cannot be written is a warning, and the run goes on.
+    norm is not finite, `ReplicaError` when `run.check_replicas` finds a difference, and `CorruptionError`
+    when `run.check_memory` or `run.recheck_rate` finds wrong bits. A checkpoint that cannot be written is a
+    warning, and the run goes on.
     """
+    config = config_of_world(config)
     plan, run = config.plan(), config.run
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
@@ -141,21 +145,22 @@ def _trained(
         Validation(one.batches, every=settings.validate_every, count=one.count, name=one.name)
         for one in data.validations
     ]
-    trainer.run(
-        [
-            RunFolder(config),
-            Recordings(config),
-            ReplicaChecks(run.check_replicas),
-            progress,
-            first,
-            *validations,
-            *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
-            report,
-            log,
-            checkpoints,
-            samples,
-        ]
-    )
+    callbacks = [
+        RunFolder(config),
+        Recordings(config),
+        *([Stragglers(every=run.stragglers, rebalance=run.rebalance)] if run.stragglers else []),
+        ReplicaChecks(run.check_replicas),
+        WrongBits(memory=run.check_memory, recheck_rate=run.recheck_rate),
+        progress,
+        first,
+        *validations,
+        *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
+        report,
+        log,
+        checkpoints,
+        samples,
+    ]
+    trainer.run(callbacks)
     signal = max(0, trainer.stopped)
     result = TrainingResult(
         steps=trainer.done,
@@ -182,6 +187,8 @@ def _introduce(
     """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    if trainer.engine.plan.linears is not None:
+        lines.append(trainer.engine.blueprint.float8.line(trainer.engine.plan.linears))
     if isinstance(trainer.optimizer, Muon):
         lines += listed_matrices(trainer.optimizer.matrices)
     lines += [] if memory is None else [prediction_line(memory)]

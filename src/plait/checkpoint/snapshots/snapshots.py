@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -40,6 +40,12 @@ from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
+from plait.ranks.supervised_rank import (
+    newest_good_step,
+    note_restored,
+    remove_at_end,
+    supervisor_of_rank,
+)
 from plait.ranks.text_collectives import all_gather_text
 from plait.ranks.world import process_identity, process_of_agent
 
@@ -75,20 +81,21 @@ class Snapshots:
         """Make or find the run's folder in `folder`, which is in memory. Called on all ranks.
 
         `every`: steps between two snapshots. `name` identifies the run: started again under the same name, on
-        the same hosts, it finds its snapshots. None: torchrun's agent does, so that the ranks which it
-        restarts find them, and no others. What this user's ended runs have left in `folder` is removed.
+        the same hosts, it finds its snapshots. None: torchrun's agent does, or the supervisor of elastic
+        ranks, so that the ranks which it restarts find them, and no others. What this user's ended runs have
+        left in `folder` is removed.
         `optimizer`: one, a list of several, or None. Raises `CheckpointError` on all ranks where `folder`
         cannot be used, or another process uses the name. Communication: an all-gather of 100 bytes a rank.
         """
         require_engine(engine)
         require_whole("every", every, CheckpointError)
         require_path("folder", folder, CheckpointError)
-        agent = process_of_agent()
+        agent = supervisor_of_rank() or process_of_agent()
         if name is not None:
             require_instance("the name of a run", name, str, "give a text", CheckpointError)
         elif not agent:
             raise CheckpointError(
-                "snapshots have no name, and torchrun, which would restart the ranks, has not started them: "
+                "snapshots have no name, and neither torchrun nor launch(…, elastic=True) restarts ranks: "
                 "give Snapshots a name, by which a later run finds them."
             )
         self._engine, self._optimizer, self._every = engine, optimizer, every
@@ -168,6 +175,15 @@ class Snapshots:
         """
         self._finish("")
 
+    def go_on_with(self, engine: Checkpointable, optimizer: GivenOptimizers) -> None:
+        """Take the snapshots of what `plait.reshard` returned on the same ranks; called on all of them.
+
+        Those of before stay until newer ones take their place. Communication and errors: as `finish`.
+        """
+        self.finish()
+        self._engine, self._optimizer, self._last = engine, optimizer, None
+        self._reserved.clear()
+
     def _finish(self, error: str) -> None:
         """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`."""
         if self._thread is not None:
@@ -213,7 +229,7 @@ class Snapshots:
         `tell` is called with lines for the user. `after`: only a snapshot of more steps.
         """
         self.finish()
-        optimizers = checked_optimizers(self._engine, self._optimizer, options)
+        optimizers, most = checked_optimizers(self._engine, self._optimizer, options), newest_good_step()
         parts = [
             part
             for part in found_parts(self._folder, self._ranks_here[0])
@@ -226,6 +242,9 @@ class Snapshots:
             if name.step <= after:
                 break
             own = [part for part in parts if part.name == name]
+            if most is not None and name.step > most:
+                self._withdraw(own)
+                continue
             half = own[0].half if own else 0
             manifest = self._manifest_here(own, half, optimizers, is_complete=is_complete)
             if manifest is None:
@@ -239,8 +258,16 @@ class Snapshots:
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
             self._half, self._goes_on = half, True
+            if self._engine.mesh.rank == 0:
+                note_restored(name.step)
             return name.step, loaded
         return None
+
+    def _withdraw(self, parts: Sequence[RankPart]) -> None:
+        """Let parts of a snapshot with wrong bits count no more."""
+        with raising_on_all_ranks(self._engine.mesh):
+            for part in parts if self._leads else ():
+                self._folder.withdraw(part.half, manifest_name(part.rank))
 
     def clear(self) -> None:
         """Remove the snapshots of before, since the run starts over, or goes on from elsewhere. On all ranks.
@@ -257,13 +284,25 @@ class Snapshots:
         self._cleared |= halves
 
     def close(self) -> None:
-        """Remove the run's snapshots, when it has ended as planned. Called on all ranks."""
+        """Remove the run's snapshots, when it has ended as planned. Called on all ranks.
+
+        Where a supervisor restarts ranks, it does so once all have ended.
+        """
         self.finish()
-        if self._leads:
+        if not self._leads:
+            return
+        if remove_at_end(self.folder):
+            self._folder.release()
+        else:
             self._folder.remove()
 
     def release(self) -> None:
-        """Keep the run's snapshots, and let another object or process use its name; without communication."""
+        """Keep the run's snapshots, and let another object or process use its name; without communication.
+
+        Blocks until this rank's part of the last one is written.
+        """
+        if self._thread is not None:
+            join_thread(self._thread)
         self._folder.release()
 
     def __enter__(self) -> Self:

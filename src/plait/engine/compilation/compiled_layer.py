@@ -32,6 +32,7 @@ from plait.engine.compilation.torch_compiler import (
 from plait.errors import ModelError
 from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.plan.plan import Recompute
+from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.eager_operations import TRACE, LayerTrace
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
@@ -242,9 +243,9 @@ def trace_layer(
     with COMPILER_LOCK, torch.enable_grad():
         with without_memory():
             arguments = [_like(one, "cpu" if on_meta else one.device) for one in (*inputs, *function.tensors)]
-            with _tracing(layer):
+            with _tracing(layer, compiler.queue.inputs):
                 requires_grad = [one.requires_grad for one in function.outputs(arguments)]
-        with _tracing(layer) as trace:
+        with _tracing(layer, compiler.queue.inputs) as trace:
             graph = joint_graph(function, arguments, differentiates=any(requires_grad))
         if on_meta:
             move_to_meta(graph)
@@ -310,14 +311,18 @@ class _LayerRun(nn.Module):
 
 
 @contextmanager
-def _tracing(layer: NamedLayer) -> Iterator[LayerTrace]:
-    """Context in which what runs outside of graphs is recorded, in the trace that it gives."""
+def _tracing(layer: NamedLayer, inputs: CastInputs) -> Iterator[LayerTrace]:
+    """Context in which what runs outside of graphs is recorded, in the trace that it gives.
+
+    `inputs`: the queue's casts, which forgets those of the trace.
+    """
     trace = LayerTrace({id(module): name for name, module in layer.module.named_modules()})
     token = TRACE.set(trace)
     try:
         yield trace
     finally:
         TRACE.reset(token)
+        inputs.forget()
 
 
 def _like(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -30,6 +30,7 @@ from plait.tensor.autograd.eager_operations import (
     REGATHERED,
 )
 from plait.tensor.autograd.kept_results import KEPT_OPERATIONS
+from plait.tensor.float8.scaled_product import SCALED_PRODUCT
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ def _is_recomputed(node: Node, mode: Recompute) -> bool:
         _, _, once, *_ = node.args
         return mode == "full" and not once
     if mode == "selective":
-        return node.target != EAGER_OPERATION and _name_of(node) not in KEPT_OPERATIONS
+        kept = node.target in (EAGER_OPERATION, SCALED_PRODUCT) or _name_of(node) in KEPT_OPERATIONS
+        return not kept
     return mode == "full"
 
 

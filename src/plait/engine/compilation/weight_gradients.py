@@ -20,8 +20,11 @@ from torch.fx import Node
 from plait.engine.compilation.torch_compiler import example_of, is_view
 from plait.tensor.autograd.deferred_weight_gradients import add_product, add_rows
 from plait.tensor.autograd.eager_operations import AUTOGRAD_CALL_BACKWARD
+from plait.tensor.autograd.float8_linear import add_float8_product
 from plait.tensor.autograd.regather import Regathered
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.float8.cast import ScaledMatrix
+from plait.tensor.float8.scaled_product import SCALED_PRODUCT
 
 _ATEN = torch.ops.aten
 View = tuple[Callable[..., Tensor], tuple[Any, ...]]
@@ -146,6 +149,7 @@ def terms_of(gradient: Node, parameter: Node, number: int) -> tuple[list[WeightT
     A summand that an autograd call adds to the buffer by itself is neither.
     """
     term = _product(gradient, parameter, number) or _scatter(gradient, number)
+    term = term or _float8_product(gradient, number)
     if term is not None:
         return [term], []
     if _is_added_by_call(gradient):
@@ -212,6 +216,30 @@ def _is_transpose(node: Node, dims: int) -> bool:
 
 def _add_product(views: Sequence[View], buffer: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     add_product(viewed(buffer, views), a, b, first)
+
+
+def _float8_product(gradient: Node, number: int) -> WeightTerm | None:
+    """Return the term of a product of float8 matrices, perhaps transposed."""
+    node, is_transposed = gradient, False
+    while is_view(node) and len(node.users) == 1 and _is_transpose(node, example_of(node).dim()):
+        (node,), is_transposed = node.all_input_nodes, not is_transposed
+    if node.target != SCALED_PRODUCT or len(node.users) != 1:
+        return None
+    operands = tuple(Operand.of(one) for one in node.args if isinstance(one, Node))
+    return WeightTerm(number, operands, partial(_add_float8_product, is_transposed))
+
+
+def _add_float8_product(
+    is_transposed: bool,
+    buffer: Tensor,
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    first: bool,
+) -> None:
+    total = buffer.t() if is_transposed else buffer
+    add_float8_product(total, ScaledMatrix(a, scale_a), ScaledMatrix(b, scale_b), first)
 
 
 def _scatter(gradient: Node, number: int) -> WeightTerm | None:

@@ -17,8 +17,9 @@ from plait.models.layers.stateful_layers import other_leaf
 from plait.tensor.autograd.torch_calls import run_backward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy, return_features
+from plait.tensor.cross_entropy_in_place import CrossEntropyInPlace
 from plait.tensor.layer_values import NamedLayer, Value, tensors_of
-from plait.tensor.losses import Loss, LossOverVocabulary
+from plait.tensor.losses import CrossEntropy, Loss, LossOverVocabulary
 from plait.tensor.parallel.partition import Vocabulary
 
 
@@ -125,6 +126,38 @@ def _refuse_other_leaves(total: Tensor, outputs: Sequence[Tensor]) -> None:
         )
 
 
+class OverwritingLossStage(LossStage):
+    """Computes the cross-entropy of each micro-batch and, for training, writes its gradient over the logits.
+
+    So no autograd graph is recorded, and loss and gradient are computed at once, in the forward.
+    """
+
+    def __init__(self, loss: CrossEntropyInPlace) -> None:
+        super().__init__(loss, writes_output=True)
+        self._gradients: dict[int, Tensor] = {}
+
+    def compute(self, microbatch: int, output: Value) -> None:
+        """Compute the summed loss of one micro-batch and, where the output needs it, the gradient."""
+        loss, learns = self.loss, isinstance(output, Tensor) and output.requires_grad
+        if not (isinstance(loss, CrossEntropyInPlace) and learns and torch.is_grad_enabled()):
+            super().compute(microbatch, output)
+            return
+        assert self.scale is not None, "a training step has a scale"
+        found = loss.gradient(output, self.targets[microbatch], self.scale)
+        self.summed[microbatch], self._gradients[microbatch] = found
+
+    def seed(self, microbatch: int) -> Gradients:
+        """Return the gradient of the global mean loss by the logits of a micro-batch."""
+        if microbatch in self._gradients:
+            return [self._gradients.pop(microbatch)]
+        return super().seed(microbatch)
+
+    def clear(self) -> None:
+        """Discard all unfinished micro-batches."""
+        super().clear()
+        self._gradients.clear()
+
+
 class ChunkedLossStage(LossStage):
     """Computes loss and gradients of each micro-batch in one pass, when its backward starts.
 
@@ -175,6 +208,8 @@ def build_loss_stage(
     """
     rows, name = blueprint.plan.loss_rows, blueprint.output_linear
     if rows is None or name is None:
+        if type(loss) is CrossEntropy:  # a subclass may compute something else
+            return OverwritingLossStage(CrossEntropyInPlace(loss, vocabulary))
         if vocabulary is None:
             return LossStage(loss)
         return LossStage(LossOverVocabulary(loss, vocabulary), writes_output=True)

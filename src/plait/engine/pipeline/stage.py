@@ -31,7 +31,7 @@ layers. That graph's run is an `EagerRun`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.compilation.compiled_layer import CompiledLayer
+from plait.engine.pipeline.layer_record import LayerRecord
 from plait.engine.pipeline.recompute import recomputing
 from plait.models.layers.joinable_linears import Readers, join_linears
 from plait.models.layers.layer_sequence import read_attributes, set_attributes
@@ -64,6 +65,7 @@ from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
+from plait.tensor.parallel.float8_layers import casts_in
 from plait.tensor.running_sequence import LocalSequence, running
 
 Gradients: TypeAlias = list[Tensor | None]
@@ -111,6 +113,8 @@ class Stage:
     """Per (micro-batch, first layer): the run, the last layer's number, the sequence of its forward."""
     work: dict[tuple[int, int], list[WeightWork]] = field(default_factory=dict)
     """Per (micro-batch, first layer): the weight gradients that `I` has left to `W`."""
+    records: Mapping[tuple[int, int], LayerRecord] = field(default_factory=dict)
+    """Per (micro-batch, first layer): what the layers read and write, where it is wanted."""
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
@@ -159,6 +163,8 @@ class Stage:
             layer.before = None
             for joined in layer.joined:
                 joined.begin_step()
+            for casts in layer.casts:
+                casts.begin_step()
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
         """Run layer `layer`, or layers `layer` to `last` in one graph, on the micro-batch's activation.
@@ -171,6 +177,9 @@ class Stage:
         sequence = self.sequences[microbatch] if self.sequences else None
         runners, infos = self._training if trains else self._evaluating, self.infos[microbatch]
         run: LayerRun | None = None
+        record = self.records.get((microbatch, layer)) if trains and self.records else None
+        if record is not None:
+            record.begin_forward(value, last)
         for number in range(layer, last + 1):
             try:
                 value, run = runners[number](microbatch, infos[number], sequence, value)
@@ -186,6 +195,8 @@ class Stage:
                 run = EagerRun(parameters, inputs, list_of_tensors(outputs))
         if run is not None:
             self.runs[microbatch, layer] = run, last, sequence
+        if record is not None:
+            record.end_forward(value)
         self.values[microbatch] = value
 
     def backward_input(self, microbatch: int, layer: int) -> None:
@@ -195,6 +206,9 @@ class Stage:
         """
         run, last, sequence = self.runs.pop((microbatch, layer))
         given = self.gradients.pop(microbatch)
+        record = self.records.get((microbatch, layer)) if self.records else None
+        if record is not None:
+            record.begin_backward(given)
         try:
             if sequence is None:  # the common case, kept cheap
                 gradients = run.backward(given)  # ③
@@ -206,11 +220,18 @@ class Stage:
             raise
         self.work[microbatch, layer] = self.queue.take()
         self.gradients[microbatch] = gradients
+        if record is not None:
+            record.end_backward(gradients)
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
         """Compute the layer's deferred weight gradients and add them to `.grad`."""
+        record = self.records.get((microbatch, layer)) if self.records else None
+        if record is not None and not record.is_fused:
+            record.snapshot_buffers()
         for work in self.work.pop((microbatch, layer)):
             work()  # ④
+        if record is not None:
+            record.snapshot_buffers()
 
     def backward(self, microbatch: int, layer: int) -> None:
         """Compute input and weight gradients; the latter may overlap the former's reduction over `tp`.
@@ -219,6 +240,8 @@ class Stage:
         would stay until the last one.
         """
         _, last, _ = self.runs[microbatch, layer]
+        if self.records and (microbatch, layer) in self.records:
+            self.records[microbatch, layer].is_fused = True
         self.queue.mode = WEIGHTS_NEXT if last == layer else WEIGHTS_AT_ONCE
         try:
             self.backward_input(microbatch, layer)
@@ -227,9 +250,12 @@ class Stage:
         self.backward_weight(microbatch, layer)
 
     def output_is_read(self, microbatch: int) -> bool:
-        """Return whether the last layer's backward may read its output, which must then not be written to."""
+        """Return whether something may still read the last layer's output, which must then not be written to.
+
+        That is the layer's backward, or a hook or attribute of the layer.
+        """
         end = len(self.layers) - 1
-        return any(
+        return self.infos[microbatch][end].output_is_kept or any(
             number == microbatch and last == end and run.output_is_read()
             for (number, _), (run, last, _) in self.runs.items()
         )
@@ -274,8 +300,11 @@ class EagerLayer:
         self.dropouts = names_of(layer.module)
         self.has_contexts = bool(self.dropouts) or self.balance is not None
         """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
-        self.decides = any(isinstance(one, Router | Experts) for one in layer.module.modules())
-        """Whether a recomputation must not choose experts again."""
+        chooses = any(isinstance(one, Router | Experts) for one in layer.module.modules())
+        self.decides = chooses or any(casts.are_divided for casts in casts_in(layer.module))
+        """Whether a recomputation must not choose experts, or reduce scales over ranks, again."""
+        self.casts = casts_in(layer.module)
+        """Of the linears that multiply in float8."""
         self.joined: list[JoinedLinears] = []
         """The linears that are one product."""
         self._readers: tuple[Readers, ...] = ()
@@ -305,6 +334,8 @@ class EagerLayer:
             queue.mode = outside
             for joined in self.joined:
                 joined.forget()
+            if self.casts:
+                queue.inputs.forget()
         return (self._without_parameters(output) if info.returns_parameter else output), None
 
     def join(self, readers: tuple[Readers, ...]) -> None:

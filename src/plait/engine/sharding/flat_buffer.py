@@ -13,6 +13,7 @@ Where it keeps them a shard is a view of the whole tensor, and where nothing is 
 A buffer's tensors, and when they have values:
 
 - `whole`: all parameters, which layers use. Under the strategy `full`, between a gather and its release only.
+  Weights of linears in float8 are in 8 bits there, with a scale for each matrix (`scaled`).
 - `own`: the view of `whole` where this rank's shard lies.
 - `shard`: this rank's shard, which the optimizer updates; always allocated. It is `own` (of one rank: all
   of `whole`) unless `whole` is released, the optimizer keeps masters in another dtype, or it is offloaded.
@@ -35,6 +36,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from plait.engine.sharding.scaled_matrices import ScaledMatrices
 from plait.errors import PlanError
 from plait.plan.flat_buffer_specs import BufferSpec, Slot
 from plait.ranks.device import copy_later, is_accelerator, moved_later
@@ -91,8 +93,15 @@ class FlatBuffer:
     """Views of `shard_gradient`, one for each parameter."""
     stage_views: tuple[StageView, ...]
     """One for each stage of this rank that uses it; one for all stages where it is frozen."""
+    scaled: ScaledMatrices | None = None
+    """The scales of its matrices, where layers have them in float8."""
     device_copy: Tensor | None = None
     """An offloaded shard while it is on the device, or a clone while `shard` may still be written."""
+
+    @property
+    def latest_shard(self) -> Tensor:
+        """This rank's shard where the optimizer updates it."""
+        return self.shard if self.device_copy is None else self.device_copy
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -214,7 +223,7 @@ class FlatBuffer:
         """Raise PlanError where the `.data` of one of the optimizer's parameters was replaced."""
         if not self.spec.has_own_parameters:
             return
-        flat = self.shard if self.device_copy is None else self.device_copy
+        flat = self.latest_shard
         start, size = flat.data_ptr(), flat.element_size()
         for name, shard in self.shard_parameters.items():
             if shard.numel() and shard.data_ptr() != start + size * self.shard_slots[name].start:

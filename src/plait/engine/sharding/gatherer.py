@@ -1,4 +1,7 @@
-"""The all-gather of parameters before layers use them, and their release afterwards."""
+"""The all-gather of parameters before layers use them, and their release afterwards.
+
+Weights of linears in float8 are cast before they are gathered, with scales computed once a step.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,19 @@ import torch
 from torch import Tensor
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage
+from plait.engine.sharding.scaled_matrices import ScaledMatrices, scale_together
 from plait.engine.sharding.unit import Unit
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import copy_later, synchronize_stream
+from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.schedules.lowering.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
+from plait.schedules.lowering.program import (
+    AwaitParameters,
+    ComputeScales,
+    Finish,
+    GatherParameters,
+    ReleaseParameters,
+)
 
 
 class Gatherer:
@@ -25,13 +36,18 @@ class Gatherer:
         """The units whose parameters are whole, or being gathered, from shards as they are now."""
         self._buffers = [buffer for unit in units.values() for buffer in unit.buffers]
         self._pending: dict[str, list[tuple[Handle[Tensor], FlatBuffer]]] = {}
+        self._unscaled: list[ScaledMatrices] = []
+        """Those whose scales are of earlier shards."""
         self._stale: list[tuple[Handle[Tensor], FlatBuffer]] = []
         """All-gathers of a failed step, to whose output a backend may still write."""
+        self.observer: Callable[[FlatBuffer], None] | None = None
+        """Called with each buffer whose parameters have been gathered."""
         self._read_by_device = [buffer.whole.device for buffer in self._buffers if buffer.is_read_by_device]
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """Return a dict from instruction type (gather, await, release, finish) to the method that runs it."""
         return {
+            ComputeScales: lambda i: self.compute_scales(),
             GatherParameters: lambda i: self.gather(i.unit),
             AwaitParameters: lambda i: self.wait(i.unit),
             ReleaseParameters: lambda i: self.release(i.unit),
@@ -45,9 +61,12 @@ class Gatherer:
             handle.wait()
             buffer.release_parameters()
         self._stale = []
+        self._unscaled = [buffer.scaled for buffer in self._buffers if buffer.scaled is not None]
         for buffer in self._buffers:
             buffer.check_data()
             buffer.share_data()
+            if buffer.scaled is not None:
+                buffer.scaled.find_largest(buffer.latest_shard)
             buffer.copy_back()
 
     def finish(self) -> None:
@@ -57,21 +76,35 @@ class Gatherer:
         for device in self._read_by_device[:1]:  # the optimizer's step, on the CPU, does not wait for copies
             synchronize_stream(device)
 
+    def compute_scales(self) -> None:
+        """Set the scales of all matrices that are gathered in float8, unless they are those of shards as now.
+
+        Communication: as `scale_together`.
+        """
+        scale_together(self._unscaled)
+        self._unscaled = []
+
     def gather(self, name: str) -> None:
         """Start the all-gathers of the parameters of the unit `name`, unless they are gathered already."""
         if name in self.gathered:
             return
         self.gathered.add(name)
-        self._pending[name] = [
-            (handle.about(f"parameters of {name or 'the model'}"), buffer)
-            for buffer in self.units[name].buffers
-            if buffer.spec.has_own_parameters and (handle := _gather(buffer)) is not None
-        ]
+        pending = self._pending[name] = []
+        for buffer in self.units[name].buffers:
+            if not buffer.spec.has_own_parameters:
+                continue
+            handle = _gather(buffer)
+            if handle is not None:
+                pending.append((handle.about(f"parameters of {name or 'the model'}"), buffer))
+            elif self.observer is not None:
+                self.observer(buffer)
 
     def wait(self, name: str) -> None:
         """Wait for the all-gathers of the parameters of the unit `name`."""
-        for handle, _ in self._pending.pop(name, ()):
+        for handle, buffer in self._pending.pop(name, ()):
             handle.wait()
+            if self.observer is not None:
+                self.observer(buffer)
 
     def release(self, name: str) -> None:
         """Free the whole parameters of the unit `name`, unless they stay allocated under the plan."""
@@ -81,7 +114,7 @@ class Gatherer:
 
     def clear(self) -> None:
         """After an exception in a step, abandon pending all-gathers and free gathered parameters."""
-        self.gathered = set()
+        self.gathered, self.observer = set(), None
         for started in self._pending.values():
             self._stale += [(handle, buffer) for handle, buffer in started if not handle.abandon()]
         self._pending.clear()
@@ -102,8 +135,16 @@ def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
     """
     allocate_storage(buffer.whole)
     own, shard, group = buffer.own, buffer.shard, buffer.shard_group
+    if buffer.scaled is not None:
+        buffer.scaled.cast(shard, own)
+        return None if group is None else _gather_bytes(buffer.whole, own, group)
     if group is None or shard.dtype != own.dtype or shard.device != own.device:
         if buffer.spec.shard is not None:
             copy_later(own, shard)
         shard = own
     return None if group is None else all_gather(shard, group, out=buffer.whole, checked=False)
+
+
+def _gather_bytes(whole: Tensor, own: Tensor, group: Group) -> Handle[Tensor]:
+    """Start the all-gather of tensors in float8, as uint8, which every backend can communicate."""
+    return all_gather(own.view(torch.uint8), group, out=whole.view(torch.uint8), checked=False)

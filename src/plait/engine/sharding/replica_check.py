@@ -145,15 +145,15 @@ def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: 
         return numbers
     none = torch.zeros((), dtype=torch.int64, device=device)
     hashes = torch.stack([none if one.hash is None else moved_later(one.hash, device) for _, one in rows])
-    salts_of = {text: _salt(text) for text in {f"{one.what} {one.kind}" for _, one in rows}}
+    salts_of = {text: salt_of(text) for text in {f"{one.what} {one.kind}" for _, one in rows}}
     known = [(index, *salts_of[f"{one.what} {one.kind}"]) for index, one in rows]
     indices, salts, factors = moved_later(torch.tensor(known).T.contiguous(), device)
     # Sums of whole numbers are the same in any order.
     return numbers.index_add_(0, indices, (hashes ^ salts) * factors)
 
 
-def _salt(text: str) -> tuple[int, int]:
-    """Return two 64-bit numbers, the second odd, by which `_numbers` makes a hash depend on `text`."""
+def salt_of(text: str) -> tuple[int, int]:
+    """Return two 64-bit numbers, the second odd, by which a hash is made to depend on `text`."""
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
     return first, second | 1

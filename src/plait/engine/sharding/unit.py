@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, StageView
+from plait.engine.sharding.scaled_matrices import ScaledMatrices
 from plait.plan.axes import DATA_AXES, axes_of
 from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec, Slot
 from plait.plan.layout.layout import Layout
@@ -20,6 +21,7 @@ from plait.ranks.collectives import shared_zeros
 from plait.ranks.device import host_zeros
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
+from plait.tensor.float8.recipes import Recipe
 from plait.tensor.layer_values import torch_dtype
 
 Owners: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -62,6 +64,16 @@ class Unit:
         """The parameters that the optimizer updates, by full name in the model."""
         return {name: shard for buffer in self.buffers for name, shard in buffer.shard_parameters.items()}
 
+    def scales_of(self, stage: int) -> dict[int, Tensor]:
+        """Return the scales of matrices that a stage's layers have in float8, by the id of the parameter."""
+        views = zip(self.buffers, self._views_of(stage), strict=True)
+        scaled = ((buffer.scaled, view) for buffer, view in views if buffer.scaled is not None)
+        return {
+            id(one): matrices.scale_of(name)
+            for matrices, view in scaled
+            for name, one in view.parameters.items()
+        }
+
     @cached_property
     def keeps_gradients(self) -> bool:
         """Whether whole gradients stay allocated between the layers that add to them."""
@@ -90,6 +102,10 @@ class UnitFactory:
     """By the axes over which a buffer is sharded, the ranks between which it is."""
     replica_groups: Mapping[str, Group]
     """By parameter, the ranks over which its gradient, or its shard's gradient, is all-reduced."""
+    linears: Recipe | None
+    """How linears in float8 cast their weights."""
+    tp_group: Group
+    """The ranks that have other parts of partitioned weights."""
     value_of: Callable[[str], Tensor]
     """Returns the initial value of a parameter as this rank's layers have it."""
 
@@ -140,9 +156,21 @@ class UnitFactory:
             shard_gradient=shard_gradient,
             shard_gradients=shard_gradients,
             stage_views=tuple(views),
+            scaled=self._scaled(spec, slots, shard_group) if kind.scaled else None,
         )
         self._fill(buffer)
         return buffer
+
+    def _scaled(
+        self, spec: BufferSpec, slots: Mapping[str, Slot], shard_group: Group | None
+    ) -> ScaledMatrices:
+        """Return the scales, not yet known, of a buffer of matrices in float8."""
+        assert self.linears is not None
+        groups = [one for one in (shard_group, self.tp_group) if one is not None and one.size > 1]
+        factors, scales = torch.ones(2, len(slots), device=self.device)
+        return ScaledMatrices(
+            self.linears.weight, torch_dtype(spec.kind.compute), tuple(groups), slots, factors, scales
+        )
 
     def _gradient(self, spec: BufferSpec, group: Group | None) -> Tensor | None:
         """Return a flat gradient of zeros, None if frozen; where possible in memory that `group` shares."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from plait.estimate.time.decoder_operations import MicrobatchShape, context_method, keys_read
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Recompute
+from plait.tensor.cross_entropy_in_place import CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,19 @@ def _head(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
         kept = shape.activation if again else saved
         passes += 0.0 if again else _norm(shape)
         return LayerMemory(kept, 0.0, kept, shape.activation + max(chunk, passes), _gathered(shape) / 2)
-    logits, loss = elements * shape.item, _loss(shape, elements)
-    kept = (0.0 if again else saved) + logits + loss.until_inputs
+    logits = elements * shape.item  # which become their gradient in place
+    kept = (0.0 if again else saved) + logits
     gathered = _gathered(shape) / 2
     product = logits + (region if again else saved) + gathered / 2
-    forward = max(product, kept + loss.forward - loss.until_inputs)
-    backward = max(loss.backward, loss.gradient - loss.until_inputs + shape.activation + passes)
-    return LayerMemory(kept, region + logits, forward, backward, gathered)
+    forward = max(product, kept + _copy_for_loss(shape, elements))
+    return LayerMemory(kept, region + logits, forward, shape.activation + passes, gathered)
 
 
-def _loss(shape: MicrobatchShape, elements: float) -> LayerMemory:
-    """Return the bytes of the cross-entropy beside the logits; `gradient`: theirs, if not in place."""
-    logits, copy = elements * shape.item, 4 * elements
-    if shape.plan.tp == 1:
-        return LayerMemory(copy, 0.0, copy if shape.item >= 4 else 2 * copy, 2 * copy, gradient=logits)
-    if shape.item < 4:
-        return LayerMemory(copy, 0.0, copy, logits, gradient=logits)
-    return LayerMemory(0.0, 0.0, 0.0, 0.0)  # the rank's part of the vocabulary is worked on in place
+def _copy_for_loss(shape: MicrobatchShape, elements: float) -> float:
+    """Return the bytes of the float32 copy of 16-bit logits: of all at once if classes are partitioned."""
+    if shape.item >= 4:
+        return 0.0
+    return 4 * elements if shape.plan.tp > 1 else min(4 * elements, CHUNK_BYTES)
 
 
 def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:

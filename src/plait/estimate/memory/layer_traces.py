@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossLike, LossStage
+from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossStage
 from plait.engine.pipeline.stage import Gradients, Stage
 from plait.estimate.memory.operation_recorder import OperationRecorder, recording
 from plait.estimate.memory.storage_tracker import StorageTracker
@@ -123,14 +123,14 @@ def whole_backward_peak(stage: Stage, given: Value) -> int | None:
 
 
 def trace_loss(
-    loss: LossLike, given: Value, targets: Value, recorder: OperationRecorder | None = None
+    end: LossStage, given: Value, targets: Value, recorder: OperationRecorder | None = None
 ) -> Trace:
     """Return the memory that the loss allocates and saves; if it cannot run on meta, an estimate.
 
     `recorder` records its operations.
     """
     try:
-        return _trace_loss(LossStage(loss), given, targets, recorder)
+        return _trace_loss(end, given, targets, recorder)
     except Exception:
         if recorder is not None:
             recorder.assume_backward()

@@ -34,14 +34,16 @@ from plait.estimate.memory.operation_recorder import OperationRecorder, group_on
 from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
-from plait.models.rotary import result_caches
+from plait.models.rotary import ResultCache, result_caches
 from plait.plan.axes import AXES, EXPERTS_ONLY
 from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.float8_operands import LinearCasts
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
+from plait.tensor.parallel.float8_layers import casts_in
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import LocalSequence, running
 
@@ -62,7 +64,7 @@ class ModelTraces:
     """Bytes of each tensor of the input."""
     targets: Sequence[int]
     caches: Sequence[Mapping[Hashable, int]]
-    """Of each layer the bytes that its `ResultCache`s hold, by a number of the cache."""
+    """Of each layer the bytes that its caches hold, by a number of the cache."""
     lasting: Sequence[Mapping[Hashable, int]]
     """Of each layer the bytes of what all layers of a rank share for all micro-batches, by key."""
     shared: Sequence[Mapping[Hashable, int]]
@@ -96,7 +98,7 @@ def trace_model(
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = _tensor_parallel(blueprint, recorder, takes_all=takes_all)
-    layers = _layers_on_meta(blueprint, tensor_parallel, queue)
+    layers = _layers_on_meta(blueprint, tensor_parallel, queue, recorder)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
     share = context_share(
@@ -114,7 +116,7 @@ def trace_model(
     if isinstance(end, ChunkedLossStage):
         of_loss = trace_chunked_loss(end, queue, value, classes, recorder)
     else:
-        of_loss = trace_loss(end.loss, value, classes, recorder)
+        of_loss = trace_loss(end, value, classes, recorder)
     works = [one.work for one in traced if one.work is not None]
     if recorder is not None:
         works[-1] = with_loss(works[-1], recorder.take(fuses=False))
@@ -142,7 +144,7 @@ class TracedLayer:
     trace: Trace
     output: Value
     cached: Sequence[int]
-    """The bytes of each of its `ResultCache`s, in the order of `result_caches`."""
+    """The bytes of each of its caches, in the order of `_caches`."""
     sequence: LocalSequence | None
     """The sequence for which it ran, with what it computed to share."""
     work: LayerWork | None
@@ -159,7 +161,12 @@ def _trace_layers(
     known: dict[Hashable, TracedLayer],
 ) -> list[TracedLayer]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
-    structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
+    structures = [
+        (structure, blueprint.float8.within(layer.path))
+        for structure, layer in zip(
+            blueprint.meta_layers(tensor_parallel, FIRST, {}).structures, layers, strict=True
+        )
+    ]
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
     held = _held(share.sequence)
@@ -180,7 +187,7 @@ def _trace_layers(
                 trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
             work = None if recorder is None else recorder.take(recompute)
             # Graphs compute what eager layers cache.
-            cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]
+            cached = [] if by_graphs else [one.nbytes for one in _caches(layer)]
             known[key] = TracedLayer(run, trace, output, cached, sequence, work)
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output
@@ -192,9 +199,14 @@ def _held(sequence: LocalSequence | None) -> Hashable:
     return None if sequence is None else (sequence.layout, sequence.documents, sequence.group.index)
 
 
+def _caches(layer: NamedLayer) -> list[ResultCache | LinearCasts]:
+    """Return what holds results of a layer after a step: rotary angles, factors of weights in float8."""
+    return [*result_caches(layer.module), *casts_in(layer.module)]
+
+
 def _cache_bytes(layer: NamedLayer, traced: TracedLayer) -> dict[Hashable, int]:
-    """Return the bytes that a layer's `ResultCache`s hold, by a number of the cache."""
-    caches = result_caches(layer.module) if traced.cached else ()
+    """Return the bytes that a layer's caches hold, by a number of the cache."""
+    caches = _caches(layer) if traced.cached else ()
     return {id(cache): nbytes for cache, nbytes in zip(caches, traced.cached, strict=True)}
 
 
@@ -254,19 +266,32 @@ def _tensor_parallel(
 
 
 def _layers_on_meta(
-    blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
+    blueprint: Blueprint,
+    tensor_parallel: TensorParallelism,
+    queue: WeightGradientQueue,
+    recorder: OperationRecorder | None,
 ) -> list[NamedLayer]:
     """Return copies of all layers on the meta device, with a rank's shapes and allocated gradients."""
     shapes = {name: layout.local_shape(FIRST) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
-    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
-    for layer in layers:
-        defer_weight_gradients(layer.module, queue)
+    scales = dict[int, Tensor]()
     for name, parameter in blueprint.sequence.parameters.items():
+        meta, kind = empty[id(parameter)], blueprint.kinds[name]
+        if kind.scaled:
+            meta.data = meta.data.to(torch_dtype(kind.gather))
+            scales[id(meta)] = torch.empty((), device="meta")
         if parameter.requires_grad:
-            meta, dtype = empty[id(parameter)], torch_dtype(blueprint.kinds[name].gradient)
             meta.grad_dtype = None
-            meta.grad = torch.empty_like(meta, dtype=dtype)
+            meta.grad = torch.empty_like(meta, dtype=torch_dtype(kind.gradient))
+    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
+    float8 = blueprint.float8_layers(
+        tensor_parallel.group, group_on_meta("cp", blueprint.plan.cp, 0, recorder)
+    )
+    for layer in layers:
+        if float8 is not None:
+            on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
+            float8.apply(layer, queue, scales, on_parts=on_parts)
+        defer_weight_gradients(layer.module, queue)
     return layers
 
 

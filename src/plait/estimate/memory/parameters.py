@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from plait.engine.blueprint import Blueprint
 from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
 from plait.estimate.memory.optimizer_state import OptimizerState
 from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec
-from plait.plan.parameter_units import replicas_of
+from plait.plan.parameter_units import FLOAT8, FLOAT32, replicas_of
 from plait.ranks.transport.shared_memory.transport import STAGING_LIMIT
 from plait.schedules.lowering.program import (
     AllocateGradient,
@@ -81,10 +82,24 @@ class RankBuffer:
         moves = summed.offloaded and self.device.type != "cpu"
         return summed.elements * dtype.itemsize if moves or summed.dtype != dtype else 0
 
+    @property
+    def casting(self) -> int:
+        """Bytes that the cast of a rank's part to float8 allocates temporarily, of one matrix at a time."""
+        kind, offsets = self.spec.kind, self.spec.offsets
+        if not kind.scaled:
+            return 0
+        bounds = map(offsets.bounds, offsets.slots)
+        part = max(stop - start for cuts in bounds for start, stop in pairwise(cuts))
+        moved = kind.master.itemsize if kind.offloads_parameters and self.device.type != "cpu" else 0
+        rounded = kind.compute.itemsize if kind.compute != kind.master else 0
+        single = FLOAT32.itemsize
+        return part * (moved + rounded + single + (single if kind.compute != FLOAT32 else FLOAT8.itemsize))
+
     def allocated(self, state: OptimizerState) -> Iterator[MemoryBlock]:
         """Yield the memory blocks that stay allocated, with those of the optimizer's `state`."""
         spec = self.spec
         yield self._kept(spec.whole, Category.PARAMETERS)
+        yield self._kept(spec.scales, Category.PARAMETERS, 3)  # factors, scales, largest values
         yield self._kept(spec.shard, Category.PARAMETERS)
         yield self._kept(spec.gradient, Category.GRADIENTS, self.stages)
         yield self._kept(spec.shard_gradient, Category.GRADIENTS)
@@ -146,6 +161,7 @@ class ParameterAccount:
     def _gather(self, name: str) -> None:
         freed = [one.spec.whole.nbytes for one in self._units[name] if one.spec.whole.freed]
         self._hold("gathered", name, freed, Category.GATHERED)
+        self._ledger.record_temporary(max(one.casting for one in self._units[name]))
 
     def _open(self, name: str) -> None:
         pairs = [(one.stages, one.spec.gradient) for one in self._units[name]]

@@ -180,10 +180,10 @@ class MemoryEstimator:
             return None
         microbatch = split(batch, plan.microbatches, "inputs")[0]
         fuses = self.where.type != "cpu" if self.records else None
-        gradients = tuple(kind.gradient for kind in blueprint.kinds.values())
+        dtypes = tuple((kind.gather, kind.gradient) for kind in blueprint.kinds.values())
         late = blueprint.lowering_spec.adds_late
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
-        alike = degrees, plan.precision, gradients, late, plan.loss_rows, bool(plan.compile), fuses
+        alike = degrees, plan.precision, plan.linears, dtypes, late, plan.loss_rows, bool(plan.compile), fuses
         key = alike, (plan.ep, plan.etp, takes_all), signature(microbatch), blueprint.recompute
         if key not in self.traces:
             targets = None

@@ -39,7 +39,7 @@ def state_bytes(
     `ranks`: between which state is sharded, by default `shape.state_ranks`.
     """
     kind, count, ranks = shape.kind, sizes.whole, ranks or shape.state_ranks
-    compute, master = kind.compute.itemsize, kind.master.itemsize
+    compute, master = shape.gathered_item(), kind.master.itemsize
     optimizer = count / ranks * shape.moments * master
     gradients = (count + sizes.twice if kind.keeps_gradients else count / ranks) * shape.gradient_item
     if kind.keeps_parameters:

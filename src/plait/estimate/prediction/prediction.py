@@ -62,12 +62,13 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: needed operations over the peak of all devices in the plan's precision.
+        """Model FLOPs utilisation: needed operations over the peak of all devices in the linears' precision.
 
-        Recomputation is not counted.
+        That is fp8 with `plan.linears`, though heads and attention compute in the plan's. Recomputation is
+        not counted.
         """
         needed = self.model.operations_per_token * self.tokens_per_second / self.plan.world
-        return needed / self.hardware.peak_of(self.times.timer.shape.precision)
+        return needed / self.hardware.peak_of(self.times.timer.shape.linear_precision)
 
     @property
     def hfu(self) -> float:
@@ -153,8 +154,12 @@ def prediction_of(
     pipeline: CutPipeline,
     memories: PlanMemories,
 ) -> Prediction:
-    """Return the predicted time and memory of a step, given its schedule and its layers per stage."""
+    """Return the predicted time and memory of a step, given its schedule and its layers per stage.
+
+    Raises ConfigError where the hardware lacks the peak of the linears' products.
+    """
     sizes = model.sizes(plan, rows / plan.microbatches, on_cpu=not hardware.overlaps)
+    hardware.peak_of(sizes.linear_precision)  # raises where it is not known
     stages, modes = stage_kinds(model.kinds, pipeline.cut), stage_modes(plan, pipeline.cut)
     memory = memories.ranks(sizes, pipeline, hardware.reserved)
     timer, matrices = LayerTimer(sizes, hardware, sizes.precision), model.matrices(plan, pipeline.cut)
@@ -175,12 +180,12 @@ class RunDetails(TypedDict, total=False):
 def predicted_model(model: object, plan: Plan, about: RunDetails) -> PredictedModel:
     """Return `model` as a `PredictedModel`: by its sizes if these suffice, else by its traced layers.
 
-    `plan`: whose offloading is predicted. Raises ModelError where rows are unknown.
+    `plan`: whose offloading and linears are predicted. Raises ModelError where rows are unknown.
     """
     if isinstance(model, PredictedModel):
         return model
     decoder = decoder_of(model)
-    plain = plan.offload == "none" and about in ({}, {"moments": 2})
+    plain = plan.offload == "none" and plan.linears is None and about in ({}, {"moments": 2})
     if decoder is not None and decoder.experts is None and plain:
         return DecoderModel(decoder)
     from plait.estimate.prediction.traced_model import traced_model  # loads torch

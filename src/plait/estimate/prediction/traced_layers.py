@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from math import ceil, gcd
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from plait.estimate.memory.optimizer_state import Moments, optimizer_state
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
 from plait.plan.decoder_sizes import LayerKind
+from plait.plan.parameter_units import FLOAT8, ModelParameter, kind_of
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.tensor.experts.expert_layouts import experts_in
@@ -25,6 +26,7 @@ from plait.tensor.experts.experts import Experts
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import Loss
 
+Counted = Literal["experts", "float8"]
 FEW_ROWS = (2, 3)
 """Rows of a micro-batch for which layers run; what more rows need follows from them, linearly. With one row
 layers run apart: some copy what is contiguous then."""
@@ -123,14 +125,14 @@ class TracedLayers:
         )
 
     def parameters(
-        self, plan: Plan, kinds: Sequence[LayerKind], trains: Collection[bool], *, of_experts: bool = False
+        self, plan: Plan, kinds: Sequence[LayerKind], trains: Collection[bool], only: Counted | None = None
     ) -> int:
         """Return the number of parameters of several layers on the first rank of a stage, in elements.
 
-        `trains`: count those that train, or do not, or both. Those that layers share count once.
-        `of_experts`: count only those of experts.
+        `trains`: count those that train, or do not, or both. Those that layers share count once. `only`:
+        count those of experts, or weights of linears in float8 that have one scale each.
         """
-        key = (plan.tp, plan.ep, plan.etp, tuple(kinds), of_experts, *trains)
+        key = (plan.tp, plan.ep, plan.etp, plan.linears, tuple(kinds), only, *trains)
         if key not in self._counts:
             blueprint = self.blueprint(plan)
             names = {id(one): name for name, one in blueprint.sequence.parameters.items()}
@@ -138,9 +140,14 @@ class TracedLayers:
             total, seen = 0, set[str]()
             for kind in kinds:
                 module = blueprint.sequence.layers[self.kinds.index(kind)].module
-                counted = [one for _, one in experts_in(module)] if of_experts else [module]
+                counted = [one for _, one in experts_in(module)] if only == "experts" else [module]
                 for name in (names[id(one)] for part in counted for one in part.parameters()):
-                    if blueprint.kinds[name].trains in trains and name not in seen & shared:
+                    leaves_out = only == "float8" and name not in blueprint.float8_weights
+                    if (
+                        blueprint.kinds[name].trains in trains
+                        and not leaves_out
+                        and name not in seen & shared
+                    ):
                         total += torch.Size(blueprint.whole_layouts[name].local_shape(FIRST)).numel()
                     seen.add(name)
             self._counts[key] = total
@@ -186,7 +193,7 @@ class TracedSizes(MicrobatchSizes):
         """Return how many parameters of several layers on a rank belong to experts that the plan divides."""
         if not self.plan.divides_experts:
             return 0.0
-        return self.layers.parameters(self.plan, kinds, trains, of_experts=True)
+        return self.layers.parameters(self.plan, kinds, trains, "experts")
 
     def trained_parameters(self, kinds: Sequence[LayerKind]) -> float:
         """Return how many parameters of several layers train on a rank of `tp`; shared ones count once."""
@@ -195,6 +202,20 @@ class TracedSizes(MicrobatchSizes):
     def frozen_parameters(self, kinds: Sequence[LayerKind]) -> float:
         """Return how many parameters of several layers do not train on a rank of `tp`; shared ones once."""
         return self.layers.parameters(self.plan, kinds, (False,))
+
+    def gathered_item(self, kinds: Sequence[LayerKind] | None = None) -> float:
+        """Return the mean bytes of a parameter as layers have it, of several layers or (None) of all.
+
+        Counted without those of experts, which are not gathered in float8.
+        """
+        layers = self.layers
+        if not kind_of(self.plan, ModelParameter(takes_float8=True)).scaled:
+            return self.item
+        kinds = tuple(kinds or layers.kinds)
+        every = layers.parameters(self.plan, kinds, (True, False))
+        every -= layers.parameters(self.plan, kinds, (True, False), "experts")
+        in_float8 = layers.parameters(self.plan, kinds, (True, False), "float8")
+        return self.item - (self.item - FLOAT8.itemsize) * in_float8 / max(every, 1)
 
     @cached_property
     def message_bytes(self) -> float:

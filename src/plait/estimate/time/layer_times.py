@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
@@ -120,6 +120,8 @@ class ShardedPart(NamedTuple):
     ranks: int
     """Between which their state is sharded; 1: it is not."""
     elements: float
+    item: float
+    """The mean bytes of one as layers have it."""
 
 
 HOST_LINK = 25e9
@@ -287,10 +289,8 @@ class LayerTimer:
         shape = self.shape
         if not timing.allocates or shape.state_ranks == shape.expert_state_ranks == 1:
             return 0.0
-        parts, seconds = (
-            self.parts(shape.parameters(kind), shape.expert_parameters((kind,), (True, False))),
-            0.0,
-        )
+        experts = shape.expert_parameters((kind,), (True, False))
+        parts, seconds = self.parts(shape.parameters(kind), experts, (kind,)), 0.0
         if timing.gathers == "each use":
             seconds += sum(self.gather_seconds(part, backward=backward) for part in parts)
         if backward and timing.scatters == "each":
@@ -299,17 +299,22 @@ class LayerTimer:
             seconds += self._transfers(sums)
         return max(seconds - computed, 0.0) if self.hardware.overlaps else seconds
 
-    def parts(self, count: float, experts: float) -> tuple[ShardedPart, ShardedPart]:
-        """Return `count` parameters, of which `experts` are of divided experts, by how they are sharded."""
+    def parts(
+        self, count: float, experts: float, kinds: Sequence[LayerKind] | None = None
+    ) -> tuple[ShardedPart, ShardedPart]:
+        """Return `count` parameters, of which `experts` are of divided experts, by how they are sharded.
+
+        `kinds`: those of the layers that they belong to; None: of all layers.
+        """
         shape = self.shape
         return (
-            ShardedPart("shard", shape.state_ranks, count - experts),
-            ShardedPart("edp", shape.expert_state_ranks, experts),
+            ShardedPart("shard", shape.state_ranks, count - experts, shape.gathered_item(kinds)),
+            ShardedPart("edp", shape.expert_state_ranks, experts, shape.item),
         )
 
     def gather_seconds(self, part: ShardedPart, *, backward: bool) -> float:
         """Return the seconds of gathering sharded parameters for a forward or a backward."""
-        nbytes = part.elements * self.shape.item
+        nbytes = part.elements * part.item
         away = self.shape.kind.offloads_parameters and self.hardware.overlaps
         copied = nbytes / part.ranks / HOST_LINK if away else 0.0
         return copied + self.network.seconds(AxisTransfer("all-gather", part.axis, nbytes))

@@ -86,6 +86,13 @@ class MicrobatchSizes(ABC):
         """
         return 0.0
 
+    def gathered_item(self, kinds: Sequence[LayerKind] | None = None) -> float:
+        """Return the mean bytes of a parameter as layers have it, of several layers or (None) of all.
+
+        Less than `item` where weights of linears are gathered in float8.
+        """
+        return self.item
+
     @property
     @abstractmethod
     def message_bytes(self) -> float:
@@ -113,8 +120,13 @@ class MicrobatchSizes(ABC):
 
     @property
     def precision(self) -> Precision:
-        """The precision of matrix products: the plan's, by default fp32."""
+        """The precision of matrix products that are not in float8: the plan's, by default fp32."""
         return self.plan.precision or "fp32"
+
+    @property
+    def linear_precision(self) -> str:
+        """The precision of the products of linears, by whose peak rate utilisation is counted."""
+        return self.precision if self.plan.linears is None else "fp8"
 
     @property
     def item(self) -> int:

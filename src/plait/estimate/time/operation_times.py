@@ -26,6 +26,8 @@ class Product:
     """Bytes read and written for an element of the result: more where it is added to a gradient."""
     grouped: bool = False
     """Whether each is with another expert's weight, or its gradient."""
+    in_float8: bool = False
+    """Whether its operands are in float8; else they have the dtype of activations."""
 
     @property
     def is_linear(self) -> bool:
@@ -89,8 +91,9 @@ def operation_seconds(operation: DeviceOperation, hardware: Hardware, precision:
             hardware.peak_of(attention_precision(precision))
             * (part.attention_backward if operation.backward else part.attention)
         ) + fixed * (3 if operation.backward else 1)
-    rate = hardware.peak_of(precision) * part.product * product_efficiency(operation, hardware)
-    operands = (operation.m + operation.n) * operation.k * item
+    peak = hardware.peak_of("fp8" if operation.in_float8 else precision)
+    rate = peak * part.product * product_efficiency(operation, hardware)
+    operands = (operation.m + operation.n) * operation.k * (1 if operation.in_float8 else item)
     nbytes = operation.batch * (operands + operation.m * operation.n * operation.result_bytes)
     computing, moving = product_flops(operation) / rate, nbytes / (memory * part.operands)
     return (max(computing, moving) if hardware.overlaps else computing + moving) + fixed

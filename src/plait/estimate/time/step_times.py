@@ -67,7 +67,7 @@ def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1, experts
     if shape.timing.scatters == "each":
         return 0.0
     kinds = []
-    for axis, ranks, number in timer.parts(count, experts):
+    for axis, ranks, number, _ in timer.parts(count, experts):
         nbytes = number * shape.kind.reduce.itemsize
         kinds.append(AxisTransfer("reduce-scatter" if shape.kind.sharded else "all-reduce", axis, nbytes))
         kinds.append(AxisTransfer("all-reduce", "replicate", nbytes / ranks))
@@ -92,22 +92,20 @@ def optimizer_seconds(
     divides; `layers`: one gather for each. Neither falls as numbers grow.
     """
     shape, kind, hardware = timer.shape, timer.shape.kind, timer.hardware
-    master = kind.master.itemsize
+    master, item = kind.master.itemsize, shape.gathered_item()
     # Gradients are read for the norm and for the step; master and moments read and written.
-    nbytes = (
-        2 * shape.gradient_item + 2 * (1 + shape.moments) * master + (shape.item if kind.has_master else 0)
-    )
+    nbytes = 2 * shape.gradient_item + 2 * (1 + shape.moments) * master + (item if kind.has_master else 0)
     part = hardware.efficiency
     bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
     parts = timer.parts(count, experts)
     updated = sum(part.elements / part.ranks for part in parts)
     seconds = updated * nbytes / bandwidth
     if kind.offloads_gradients and hardware.overlaps:  # gradients go to the host, parameters come back
-        moved = kind.reduce.itemsize + shape.item
+        moved = kind.reduce.itemsize + item
         seconds = updated * (nbytes / HOST_BANDWIDTH + moved / HOST_LINK)
     if not kind.sharded or shape.timing.gathers != "once":
         return seconds, 0.0
-    gathers = (AxisTransfer("all-gather", part.axis, part.elements * shape.item) for part in parts)
+    gathers = (AxisTransfer("all-gather", part.axis, part.elements * part.item) for part in parts)
     return seconds, sum(timer.network.seconds_of_layers(one, layers) for one in gathers)
 
 

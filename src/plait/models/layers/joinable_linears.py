@@ -18,6 +18,7 @@ from plait.tensor.autograd.joined_linears import JoinedLinears, are_side_by_side
 from plait.tensor.autograd.regather import version_of
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.call_hooks import call_hooks, has_own_forward
+from plait.tensor.parallel.float8_layers import CASTS
 
 JOINABLE = "is_product_of_input"
 """Attribute of a module, other than an `nn.Linear`, whose forward is `linear(input, weight, bias, queue)`."""
@@ -196,7 +197,7 @@ def join_linears(
 
 def _is_joinable(module: Any) -> bool:
     """Return whether a module multiplies its input by a weight that trains, and nothing else happens."""
-    deferred = type(module) is nn.Linear and has_own_forward(module)
+    deferred = type(module) is nn.Linear and has_own_forward(module) and not hasattr(module, CASTS)
     if not deferred and not getattr(module, JOINABLE, False):
         return False
     trains = all(parameter.requires_grad for parameter in module.parameters())

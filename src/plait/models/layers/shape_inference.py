@@ -6,17 +6,20 @@ does it for the whole model, so sender and receiver agree without asking each ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
 from plait.models.layers.joinable_linears import PartialOutputs, Readers, recording_readers
+from plait.models.layers.layer_sequence import attribute_tensors
+from plait.tensor.call_hooks import call_hooks
 from plait.tensor.layer_values import NamedLayer, Value, leaf_of, map_leaves, map_tensors, tensors_of
 
 
@@ -52,6 +55,8 @@ class LayerInfo:
     """Of the sequence that the layer is given a part of, if it is."""
     returns_parameter: bool = False
     """Whether a tensor of the output is on the memory of one of the layer's parameters."""
+    output_is_kept: bool = False
+    """Whether the output may be read outside of plait: a hook gets it, or the layer sets it as attribute."""
     counting: tuple[str, ...] = ()
     """The buffers and numbers, by name in the layer, that each run in training changes, for any input."""
     readers: tuple[Readers, ...] = ()
@@ -143,7 +148,7 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
 
     Raises ModelError, which names `circumstances`, where the layer does not run.
     """
-    with recording_readers(layer.module) as record:
+    with _recording_hooked_outputs(layer.module) as hooked, recording_readers(layer.module) as record:
         (output, length), writes_input = _run(layer, given.value, given.length, circumstances)
     if writes_input and given.repeats:
         raise ModelError(
@@ -151,12 +156,11 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
             "what one sees of the other's change would depend on the cut, so clone one of them."
         )
     infos = map_tensors(TensorInfo.of, output)
-    own = [one.untyped_storage() for one in layer.module.parameters()]
-    returns_parameter = any(
-        tensor.untyped_storage() is storage for tensor in tensors_of(output) for storage in own
-    )
+    returns_parameter = _share_memory(output, layer.module.parameters())
+    attributes = [one for _, one in attribute_tensors(layer.module)]
+    is_kept = _share_memory(output, [*hooked, *attributes])
     readers = _with_parts(layer, given, infos, record.readers)
-    info = LayerInfo(writes_input, infos, given.length, returns_parameter, readers=readers)
+    info = LayerInfo(writes_input, infos, given.length, returns_parameter, is_kept, readers=readers)
     ids = [id(tensor) for tensor in tensors_of(output)]
     without_graph = map_tensors(Tensor.detach, output)
     return InferredLayer(info, LayerInput(without_graph, length, len(set(ids)) < len(ids))), output
@@ -200,6 +204,28 @@ def _with_parts(
     except Exception:
         return ()
     return parts.readers if repr(map_tensors(TensorInfo.of, output)) == repr(infos) else ()
+
+
+@contextmanager
+def _recording_hooked_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Within the context, record the tensors that modules in `module` return, and hooks of theirs get."""
+    found: list[Tensor] = []
+    handles = [
+        one.register_forward_hook(lambda module, given, output: found.extend(tensors_of(output)))
+        for one in module.modules()
+        if any(register == "register_forward_hook" for register, _ in call_hooks(one))
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _share_memory(output: Value, others: Iterable[Tensor]) -> bool:
+    """Return whether a tensor of `output` is on the memory of one of the others."""
+    storages = [one.untyped_storage() for one in others if one.layout == torch.strided]
+    return any(tensor.untyped_storage() is storage for tensor in tensors_of(output) for storage in storages)
 
 
 def _on_meta(layer: NamedLayer, value: Value, length: int) -> tuple[Value, int]:

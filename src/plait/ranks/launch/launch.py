@@ -5,16 +5,18 @@ from __future__ import annotations
 import atexit
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from plait.errors import MeshError
-from plait.plan.argument_checks import require_choice, require_number, whole
+from plait.plan.argument_checks import require_choice, require_flag, require_number, whole
 from plait.ranks.device import CPU, default_device, finish_queued_work, visible_accelerators
 from plait.ranks.failure.process_watch import OrphanWatch, Watchdog
+from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.launch.elastic.run_elastic import run_elastic
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.launch.rank_threads import run_threads
 from plait.ranks.launch.result_exchange import all_gather_results
@@ -36,6 +38,7 @@ def launch(
     device: str = "auto",
     ranks_as: Literal["processes", "threads"] = "processes",
     ranks_per_gpu: int = 1,
+    elastic: bool | Elastic = False,
 ) -> list[Result]:
     """Call `function(*arguments)` in every rank, within a default process group, and return all results.
 
@@ -45,9 +48,7 @@ def launch(
     there already, such as Ray's, the function is called in that world. Each rank then returns the same list,
     so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run has
     no time limit. A rank whose launcher, or local parent, is gone ends within a second, and says so.
-
-    Classes and functions of a script or notebook are pickled with the function: so workers of a `DataLoader`,
-    which local ranks start by fork on Linux, may use them too.
+    Classes and functions of a script or notebook are pickled with the function.
 
     Args:
         function: called by every rank.
@@ -60,6 +61,8 @@ def launch(
             debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
         ranks_per_gpu: the most ranks that share a GPU, to try a plan without as many; they are spread evenly,
             neighbours on the same, and take turns: times mean nothing. Needs NCCL 2.30 or later.
+        elastic: whether local processes outlive a lost rank: `function` is called again in all of them, and a
+            new one, and goes on from `plait.Snapshots`. An `Elastic` sets spares.
 
     Returns:
         The results, rank 0 first.
@@ -72,20 +75,33 @@ def launch(
     ranks = None if ranks is None else whole("ranks", ranks, MeshError)
     threads = None if threads is None else whole("threads", threads, MeshError)
     ranks_per_gpu = whole("ranks_per_gpu", ranks_per_gpu, MeshError)
-    _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu)
-    call = partial(function, *arguments)
+    _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu, elastic)
+    call, settings = partial(function, *arguments), _elastic_settings(elastic)
     if (inside := current_ranks()) is not None:
         _require_world_inside(inside, ranks, device)
         return _results(inside, call, threads, timeout)
     if (world := find_world()) is not None:
-        _require_agreement(world, ranks, ranks_as)
+        _require_agreement(world, ranks, ranks_as, settings)
         return _run_joined(world, call, threads, timeout, device, ranks_per_gpu)
     ranks = ranks or _default_ranks(device if ranks_as == "processes" else "cpu", ranks_per_gpu)
     threads = threads or max(1, torch.get_num_threads() // ranks)
     if ranks_as == "threads":
         return run_threads(function, arguments, ranks, threads)
-    pool = RankPool(ranks, threads=threads, timeout=timeout, device=device, ranks_per_gpu=ranks_per_gpu)
-    with pool:
+    options = {"threads": threads, "timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
+    return _run_processes(function, arguments, settings, ranks, options)
+
+
+def _run_processes(
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    elastic: Elastic | None,
+    ranks: int,
+    options: Mapping[str, Any],
+) -> list[Result]:
+    """Return the results of a function in processes of this host, which end when one fails, or outlive it."""
+    if elastic is not None:
+        return run_elastic(function, arguments, elastic, ranks=ranks, **options)
+    with RankPool(ranks, **options) as pool:
         return pool.run(function, *arguments, timeout=math.inf)
 
 
@@ -95,7 +111,7 @@ def _default_ranks(device: str, ranks_per_gpu: int) -> int:
 
 
 def _require_arguments(
-    function: object, timeout: object, device: object, ranks_as: object, ranks_per_gpu: int
+    function: object, timeout: object, device: object, ranks_as: object, ranks_per_gpu: int, elastic: object
 ) -> None:
     """Raise MeshError for an argument of `launch` of another type, or out of range."""
     if not callable(function):
@@ -105,17 +121,32 @@ def _require_arguments(
     require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)
     if ranks_as == "threads" and device == "cuda":
         raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
+    if ranks_as == "threads" and elastic:
+        raise MeshError("elastic ranks are processes: leave elastic out, or ranks_as.")
     if ranks_per_gpu != 1 and (ranks_as == "threads" or device == "cpu"):
         raise MeshError(
             f"ranks_per_gpu is {ranks_per_gpu}, and the ranks were asked to run on the CPU: leave it out."
         )
 
 
-def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
+def _elastic_settings(elastic: object) -> Elastic | None:
+    """Return the settings that `elastic` stands for, or None for False. Raises MeshError for another type."""
+    if isinstance(elastic, Elastic):
+        return elastic
+    require_flag("elastic, unless it is an Elastic,", elastic, MeshError)
+    return Elastic() if elastic else None
+
+
+def _require_agreement(world: World, ranks: int | None, ranks_as: str, elastic: Elastic | None) -> None:
     if ranks_as == "threads":
         raise MeshError(
             f"{world.launcher} started {world.world_size} processes: start the program without it to have "
             "threads as ranks."
+        )
+    if elastic is not None:
+        raise MeshError(
+            f"{world.launcher} started this process, and plait restarts its own ranks only: start the "
+            "program without it, or leave elastic out (torchrun --max-restarts restarts all ranks)."
         )
     if ranks not in (None, world.world_size):
         raise MeshError(

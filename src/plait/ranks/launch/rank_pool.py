@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import multiprocessing
 import os
 import pickle
 import select
-import sys
 import tempfile
 import time
 import weakref
@@ -20,10 +18,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
-from plait.errors import MeshError, PlaitError, RankError
+from plait.errors import MeshError, RankError
 from plait.ranks.failure.failure_log import RankFailure, from_exit, root_cause
 from plait.ranks.launch.fork_server import start_process
-from plait.ranks.launch.rank_process import END, STACK_SIGNAL, RankJob, dumps_call, serve, stack_file
+from plait.ranks.launch.rank_job import RankJob, pickled_call, stack_file, unpickled_result
+from plait.ranks.launch.rank_process import END, STACK_SIGNAL, serve
 from plait.ranks.rank_device import newer_nccl
 from plait.ranks.world import World
 
@@ -116,7 +115,7 @@ class RankPool:
         count = self.ranks if ranks is None else ranks
         if count < 1:
             raise MeshError(f"{count} ranks were asked for: give at least 1.")
-        call = _pickled(function, arguments)
+        call = pickled_call(function, arguments)
         with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as folder:
             try:
                 if not self._children:
@@ -129,7 +128,7 @@ class RankPool:
                 for rank, child in children.items():
                     child.send(self._job(call, folder, rank, count))
                 results = _collect(children, folder, self.timeout if timeout is None else timeout)
-                return [_unpickled(results[rank], rank) for rank in range(count)]
+                return [unpickled_result(results[rank], rank) for rank in range(count)]
             except BaseException:  # Ctrl-C too
                 self.close()
                 raise
@@ -150,31 +149,15 @@ class RankPool:
             child.connection.close()
 
     def _job(self, call: bytes, folder: str, rank: int, count: int) -> RankJob:
-        return RankJob(
-            call=call,
-            world=World(rank, count, rank, count, "plait", f"file://{folder}/store"),
-            folder=folder,
-            environment=dict(os.environ),
-            directory=os.getcwd(),
-            path=list(sys.path),
-            main_file=getattr(sys.modules["__main__"], "__file__", None),
-            start_method=_start_method(),
+        return RankJob.of_this_process(
+            call,
+            World(rank, count, rank, count, "plait", f"file://{folder}/store"),
+            folder,
             threads=self.threads,
             timeout=self.timeout,
             device=self.device,
             ranks_per_gpu=self.ranks_per_gpu,
         )
-
-
-def _start_method() -> str:
-    """Return the start method for processes that ranks start, such as workers of a `DataLoader`.
-
-    The default is fork where that is safe: forked processes have the classes of the caller's main module,
-    which a new process could not import.
-    """
-    default = multiprocessing.get_all_start_methods()[0]
-    chosen = multiprocessing.get_start_method(allow_none=True) or default
-    return "fork" if chosen == default and sys.platform == "linux" else chosen
 
 
 def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
@@ -230,24 +213,3 @@ def _others(waiting: Mapping[int, _RankHandle], finished: list[int], folder: str
 def _written(folder: str, rank: int) -> str:
     file = stack_file(folder, rank)
     return file.read_text() if file.exists() else ""
-
-
-def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    try:
-        return dumps_call((function, arguments))
-    except Exception as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise PlaitError(
-            f"the function {name} or its arguments cannot be sent to the ranks ({error}): "
-            "build what cannot be pickled inside the function."
-        ) from error
-
-
-def _unpickled(result: bytes, rank: int) -> Any:
-    try:
-        return pickle.loads(result)
-    except Exception as error:
-        raise PlaitError(
-            f"rank {rank}'s result cannot be read here ({type(error).__name__}: {error}): "
-            "return numbers, text, tensors and containers of them."
-        ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import io
 import multiprocessing
 import os
 import pickle
@@ -15,132 +14,36 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-import cloudpickle
 import numpy
 import torch
-from torch import Tensor
 
-from plait.errors import ModelError, PlaitError
-from plait.ranks.device import finish_queued_work
+from plait.errors import PlaitError
+from plait.ranks.device import finish_queued_work, has_used_accelerator
 from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.process_watch import end_orphan, end_process
-from plait.ranks.gradient_hook_detection import first_gradient_hook
+from plait.ranks.launch.rank_connections import shut_connections
+from plait.ranks.launch.rank_job import RankJob, dumps_result, loads_call, stack_file
 from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.rank_device import explained_sharing
-from plait.ranks.world import World
-
-FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function and its arguments."""
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, which also records the objects of the main module that it pickles by value."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.of_main: dict[str, Any] = {}
-
-    def reducer_override(self, thing: Any) -> Any:
-        """Called by `pickle` for each object: note objects of the main module, pickled by value.
-
-        Raises ModelError for a tensor with hooks on its gradient, which the pickled one would not have.
-        """
-        hook = first_gradient_hook({"": thing}) if isinstance(thing, Tensor) else None
-        if hook is not None:
-            raise ModelError(
-                f"a tensor {list(thing.shape)} has a hook of {hook[1]}, which would not reach the ranks' "
-                "processes: register it in the function that the ranks run."
-            )
-        if _is_in_main(thing):
-            outermost = thing.__qualname__.partition(".")[0]
-            self.of_main[outermost] = getattr(sys.modules["__main__"], outermost)
-            self.of_main.setdefault(thing.__name__, thing)  # cloudpickle forgets where a class was nested
-        return super().reducer_override(thing)
-
-
-def dumps_call(call: FunctionCall) -> bytes:
-    """Return a pickled call; classes and functions of the main module are included by value.
-
-    Raises the errors of `cloudpickle` for objects that cannot be pickled.
-    """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(call)
-    pickler.dump(dict(pickler.of_main))  # the same objects, since a pickler keeps a memo
-    return file.getvalue()
-
-
-def loads_call(data: bytes) -> FunctionCall:
-    """Return the call in `data`, and define in this main module the classes and functions that it needs.
-
-    `pickle` looks them up there by name: when a worker of a `DataLoader` sends a batch of a class of the main
-    module, or when `torch.save` writes a model.
-    """
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    call: FunctionCall = unpickler.load()
-    vars(sys.modules["__main__"]).update(unpickler.load())
-    return call
-
-
-def dumps_result(result: object, rank: int) -> bytes:
-    """Return a rank's result as bytes. Raises `PlaitError` where it cannot be pickled."""
-    try:
-        data: bytes = cloudpickle.dumps(result)
-    except Exception as error:
-        raise PlaitError(
-            f"rank {rank}'s result, of type {type(result).__name__}, cannot be sent to other processes "
-            f"({error}): return numbers, text, tensors and containers of them."
-        ) from error
-    return data
-
-
-def _is_in_main(thing: Any) -> bool:
-    """Return whether `thing` is a class or function that `pickle` finds by name in the main module."""
-    if getattr(thing, "__module__", None) != "__main__" or not hasattr(thing, "__qualname__"):
-        return False
-    try:
-        return attrgetter(thing.__qualname__)(sys.modules["__main__"]) is thing
-    except AttributeError:
-        return False
-
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its stack to its stack file, even while it is blocked in C++."""
 STOP_SIGNAL = signal.SIGUSR1
 """Requests a graceful stop; blocked until the function installs a handler."""
 END = None
-"""Sent by a pool, in place of a job, to end a rank process."""
-
-
-@dataclass(frozen=True)
-class RankJob:
-    """A function call for one rank, with the settings of the parent process that it may depend on."""
-
-    call: bytes  # the function and its arguments, pickled
-    world: World
-    folder: str  # of this run only: for the rendezvous and the stack files
-    environment: dict[str, str]
-    directory: str
-    path: list[str]
-    main_file: str | None  # of the main module, which processes started by the rank import
-    start_method: str  # of multiprocessing in the rank
-    threads: int
-    timeout: float
-    device: str
-    ranks_per_gpu: int = 1
-
-
-def stack_file(folder: str, rank: int) -> Path:
-    """Return the file to which a rank writes its stack on `STACK_SIGNAL` or when it crashes."""
-    return Path(folder, f"stack-{rank}")
+"""Sent by the parent, in place of a job, to end a rank process."""
+STOP = "stop"
+"""Sent by a supervisor to end the job that runs: waits for other ranks raise errors from then on."""
+READY = "ready"
+"""Sent by a rank that has failed, once it has left its world and can take another job."""
+_SECONDS_TO_LEAVE = 2.0
+_SECONDS_WITH_STORE = 1.0
+_STOP_PERIOD = 0.01
+"""Seconds between two times that connections are shut: the job may open others."""
 
 
 def serve(connection: Connection) -> None:
@@ -159,26 +62,46 @@ def serve(connection: Connection) -> None:
     arguments = (connection, jobs, busy)
     threading.Thread(target=_listen, args=arguments, name="plait-parent", daemon=True).start()
     while True:
-        report = _run(jobs.get())
+        job = jobs.get()
+        report = _run(job)
         sys.stdout.flush()
         sys.stderr.flush()
         data = pickle.dumps(report)
-        busy.clear()  # before the parent receives it, and may end
+        has_to_leave = job.goes_on and isinstance(report, RankFailure)
+        if not has_to_leave:
+            busy.clear()  # before the parent receives it, and may end
         with suppress(OSError):  # the parent is gone: `_listen` ends this process
             connection.send_bytes(data)
+            if has_to_leave:
+                _leave_failed_world()
+                busy.clear()
+                connection.send_bytes(pickle.dumps(READY))
+
+
+def _leave_failed_world() -> None:
+    """Leave the world after a failure, and free what the job has made; end this process if that is not done.
+
+    A GPU may still wait for a lost rank: then too.
+    """
+    if has_used_accelerator() or not leave_world(_SECONDS_TO_LEAVE):
+        end_process(1)
+    gc.collect()
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:
-    """Receive jobs; on `END`, or when the parent is gone, end this process, even while a job runs.
+    """Receive jobs; on `STOP` end the one that runs; on `END`, or when the parent is gone, this process.
 
     The connection is closed when the parent is gone, since only it holds the other end.
     """
     job: RankJob | None = None
     try:
         while True:
-            message: RankJob | None = pickle.loads(connection.recv_bytes())
+            message: RankJob | str | None = pickle.loads(connection.recv_bytes())
             if message is END:
                 end_process(0)
+            if isinstance(message, str):
+                _shut_until_ready(connection, busy, None if job is None else job.world.port)
+                continue
             job = message
             busy.set()
             jobs.put(job)
@@ -187,6 +110,16 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
             shutil.rmtree(job.folder, ignore_errors=True)
             end_orphan(f"rank {job.world.rank}: the process that started it is gone")
         end_process(1)
+
+
+def _shut_until_ready(connection: Connection, busy: threading.Event, store_port: int | None) -> None:
+    """Shut the connections to other ranks, again and again, until the job has ended or a message comes.
+
+    At first not those to the store, where ranks look up which one failed first.
+    """
+    began = time.monotonic()
+    while busy.is_set() and not connection.poll(_STOP_PERIOD):
+        shut_connections(store_port if time.monotonic() - began < _SECONDS_WITH_STORE else None)
 
 
 def _run(job: RankJob) -> bytes | RankFailure:

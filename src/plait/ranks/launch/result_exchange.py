@@ -24,7 +24,7 @@ import torch
 from plait.errors import CommunicationError, PlaitError, listed
 from plait.ranks import json_values
 from plait.ranks.json_values import NotPlainError
-from plait.ranks.launch.rank_process import dumps_result
+from plait.ranks.launch.rank_job import dumps_result
 from plait.ranks.transport.interface import Transport
 
 SECRET = "PLAIT_SECRET"

@@ -13,7 +13,8 @@ What is added, and where:
 
 The gather of a layer's parameters starts before the previous layer runs, so at most two layers' parameters
 are whole at once. `W` needs no parameters: only `F`, `I` and `B` use them. All ranks of a
-stage run the same program, so they gather in the same order and cannot deadlock.
+stage run the same program, so they gather in the same order and cannot deadlock. Scales of matrices that are
+gathered in float8 are computed once, at the start: parameters do not change within a step.
 
 Reductions come directly after the last weight gradient of a unit:
 
@@ -44,6 +45,7 @@ from plait.schedules.lowering.program import (
     AwaitReceive,
     AwaitScatter,
     ComputeLoss,
+    ComputeScales,
     Finish,
     GatherParameters,
     Instruction,
@@ -150,7 +152,8 @@ def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
         return program
     following, ahead = _later_uses(uses)
     whole, awaited = set[str](), set[str]()
-    gathered: list[Instruction] = []
+    scales = any(spec.timing_of(unit).scales for use in uses.values() for unit in use.units)
+    gathered: list[Instruction] = [ComputeScales()] if scales else []
 
     def gather(units: Iterable[str]) -> None:
         gathered.extend(GatherParameters(unit) for unit in units if unit not in whole)

@@ -147,17 +147,28 @@ class ReduceGradient(UnitInstruction):
 
 
 @dataclass(frozen=True)
+class ComputeScales:
+    """First instruction of a step with matrices that are gathered in float8: compute a scale for each.
+
+    From its largest value, all-reduced over the ranks that hold parts of it.
+    """
+
+    verb: ClassVar = "compute scales"
+
+
+@dataclass(frozen=True)
 class Finish:
     """Last instruction of a step: wait for all sends and reductions that are still pending."""
 
     verb: ClassVar = "finish"
 
 
-Instruction: TypeAlias = ActionInstruction | UnitInstruction | Finish
+Instruction: TypeAlias = ActionInstruction | UnitInstruction | ComputeScales | Finish
 Program: TypeAlias = tuple[Instruction, ...]
 INSTRUCTION_TYPES: tuple[type[Instruction], ...] = (
     *ActionInstruction.__subclasses__(),
     *UnitInstruction.__subclasses__(),
+    ComputeScales,
     Finish,
 )
 """The class of each instruction."""
@@ -190,7 +201,7 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
 
 
 def _name(instruction: Instruction) -> str:
-    if isinstance(instruction, Finish):
+    if isinstance(instruction, ComputeScales | Finish):
         return instruction.verb
     if isinstance(instruction, UnitInstruction):
         return f"{instruction.verb} {instruction.unit or 'the model'}"

@@ -194,6 +194,8 @@ class CutSimulation:
 
     costs: LayerCosts
     schedule: Schedule
+    factors: tuple[float, ...] | None = None
+    """Of each stage: how many times as long its rank takes for its layers; None: all ranks are alike."""
 
     def makespan(self, cut: Sequence[int]) -> int:
         """Return the makespan, as an integer, of stages with these numbers of layers (`cut`)."""
@@ -227,7 +229,13 @@ class CutSimulation:
             [whole[stop] - whole[start] for start, stop in bounds] for whole in self._sums
         )
         message = self._on_grid(self.costs.message)
-        return [time + message for time in forward], [time + message for time in inputs], weights
+        sent = [time + message for time in forward], [time + message for time in inputs], weights
+        if self.factors is None:
+            return sent
+        forward, inputs, weights = (
+            [round(time * factor) for time, factor in zip(each, self.factors, strict=True)] for each in sent
+        )
+        return forward, inputs, weights
 
     @cached_property
     def _ranks(self) -> list[_RankActions]:
@@ -317,13 +325,53 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
     best = balance(costs.total, schedule.stages)
     if schedule.stages == 1:
         return best
-    simulation = CutSimulation(costs, schedule.split_backward)
+    return _improved(best, CutSimulation(costs, schedule.split_backward), farthest=1)
+
+
+def fastest_cut_of_unlike_ranks(
+    costs: LayerCosts, schedule: Schedule, factors: Sequence[float], now: StageCut
+) -> StageCut:
+    """Return the layers per stage with the shortest simulated step of ranks that differ in speed.
+
+    `factors`: how many times as long each rank takes for a layer as `costs` say. The local search of
+    `fastest_cut`, here over any two stages, starts from `now`, and from the cut whose slowest stage takes the
+    least time.
+    """
+    of_stages = tuple(factors[rank] for rank in schedule.rank_of)
+    simulation = CutSimulation(costs, schedule.split_backward, of_stages)
+    starts = (now, _even_cut_of_unlike_stages(costs.total, of_stages))
+    found = (_improved(start, simulation, farthest=schedule.stages) for start in starts)
+    return min(found, key=simulation.makespan)
+
+
+def _even_cut_of_unlike_stages(costs: Sequence[float], factors: Sequence[float]) -> StageCut:
+    """Return the layers per stage for which the largest of factor times cost is least."""
+    total = list(accumulate(costs, initial=0.0))
+    found: dict[int, tuple[float, StageCut]] = {0: (0.0, ())}
+    """By the number of layers of the stages so far: the least largest of them, and their cut."""
+    for stages_left, factor in zip(reversed(range(len(factors))), factors, strict=True):
+        found = {
+            stop: min(
+                (max(largest, factor * (total[stop] - total[start])), (*cut, stop - start))
+                for start, (largest, cut) in found.items()
+                if start < stop
+            )
+            for stop in range(min(found) + 1, len(total) - stages_left)
+        }
+    return found[len(costs)][1]
+
+
+def _improved(best: StageCut, simulation: CutSimulation, *, farthest: int) -> StageCut:
+    """Return a cut from which no move of one layer makes the simulated step shorter, starting from `best`.
+
+    `farthest`: how far apart the two stages may be of which one gets a layer more, and the other one less.
+    """
     left = MOST_ACTIONS // sum(len(actions) for actions in simulation.schedule.actions)
     makespan = simulation.makespan(best)
     improved = True
     while improved:
         improved = False
-        for cut in _neighbours(best):
+        for cut in _neighbours(best, farthest):
             left -= 1
             if left < 0:
                 return best
@@ -335,12 +383,13 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
     return best
 
 
-def _neighbours(cut: StageCut) -> Iterator[StageCut]:
-    """Yield every cut into stages that differs from `cut` by one boundary moved by one layer."""
-    for stage in range(len(cut) - 1):
-        for step in (1, -1):
-            moved = list(cut)
-            moved[stage] += step
-            moved[stage + 1] -= step
-            if min(moved) > 0:
-                yield tuple(moved)
+def _neighbours(cut: StageCut, farthest: int) -> Iterator[StageCut]:
+    """Yield the cuts in which one stage has a layer more and another one less, at most so far apart."""
+    for distance in range(1, min(farthest, len(cut) - 1) + 1):
+        for stage in range(len(cut) - distance):
+            for step in (1, -1):
+                moved = list(cut)
+                moved[stage] += step
+                moved[stage + distance] -= step
+                if min(moved) > 0:
+                    yield tuple(moved)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.tensor.autograd.cast_inputs import carrier_like, sum_of_gradients
 from plait.tensor.autograd.regather import Gather
 
 Operation = Callable[[Tensor], Tensor]
@@ -165,17 +166,42 @@ class LayerTrace:
         None returns the tensor as it is. `writes`: `forward` may write to its input. `regather`: the gather
         that `forward` is, if weight gradients are to gather its result again.
         """
-        numbers: list[int | None] = []
-        for operation in (forward, backward):
-            numbers.append(None if operation is None else len(self.operations))
-            if operation is not None:
-                self.operations.append(operation)
-        if writes and numbers[0] is not None:
-            self.writes.add(numbers[0])
-        if regather is not None and numbers[0] is not None:
-            self.gathers[numbers[0]] = regather
+        numbers = self._numbers(forward, backward, writes=writes, regather=regather)
         recorded: Tensor = _Recorded.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]
         return recorded
+
+    def record_with_carrier(
+        self,
+        input: Tensor,
+        shape: Sequence[int],
+        forward: Operation | None,
+        backward: Operation | None,
+        *,
+        writes: bool = False,
+        regather: Gather | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Record as `record`; return also a carrier of the result, by which it gets wide gradients."""
+        numbers = self._numbers(forward, backward, writes=writes, regather=regather)
+        made: tuple[Tensor, Tensor]
+        made = _RecordedWithCarrier.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]
+        return made
+
+    def numbers(self, *operations: Operation) -> tuple[int, ...]:
+        """Record operations, and return the numbers by which `EAGER_OPERATION` calls them."""
+        first = len(self.operations)
+        self.operations += operations
+        return tuple(range(first, len(self.operations)))
+
+    def _numbers(
+        self, forward: Operation | None, backward: Operation | None, *, writes: bool, regather: Gather | None
+    ) -> tuple[int | None, int | None]:
+        (there,) = (None,) if forward is None else self.numbers(forward)
+        (back,) = (None,) if backward is None else self.numbers(backward)
+        if writes and there is not None:
+            self.writes.add(there)
+        if regather is not None and there is not None:
+            self.gathers[there] = regather
+        return there, back
 
     def dropout_mask(self, module: nn.Module, shape: Sequence[int], device: torch.device) -> Tensor:
         """Record a dropout's call, and return a tensor in place of its mask: bool, of `shape`."""
@@ -229,6 +255,23 @@ class _Recorded(torch.autograd.Function):
         if ctx.back is not None:
             gradient = EAGER_OPERATION(gradient, ctx.back, ctx.shape)
         return gradient, None, None, None
+
+
+class _RecordedWithCarrier(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, shape: tuple[int, ...], there: int | None, back: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.back, ctx.shape, ctx.dtype = back, tuple(input.shape), input.dtype
+        result: Tensor = input.view_as(input) if there is None else EAGER_OPERATION(input, there, shape)
+        return result, carrier_like(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        total = sum_of_gradients(*gradients)
+        found = None if total is None else EAGER_OPERATION(total, ctx.back, ctx.shape).to(ctx.dtype)
+        return found, None, None, None
 
 
 class _RecordedCall(torch.autograd.Function):

@@ -22,6 +22,7 @@ differ.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
+from plait.tensor.autograd.cast_inputs import CastInputs, carrier_like, sum_of_gradients
 from plait.tensor.autograd.eager_operations import TRACE, Operation
 from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
@@ -48,10 +50,13 @@ _ENTERS = "enter a region (mend what differs before it: random numbers, paramete
 """The operation's name in the error of `require_same_bits`."""
 
 
-def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor:
+def copy(
+    tensor: Tensor, group: Group, overlap: Overlap | None = None, inputs: CastInputs | None = None
+) -> Tensor:
     """Return `tensor` unchanged; in the backward its gradient is all-reduced over `group`.
 
-    `overlap` runs during that sum. Communication: backward, one all-reduce.
+    `overlap` runs during that sum. `inputs` registers a carrier of the result, by which float8 linears give
+    gradients in a wide dtype: the sum is then in that dtype. Communication: backward, one all-reduce.
     """
     backward = partial(_sum, group, overlap)
     if TRACE.get() is not None:
@@ -59,7 +64,7 @@ def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor
     require_same_bits(tensor, group, _ENTERS)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    return _paired("copy", tensor, group, None, backward)
+    return _paired("copy", tensor, group, None, backward, inputs=inputs)
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
@@ -94,15 +99,18 @@ def gather_in(
     size: int,
     overlap: Overlap | None = None,
     registry: GatherRegistry | None = None,
+    inputs: CastInputs | None = None,
 ) -> Tensor:
     """Return the ranks' parts concatenated along `dim` to `size`; the gradient is reduce-scattered.
 
     `overlap` runs during the reduce-scatter. `registry` records the all-gather, so that linears save only
-    the part. Communication: one all-gather; backward, one reduce-scatter.
+    the part. `inputs`: as for `copy`. Communication: one all-gather; backward, one reduce-scatter.
     """
     gather, reduce_scattered = Gather(group, dim, size), partial(_reduce_scattered, group, dim, overlap)
     again = None if registry is None else gather
-    result = _paired("gather_in", part, group, gather.whole, reduce_scattered, dim, size, regather=again)
+    result = _paired(
+        "gather_in", part, group, gather.whole, reduce_scattered, dim, size, regather=again, inputs=inputs
+    )
     if registry is not None and result is not part and TRACE.get() is None:
         registry.add(result, part, gather)
     return result
@@ -117,6 +125,43 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
     whole = partial(_registered_whole, Gather(group, dim, tensor.shape[dim]), registry)
     reduce_scattered = partial(_reduce_scattered, group, dim, None)
     return _paired("scatter_out", tensor, group, reduce_scattered, whole, dim, _own_size(tensor, group, dim))
+
+
+@dataclass(frozen=True)
+class SumOfSummands:
+    """How the ranks' summands become a sum, or each rank's part of it along `dim`, without a graph."""
+
+    group: Group
+    dim: int | None
+    size: int
+    """That of the sum along `dim`."""
+    registry: GatherRegistry | None = None
+    """Records the all-gather of the gradient, so that linears save only a part of it."""
+
+    def total(self, summand: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, written to `summand`, or this rank's part of it.
+
+        Communication: one all-reduce, or one reduce-scatter.
+        """
+        if self.dim is None:
+            return _sum_in_place(self.group, summand)
+        return _reduce_scattered(self.group, self.dim, None, summand)
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of each summand, given that of what `total` returned.
+
+        Communication: none, or one all-gather.
+        """
+        if self.dim is None:
+            return gradient
+        return _registered_whole(Gather(self.group, self.dim, self.size), self.registry, gradient)
+
+    def shape(self, summand: Tensor) -> list[int]:
+        """Return the shape of what `total` returns."""
+        shape = list(summand.shape)
+        if self.dim is not None:
+            shape[self.dim] = _own_size(summand, self.group, self.dim)
+        return shape
 
 
 def to_parts(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -198,11 +243,12 @@ def _paired(
     *,
     writes: bool = False,
     regather: Gather | None = None,
+    inputs: CastInputs | None = None,
 ) -> Tensor:
     """Return `forward(tensor)`, whose gradient passes through `backward`; for one rank, `tensor` itself.
 
     None for one of the two: nothing. The result has `size` elements along `dim`, by default as many as
-    `tensor`. `writes`: `forward` may write to it. `regather`: see `LayerTrace.record`.
+    `tensor`. `writes`: `forward` may write to it. `regather`: see `LayerTrace.record`. `inputs`: see `copy`.
     """
     if group.size == 1:
         return tensor
@@ -210,7 +256,16 @@ def _paired(
     if trace is not None:
         shape = list(tensor.shape)
         shape[dim] = shape[dim] if size is None else size
-        return trace.record(tensor, shape, forward, backward, writes=writes, regather=regather)
+        options: Any = {"writes": writes, "regather": regather}
+        if inputs is None:
+            return trace.record(tensor, shape, forward, backward, **options)
+        result, carrier = trace.record_with_carrier(tensor, shape, forward, backward, **options)
+        inputs.enter(result, carrier)
+        return result
+    if inputs is not None and torch.is_grad_enabled():
+        result, carrier = _PairedWithCarrier.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+        inputs.enter(result, carrier)
+        return result  # type: ignore[no-any-return]
     return tag(_Paired.apply(tensor, forward, backward), _TAG, collective)  # type: ignore[no-untyped-call]
 
 
@@ -234,3 +289,23 @@ class _Paired(torch.autograd.Function):
                 "derivative, so take first-order gradients only."
             )
         return gradient if ctx.gradient_of is None else ctx.gradient_of(gradient), None, None
+
+
+class _PairedWithCarrier(torch.autograd.Function):
+    """Autograd function as `_Paired`, also of a carrier of the result, whose gradient is in a wide dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Operation | None, backward: Operation
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.gradient_of, ctx.dtype = backward, tensor.dtype
+        result = tensor.view_as(tensor) if forward is None else forward(tensor)
+        return result, carrier_like(result)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor | None, of_carrier: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        summand = sum_of_gradients(gradient, of_carrier)
+        return None if summand is None else ctx.gradient_of(summand).to(ctx.dtype), None, None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.regather import GatherRegistry
 from plait.tensor.autograd.torch_calls import add_each
 
@@ -61,6 +62,8 @@ class WeightGradientQueue:
     """Those of them whose buffers hold nothing of this step yet, nor zeros."""
     gathered: GatherRegistry = field(default_factory=GatherRegistry)
     """The linears' inputs and output gradients that are gathered again for their weight gradients."""
+    inputs: CastInputs = field(default_factory=CastInputs)
+    """The inputs of the running layer that its float8 linears have cast."""
 
     def add(self, work: WeightWork) -> None:
         """Queue the computation of one weight gradient, compute it at once, or drop it, as `mode` says."""

@@ -25,9 +25,13 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlanError
 from plait.plan.layout.layout import Layout, divide
 from plait.ranks.group import Group
+from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.deferred_weight_gradients import linear
+from plait.tensor.autograd.float8_linear import float8_linear
+from plait.tensor.autograd.float8_operands import LinearCasts
 from plait.tensor.autograd.paired_collectives import (
     Overlap,
+    SumOfSummands,
     copy,
     gather,
     gather_in,
@@ -58,20 +62,28 @@ class RegionBoundary:
     registry: GatherRegistry | None = None
     """Records gathered inputs and gradients, so that they are gathered again for weight gradients; None: they
     are saved."""
+    inputs: CastInputs | None = None
+    """Of the layer's float8 linears, which give gradients of entered tensors in a wide dtype; None: it has
+    none."""
     length: int = 0
     """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return the input of the region's first linears: `tensor`, or if it is a sequence part all parts."""
         if self.dim is None:
-            return copy(tensor, self.group, self.overlap)
-        return gather_in(tensor, self.group, self.dim, self.length, self.overlap, self.registry)
+            return copy(tensor, self.group, self.overlap, self.inputs)
+        return gather_in(tensor, self.group, self.dim, self.length, self.overlap, self.registry, self.inputs)
 
     def leave(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, or this rank's part of the sum. May write to `tensor`."""
         if self.dim is None:
             return reduce(tensor, self.group)
         return scatter_out(tensor, self.group, self.dim, self.registry)
+
+    def sum_of(self, summand: Tensor) -> SumOfSummands:
+        """Return what `leave` does to a tensor of the sequence length of `summand`, without a graph."""
+        size = 0 if self.dim is None else summand.shape[self.dim]
+        return SumOfSummands(self.group, self.dim, size, self.registry)
 
     def part(self, size: int) -> DimPart:
         """Return this rank's range of the sequence. ModelError unless `size` is its length."""
@@ -94,6 +106,10 @@ class _ParallelLinear(nn.Module):
     """Whether the weight is `[in, out]`."""
     group: Group
     queue: WeightGradientQueue | None = None
+    casts: LinearCasts | None = None
+    """How its operands are cast to float8; None: they are not."""
+    weight_scale: Tensor | None
+    """With `casts`: the scale of a weight that is in float8 already; None: it is cast."""
     boundary: RegionBoundary
     """The boundary of the linear's region."""
     layouts: dict[str, Layout]
@@ -158,12 +174,15 @@ class ColumnParallelLinear(_ParallelLinear):
     @property
     def is_product_of_input(self) -> bool:
         """Whether `forward` is a plain linear of its input, without collectives or a transpose."""
-        return not (self.enters or self.gather_output or self.transposed)
+        return not (self.enters or self.gather_output or self.transposed or self.casts)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with this rank's rows of the weight, plus their bias."""
         entered = self.boundary.enter(input) if self.enters else input
-        output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
+        if self.casts is None:
+            output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
+        else:
+            output = float8_linear(self, entered, self.queue, is_transposed=self.transposed)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -203,8 +222,12 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with this rank's columns of the weight, summed over the group, plus the bias."""
         part = input if self.input_is_parallel else split(input, self.group, -1)
-        product = linear(part, self.weight, None, self.queue, transposed=self.transposed)
-        output = self.boundary.leave(product)
+        if self.casts is None:
+            product = linear(part, self.weight, None, self.queue, transposed=self.transposed)
+            output = self.boundary.leave(product)
+        else:
+            options: Any = {"is_transposed": self.transposed, "output_sum": self.boundary.sum_of(part)}
+            output = float8_linear(self, part, self.queue, **options)
         return output if self.bias is None else output.add_(self.bias)
 
     def extra_repr(self) -> str:

@@ -17,7 +17,10 @@ from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.errors import NonFiniteError
 from plait.ranks.launch.rank_pool import RankPool
 
-TIMES = ("step_seconds", "data_seconds", "tokens_per_second", "peak_memory_bytes", "cpu_utilization")
+TIMES = (
+    *("step_seconds", "data_seconds", "tokens_per_second", "peak_memory_bytes", "cpu_utilization"),
+    *("slowest_rank", "slowness"),
+)
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.pipeline.loss_stage import LossStage, OverwritingLossStage
 from plait.errors import ModelError
+from plait.tensor.cross_entropy_in_place import CrossEntropyInPlace
+from plait.tensor.losses import cross_entropy
 
 
 class SquaredError:
@@ -117,3 +120,33 @@ def test_a_total_that_is_no_scalar_is_refused(total: object, told: str) -> None:
     end.begin([None], None)
     with pytest.raises(ModelError, match=rf"loss\.total gave {told}: give the summed loss as a 0-d tensor"):
         end.compute(0, torch.zeros(3))
+
+
+def test_the_gradient_of_a_cross_entropy_takes_the_place_of_the_logits() -> None:
+    end = OverwritingLossStage(CrossEntropyInPlace(cross_entropy, None))
+    logits = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 1])
+    expected = functional.cross_entropy(logits, targets, reduction="sum")
+    (wanted,) = torch.autograd.grad(expected, [logits])
+    end.begin([targets], torch.tensor(0.5))
+    with torch.no_grad():
+        end.compute(0, logits)
+    assert torch.allclose(end.total(0), expected)
+    assert logits.tolist() == [[1, 2], [3, 5]]
+    end.compute(0, logits)
+    assert torch.allclose(end.total(0), expected)
+    (gradient,) = end.seed(0)
+    assert gradient is not None
+    assert torch.allclose(gradient, wanted / 2)
+    assert gradient.data_ptr() == logits.data_ptr()
+    with pytest.raises(KeyError):
+        end.seed(0)
+
+
+def test_a_cross_entropy_of_a_frozen_model_leaves_the_logits() -> None:
+    end = OverwritingLossStage(CrossEntropyInPlace(cross_entropy, None))
+    end.begin([torch.tensor([1])], torch.tensor(0.5))
+    frozen = torch.tensor([[1.0, 2.0]])
+    end.compute(0, frozen)
+    assert end.seed(0) == [None]
+    assert frozen.tolist() == [[1, 2]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from plait.plan.parameter_units import ModelParameter, kind_of, resolve_units
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
 from plait.ranks.mesh import Mesh
+from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import named_dtype
 
 CPU = torch.device("cpu")
@@ -46,7 +47,12 @@ class Case:
     layouts: Mapping[str, Layout]
 
     def make(
-        self, at: Mapping[str, int], shard_group: Group, rest: Group, stages: tuple[int, ...] = (0,)
+        self,
+        at: Mapping[str, int],
+        shard_group: Group,
+        rest: Group,
+        stages: tuple[int, ...] = (0,),
+        tp_group: Group | None = None,
     ) -> dict[str, Unit]:
         """The units of the rank at a coordinate, all of whose `stages` use them."""
         parameters = dict(self.model.named_parameters())
@@ -60,6 +66,8 @@ class Case:
             coordinate=at,
             shard_groups={kind_of(Plan(dp=2, strategy="full")).sharded_over: shard_group},
             replica_groups=dict.fromkeys(parameters, rest),
+            linears=None if self.plan.linears is None else RECIPES[self.plan.linears],
+            tp_group=tp_group or group_of(name="tp"),
             value_of=value_of,
         )
         return {name: factory.build(name, specs, stages) for name, specs in self.buffer_specs.items()}
@@ -71,8 +79,10 @@ class Case:
 
     def make_on(self, mesh: Mesh, *, messages: bool = False) -> dict[str, Unit]:
         """Those of this rank of a mesh; with `messages` as if its ranks were on several hosts."""
-        groups = [mesh.group("shard"), mesh.group(kind_of(self.plan).reduced_over)]
-        return self.make(mesh.coordinate, *(map(over_messages, groups) if messages else groups))
+        shard_group, rest = mesh.group("shard"), mesh.group(kind_of(self.plan).reduced_over)
+        if messages:
+            shard_group, rest = over_messages(shard_group), over_messages(rest)
+        return self.make(mesh.coordinate, shard_group, rest, tp_group=mesh.group("tp"))
 
 
 def over_messages(group: Group) -> Group:
@@ -82,8 +92,11 @@ def over_messages(group: Group) -> Group:
     return replace(group, transport=group.transport.over_torch())
 
 
-def case_of(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Case:
-    """The buffers of `model`; the parameters `cut` are shared out by rows over `tp`."""
+def case_of(model: nn.Module, plan: Plan, cut: Iterable[str] = (), scaled: Collection[str] = ()) -> Case:
+    """The buffers of `model`; the parameters `cut` are shared out by rows over `tp`.
+
+    Linears cast the parameters `scaled` to float8.
+    """
     parameters = dict(model.named_parameters())
     axes = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
     whole = {
@@ -95,7 +108,9 @@ def case_of(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Case:
         for child, module in model.named_children()
     }
     known = {
-        name: ModelParameter(named_dtype(one.dtype), one.is_floating_point(), one.requires_grad)
+        name: ModelParameter(
+            named_dtype(one.dtype), one.is_floating_point(), one.requires_grad, takes_float8=name in scaled
+        )
         for name, one in parameters.items()
     }
     specs = build_buffer_specs(resolve_units(plan, known, units, dict.fromkeys(units, (0,))), whole)
@@ -113,7 +128,8 @@ def two_layers() -> nn.Module:
 
 def unit_of(layer: nn.Module, index: int = 0, **plan: Any) -> Unit:
     """A layer as the unit of one rank along `shard`, without the others."""
-    return case_of(nn.Sequential(layer), Plan(**plan)).make_alone(index)["0"]
+    scaled = ["0.weight"] if "linears" in plan else []
+    return case_of(nn.Sequential(layer), Plan(**plan), (), scaled).make_alone(index)["0"]
 
 
 def only_buffer(unit: Unit) -> FlatBuffer:

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.engine.pipeline.loss_stage import LossStage, OverwritingLossStage
 from plait.engine.pipeline.stage import Stage
 from plait.estimate.memory.layer_traces import Trace, trace_layer, trace_loss
 from plait.models.layers.shape_inference import infer
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.cross_entropy_in_place import CrossEntropyInPlace
 from plait.tensor.layer_values import NamedLayer, tensors_of
 from plait.tensor.losses import cross_entropy
 
@@ -126,10 +128,20 @@ def logits(dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_cross_entropy_keeps_the_logarithms_of_probabilities() -> None:
     targets = torch.empty(ROWS, dtype=torch.int64, device="meta")
-    trace = trace_loss(cross_entropy, logits(), targets)
+    trace = trace_loss(LossStage(cross_entropy), logits(), targets)
     assert sorted(trace.forward.allocated.values()) == [4, SIZE]
     assert trace.backward.allocated == {trace.backward.results[0]: SIZE}
     assert not trace.backward.saved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cross_entropy_in_place_allocates_nothing_that_stays(dtype: torch.dtype) -> None:
+    end = OverwritingLossStage(CrossEntropyInPlace(cross_entropy, None))
+    trace = trace_loss(end, logits(dtype), torch.empty(ROWS, dtype=torch.int64, device="meta"))
+    assert trace.backward.results == trace.inputs == trace.forward.saved
+    assert not trace.forward.allocated
+    assert not trace.backward.allocated
+    assert trace.backward.peak == 0
 
 
 class Looking:
@@ -141,7 +153,7 @@ class Looking:
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float64, 1)])
 def test_a_loss_that_does_not_run_on_meta_is_taken_to_copy_its_input(dtype: torch.dtype, wide: int) -> None:
-    trace = trace_loss(Looking(), logits(dtype), None)
+    trace = trace_loss(LossStage(Looking()), logits(dtype), None)
     output = ROWS * WIDTH * dtype.itemsize
     assert list(trace.forward.allocated.values()) == [wide * output]
     assert set(trace.forward.saved) == {*trace.inputs, *trace.forward.allocated}

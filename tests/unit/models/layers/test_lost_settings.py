@@ -20,7 +20,7 @@ from plait.models.layers.model_validation import (
     refusing_changed_buffers,
 )
 from plait.ranks.gradient_hook_detection import first_gradient_hook
-from plait.ranks.launch.rank_process import dumps_call
+from plait.ranks.launch.rank_job import dumps_call
 from plait.tensor import mean_loss
 from plait.tensor.call_hooks import call_hooks
 

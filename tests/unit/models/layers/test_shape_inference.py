@@ -126,3 +126,46 @@ def test_shape_inference_changes_no_real_tensor() -> None:
     assert torch.equal(norm.running_mean, torch.zeros(2))
     assert torch.equal(batch, before)
     assert not batch.requires_grad
+
+
+class Chain(nn.Module):
+    """Layers that are one layer."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.chain = nn.Sequential(*layers)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.chain(input)
+
+
+class Keeping(nn.Linear):
+    """Keeps its output in a dictionary, whole or the first of its rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        self.kept = {"output": output[:1].detach()}
+        return output
+
+
+def test_outputs_that_hooks_get_or_attributes_hold_are_found() -> None:
+    def hooked(*layers: nn.Module) -> nn.Module:
+        layers[0].register_forward_hook(lambda module, given, output: None)
+        return Chain(*layers)
+
+    before = nn.Linear(2, 2)
+    before.register_forward_pre_hook(lambda module, given: None)
+    layers = {
+        "a linear": (nn.Linear(2, 2), False),
+        "an attribute": (Keeping(2, 2), True),
+        "a hook of the linear": (hooked(nn.Linear(2, 2)), True),
+        "a hook that gets a tensor, of which the output is a view": (
+            hooked(nn.Linear(2, 2), nn.Flatten()),
+            True,
+        ),
+        "a hook of a norm before": (hooked(nn.LayerNorm(2), nn.Linear(2, 2)), False),
+        "a hook before": (before, False),
+    }
+    infos = infos_of(*(one for one, _ in layers.values()), batch=torch.zeros(3, 2))
+    found = {name: info.output_is_kept for name, info in zip(layers, infos, strict=True)}
+    assert found == {name: is_kept for name, (_, is_kept) in layers.items()}

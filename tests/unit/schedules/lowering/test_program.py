@@ -113,7 +113,7 @@ def test_segments_contain_every_instruction_and_neighbours_have_different_names(
 def test_every_instruction_has_a_name(kind: type) -> None:
     values = {"action": Action(1, Kind.F, 3), "unit": "head", "peer": 0, "layer": 0}
     (part,) = segments_of((kind(**{field.name: values[field.name] for field in fields(kind)}),))
-    assert part.name.endswith(("1F3", "head", "finish"))
+    assert part.name.endswith(("1F3", "head", "scales", "finish"))
 
 
 def test_a_unit_without_a_name_is_the_model() -> None:

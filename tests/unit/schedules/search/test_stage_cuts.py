@@ -27,6 +27,7 @@ from plait.schedules.search.stage_cuts import (
     StageCut,
     balance,
     fastest_cut,
+    fastest_cut_of_unlike_ranks,
     schedule_and_cut,
 )
 
@@ -287,3 +288,42 @@ def test_a_cut_by_hand_is_taken_as_it_is(policy: str, stages: int) -> None:
 def test_a_cut_by_hand_of_another_number_of_stages_is_refused(policy: str) -> None:
     with pytest.raises(PlanError, match=r"\[2, 3, 3\] does not cut 8 layers into 2 stages"):
         schedule_and_cut(policy, COSTS, ranks=2, microbatches=2, cut=(2, 3, 3))
+
+
+def cuts_of(layers: int, stages: int) -> list[StageCut]:
+    bounds = combinations(range(1, layers), stages - 1)
+    return [tuple(stop - start for start, stop in pairwise((0, *inner, layers))) for inner in bounds]
+
+
+@given(
+    costs=st.lists(st.integers(1, 9), min_size=4, max_size=8),
+    factors=st.lists(st.sampled_from((1.0, 1.5, 2.0, 4.0)), min_size=3, max_size=3),
+)
+def test_the_cut_for_unlike_stages_has_the_least_largest_stage(
+    costs: list[int], factors: list[float]
+) -> None:
+    def largest(cut: StageCut) -> float:
+        stops = list(itertools.accumulate(cut, initial=0))
+        pairs = zip(factors, pairwise(stops), strict=True)
+        return max(factor * sum(costs[start:stop]) for factor, (start, stop) in pairs)
+
+    found = module._even_cut_of_unlike_stages(costs, factors)
+    assert len(found) == 3
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    assert largest(found) == pytest.approx(min(map(largest, cuts_of(len(costs), 3))))
+
+
+@pytest.mark.parametrize("slow", range(3))
+def test_layers_move_away_from_a_slow_rank_as_the_simulation_says(slow: int) -> None:
+    costs = LayerCosts.evenly([2.0] * 9)
+    made = schedule("1f1b", ranks=3, microbatches=6)
+    factors = [2.0 if rank == slow else 1.0 for rank in range(3)]
+    cut = fastest_cut_of_unlike_ranks(costs, made, factors, (3, 3, 3))
+
+    def makespan(cut: StageCut) -> float:
+        stages = [count * 2.0 * factors[stage] / 3 for stage, count in enumerate(cut)]
+        return simulate(made.split_backward, Costs(F=stages, I=stages, W=stages)).makespan
+
+    assert makespan(cut) == pytest.approx(min(map(makespan, cuts_of(9, 3))))
+    assert cut[slow] < 3

@@ -29,6 +29,8 @@ _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _BACKLOG = 1024
 """Connections that may wait to be accepted, of all groups together."""
 _MOST_ADDRESS_BYTES = 512
+LISTENER_PREFIX = b"\0plait-"
+"""How the address of each listener begins."""
 
 
 class Listener:

@@ -1,0 +1,107 @@
+"""The plan of a run that has lost ranks: fewer replicas, else other degrees; the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import gcd
+
+from plait.app.config.config import Config, vocabulary
+from plait.app.train.trainer import build_model
+from plait.engine.blueprint import build_blueprint
+from plait.errors import PlaitError
+from plait.plan.axes import PLAN_AXES
+from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.transport.joined_world import current_ranks
+
+
+def config_of_world(config: Config) -> Config:
+    """Return the configuration with a plan for the ranks of this world, where some of a run were lost."""
+    world = current_ranks()
+    if not config.run.elastic or world is None or world.size >= config.plan().world:
+        return config
+    found = config_for_ranks(config, world.size)
+    assert found is not None, "the supervisor has found it"
+    return found
+
+
+def elastic_settings(config: Config) -> Elastic | None:
+    """Return how a run goes on when ranks are lost, as `run.elastic` and others say; None: it does not."""
+    run = config.run
+    if not run.elastic:
+        return None
+
+    def ranks_of(ready: int) -> int:
+        found = config_for_ranks(config, ready)
+        return 0 if found is None else found.plan().world
+
+    return Elastic(spares=run.spares, replace=run.replace, ranks_of=ranks_of)
+
+
+def config_for_ranks(config: Config, ranks: int) -> Config | None:
+    """Return the configuration with a plan for at most `ranks` ranks, or None where no plan fits the model.
+
+    The plan itself, where it takes no more; else one with fewer data-parallel ranks; else the one with the
+    most ranks, of these one that divides the model over the most, and differs least. A step has the same
+    batch, and a micro-batch at most as many rows on a rank. All ranks find the same one.
+    """
+    if config.plan().world <= ranks:
+        return config
+    for degrees in _preferred_degrees(config, ranks):
+        changed = _with_degrees(config, degrees)
+        if changed is not None and _fits(changed):
+            return changed
+    return None
+
+
+def _preferred_degrees(config: Config, ranks: int) -> Iterator[dict[str, int]]:
+    """Yield the degrees of plans for at most `ranks` ranks, best first."""
+    own = {axis: getattr(config.parallel, axis) for axis in PLAN_AXES}
+    replica = config.plan().world // own["dp"]
+    for dp in range(min(own["dp"] - 1, ranks // replica), 0, -1):
+        yield own | {"dp": dp}
+
+    def order(degrees: dict[str, int]) -> tuple[int, ...]:
+        model_ranks = degrees["pp"] * degrees["tp"]
+        differing = [degrees[axis] != own[axis] for axis in PLAN_AXES]
+        return -model_ranks * degrees["dp"] * degrees["cp"], -model_ranks, sum(differing), *degrees.values()
+
+    counts = range(1, ranks + 1)
+    every = (dict(zip(PLAN_AXES, each, strict=True)) for each in product(counts, repeat=len(PLAN_AXES)))
+    yield from sorted((one for one in every if _world(one) <= ranks and one["cp"] <= own["cp"]), key=order)
+
+
+def _world(degrees: dict[str, int]) -> int:
+    return degrees["pp"] * degrees["dp"] * degrees["cp"] * degrees["tp"]
+
+
+def _with_degrees(config: Config, degrees: dict[str, int]) -> Config | None:
+    """Return the configuration with other degrees, and micro-batches of at most as many rows; or None."""
+    old, train = config.parallel, config.train
+    if train.batch % degrees["dp"]:
+        return None
+    most_rows, rows = train.batch // (old.dp * train.microbatches), train.batch // degrees["dp"]
+    microbatches = next(
+        count for count in range(1, rows + 1) if rows % count == 0 and rows // count <= most_rows
+    )
+    changed = degrees | {"replicate": gcd(old.replicate, degrees["dp"])}
+    cut = {} if old.pp == degrees["pp"] else {"layers_per_stage": None}
+    try:
+        return Config(
+            model=config.model,
+            data=config.data,
+            train=train.model_copy(update={"microbatches": microbatches}),
+            parallel=old.model_copy(update=changed | cut),
+            run=config.run,
+        )
+    except (PlaitError, ValueError):
+        return None
+
+
+def _fits(config: Config) -> bool:
+    """Return whether the configured model can be divided by the configured plan."""
+    try:
+        build_blueprint(build_model(config.model, vocabulary(config)), config.plan())
+    except PlaitError:
+        return False
+    return True

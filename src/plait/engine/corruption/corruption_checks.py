@@ -1,0 +1,155 @@
+"""`CorruptionChecks`: whether the memory of a run, and what its ranks compute, have wrong bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from plait.engine.corruption.layer_recheck import LayerRecheck
+from plait.engine.corruption.memory_check import MemoryCheck
+from plait.engine.engine import Engine
+from plait.engine.runner import Runner
+from plait.errors import PlanError
+from plait.plan.argument_checks import require_flag, require_instance, require_number
+
+
+class CorruptionChecks:
+    """Finds bits that flip in memory between steps, and layers that a rank computes wrongly.
+
+    Raises CorruptionError on the rank. All ranks make one, with the same arguments, as a context manager or
+    to be closed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        memory: bool = True,
+        recheck_rate: float = 0.0,
+    ) -> None:
+        """Begin to check the steps of an engine and its optimizer, or optimizers.
+
+        `memory`: after each update add up all bytes of parameters, optimizer state and buffers, after each
+        reduction those of gradients, and compare the sums before the next update reads them; and compare what
+        several ranks hold. `recheck_rate`: the share, from 0 to 1, of the runs of layers that the next rank
+        along `dp` computes again, forward and backward, drawn at random; all bits must be the same.
+
+        On a GPU the host does not wait for sums: what they show is raised at the end of the next
+        `forward_backward`, before its update. Memory: 8 bytes a tensor, small ones whole; of a run that is
+        computed again its inputs, outputs, their gradients and the layers' gradients, twice. Communication:
+        in each `forward_backward` 8 bytes for each kind of replica and rank over `world`; for each run that
+        is computed again what it read and wrote, over `dp`. Raises PlanError where the plan has CUDA graphs,
+        for `recheck_rate` without `dp` or with routers, and for arguments of other types.
+        """
+        optimizers = _checked(engine, optimizer, memory, recheck_rate)
+        self._engine = engine
+        self._memory = MemoryCheck(engine.runtime, optimizers) if memory else None
+        self._layers = LayerRecheck(engine.runtime, recheck_rate) if recheck_rate else None
+        self._hooks: list[RemovableHandle] = []
+        for one in optimizers if memory else ():
+            self._hooks.append(one.register_step_pre_hook(self._before_update))
+            self._hooks.append(one.register_step_post_hook(self._after_update))
+        engine.watches.append(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Compare a last time, unless an error ended the run, and end the checks."""
+        if error is None:
+            self.compare()
+        self.close()
+
+    @property
+    def rechecked(self) -> int:
+        """How many runs of layers this rank has computed again."""
+        return 0 if self._layers is None else self._layers.rechecked
+
+    def accept_changes(self) -> None:
+        """Take what memory holds now as right, after writes through `.data`, NumPy or a program's own kernel.
+
+        Writes by operations of PyTorch are known without it.
+        """
+        if self._memory is not None:
+            self._memory.record_all()
+
+    def compare(self) -> None:
+        """Raise CorruptionError where memory has changed since the last update. On a GPU the host waits."""
+        if self._memory is not None:
+            self._memory.compare_now()
+
+    def close(self) -> None:
+        """End the checks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._memory, self._layers = [], None, None
+        if self in self._engine.watches:
+            self._engine.watches.remove(self)
+
+    def begin_pass(self, runner: Runner) -> None:
+        """Called by the engine when `forward_backward` begins."""
+        if self._memory is not None:
+            self._memory.compare_gradients()
+            self._memory.begin_pass(runner.gatherer)
+        if self._layers is not None:
+            self._layers.begin_pass()
+
+    def end_pass(self, runner: Runner) -> None:
+        """Called by the engine when the gradients of `forward_backward` are final."""
+        if self._memory is not None:
+            self._memory.end_pass(runner.gatherer)
+        if self._layers is not None:
+            self._layers.end_pass(runner.gatherer, self.compare)
+        if self._memory is not None:
+            self._memory.record_gradients()
+
+    def before_clipping(self) -> None:
+        """Called by the engine before it scales the gradients."""
+        if self._memory is not None:
+            self._memory.compare_gradients()
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._memory is not None:
+            self._memory.compare(optimizer)
+
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._memory is not None:
+            self._memory.record(optimizer)
+
+
+def _checked(
+    engine: object, optimizer: Optimizer | Sequence[Optimizer], memory: object, rate: float
+) -> list[Optimizer]:
+    """Return the optimizers as a list. Raises PlanError for arguments that cannot be used."""
+    require_instance("the engine", engine, Engine, "give what plait.parallelize returned", PlanError)
+    assert isinstance(engine, Engine)
+    require_flag("memory", memory, PlanError)
+    require_number("recheck_rate", rate, PlanError)
+    if float(rate) > 1:
+        raise PlanError(f"recheck_rate is {rate}: give a share, from 0 to 1.")
+    optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    for one in optimizers:
+        require_instance("the optimizer", one, Optimizer, "give one of torch.optim, or a list", PlanError)
+    if engine.plan.cuda_graphs:
+        raise PlanError(
+            "plan.cuda_graphs is True, and a graph's replay calls no check: leave plan.cuda_graphs out, or "
+            "plait.CorruptionChecks."
+        )
+    if rate and engine.plan.dp == 1:
+        raise PlanError(
+            f"recheck_rate is {rate}, but with plan.dp = 1 no other rank has the same layers: set plan.dp to "
+            "2 or more, or leave recheck_rate out."
+        )
+    if rate and engine.runtime.balance is not None:
+        raise PlanError(
+            f"recheck_rate is {rate}, but the model has routers, whose choices depend on all tokens of a "
+            "step: leave recheck_rate out."
+        )
+    return optimizers

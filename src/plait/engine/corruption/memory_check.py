@@ -1,0 +1,194 @@
+"""Check that what a rank's memory holds between steps is what was written to it.
+
+update    ──▶  record parameters, optimizer state  …  compare  ──▶  the next update
+gather    ──▶  record what layers read             …  compare  ──▶  end of the backward
+reduction ──▶  record gradients                    …  compare  ──▶  clipping, the update
+
+In each pass what was recorded is compared with the ranks that hold the same.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch.optim import Optimizer
+
+from plait.checkpoint.optimizer_set import whole_states
+from plait.engine.corruption.held_tensors import HeldTensors
+from plait.engine.corruption.recorded_sums import ChangedTensor, NamedTensor, RecordedSums
+from plait.engine.corruption.replica_sums import ReplicaSums
+from plait.engine.runner import Runtime
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.gatherer import Gatherer
+from plait.engine.sharding.replica_check import check_replicas
+from plait.errors import CorruptionError, ReplicaError
+from plait.ranks.device import is_accelerator
+
+
+class _Comparison(NamedTuple):
+    """A comparison whose result a GPU may not have computed yet."""
+
+    recorded: int
+    """The number of steps before which the sums were recorded, in whose update or reduction."""
+    text: str
+    """Between which two moments memory must not change."""
+    read: Callable[[], list[ChangedTensor]]
+
+
+class MemoryCheck:
+    """Compares sums of one rank's memory between steps, and with those of replicas."""
+
+    def __init__(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
+        self._runtime, self._optimizers = runtime, optimizers
+        self._held = HeldTensors(runtime, optimizers)
+        own = any(whole_states(one) is not None for one in optimizers)
+        self._replicas = ReplicaSums(runtime.blueprint, runtime.mesh, with_state=not own)
+        self._of_optimizers = {optimizer: RecordedSums() for optimizer in optimizers}
+        self._others, self._gradients = RecordedSums(), RecordedSums()
+        self._gathered: list[RecordedSums] = []
+        """What layers read of parameters in this pass, where it is kept beside the optimizer's."""
+        self._recorded = dict.fromkeys(optimizers, 0)
+        """After how many steps the state of each optimizer was recorded."""
+        self._unread: list[_Comparison] = []
+        self._of_replicas: tuple[int, Callable[[], list[tuple[int, ...]]]] | None = None
+        self.record_all()
+
+    @property
+    def _steps(self) -> int:
+        """The number of steps whose forward and backward have ended."""
+        return self._runtime.dropout.step
+
+    def record_all(self) -> None:
+        """Record all that the rank holds as it is now."""
+        for optimizer in self._optimizers:
+            self.record(optimizer)
+        self._others.record(self._held.of_no_optimizer())
+        self._gradients.record(self._held.gradients())
+
+    def record(self, optimizer: Optimizer) -> None:
+        """Record the parameters and the state of an optimizer, which has just updated them."""
+        self._of_optimizers[optimizer].record(self._held.of_optimizer(optimizer))
+        self._recorded[optimizer] = self._steps
+
+    def compare(self, optimizer: Optimizer) -> None:
+        """Compare what an optimizer is about to read, and what no optimizer updates."""
+        first, steps = self._recorded[optimizer], self._steps
+        after = f"after the update of step {first}" if first else "since the checks began"
+        between = f"{after}, before that of step {max(steps, first + 1)}"
+        self._start(first, between, self._of_optimizers[optimizer])
+        if optimizer is self._optimizers[0]:
+            self._start(first, between, self._others)
+        self._compare_gradients("it was read for the update")
+        self._read_finished()
+
+    def compare_now(self) -> None:
+        """Raise CorruptionError where anything has changed; waits for the device, and for no other rank."""
+        self._forget_gradients()
+        for optimizer in self._optimizers:
+            self.compare(optimizer)
+        self._read_changes()
+
+    def compare_gradients(self) -> None:
+        """Compare the gradients that there are, which are about to be clipped or added to."""
+        self._forget_gradients()
+        self._compare_gradients("they were clipped or added to")
+        self._read_finished()
+
+    def _forget_gradients(self) -> None:
+        """Record no gradients where the optimizers have none any more."""
+        if next(self._held.gradients(), None) is None:
+            self._gradients.forget()
+
+    def _compare_gradients(self, before: str) -> None:
+        self._start(
+            self._steps, f"after the reductions of step {self._steps}, before {before}", self._gradients
+        )
+
+    def begin_pass(self, gatherer: Gatherer) -> None:
+        """Start to compare this rank's sums with those of the ranks that hold the same."""
+        self._gathered.clear()
+        gatherer.observer = self._record_gathered
+        if self._replicas.are_needed:
+            recorded = [*self._of_optimizers.values(), self._others, self._gradients]
+            self._of_replicas = self._steps, self._replicas.compare(recorded)
+
+    def _record_gathered(self, buffer: FlatBuffer) -> None:
+        """Record what layers read of parameters, if it stays allocated until the end of the pass."""
+        if not buffer.spec.whole.freed:
+            sums = RecordedSums()
+            sums.record(NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
+            self._gathered.append(sums)
+
+    def end_pass(self, gatherer: Gatherer) -> None:
+        """Read the comparisons that began before, and compare what layers have read of parameters."""
+        self.read()
+        gatherer.observer, step = None, self._steps + 1
+        for sums in self._gathered:
+            self._start(step, f"after it was gathered in step {step}, before its backward ended", sums)
+        self._gathered.clear()
+        self._read_finished()
+
+    def record_gradients(self) -> None:
+        """Record the gradients that a pass has left, and buffers that its forward has written."""
+        self._gradients.record(self._held.gradients())
+        if any(self._others.are_written):  # as running means are, in a forward
+            self._start(self._steps, f"before the end of step {self._steps + 1}", self._others)
+            self._others.record(self._held.of_no_optimizer())
+
+    def _start(self, recorded: int, text: str, sums: RecordedSums) -> None:
+        self._unread.append(_Comparison(recorded, text, sums.compare()))
+
+    def _read_finished(self) -> None:
+        """Read comparisons that the host has done: those of a GPU are read after the next pass."""
+        if not is_accelerator(self._runtime.mesh.device):
+            self._read_changes()
+
+    def read(self) -> None:
+        """Raise CorruptionError where a comparison that has begun found wrong bits; waits for the device."""
+        self._read_changes()
+        if self._of_replicas is not None:
+            (steps, read), self._of_replicas = self._of_replicas, None
+            different = read()
+            if different:
+                raise self._difference(steps, different)
+
+    def _read_changes(self) -> None:
+        unread, self._unread = self._unread, []
+        for one in unread:
+            changed = one.read()
+            if changed:
+                raise self._change(one, changed)
+
+    def _change(self, comparison: _Comparison, changed: Sequence[ChangedTensor]) -> CorruptionError:
+        first, bits = changed[0].named, "one bit" if changed[0].is_one_bit else "several bits"
+        more = f", and {len(changed) - 1} more of its tensors" if len(changed) > 1 else ""
+        good = comparison.recorded - 1
+        return CorruptionError(
+            f"rank {self._runtime.mesh.rank} on host {socket.gethostname()}: {first} changed in memory by "
+            f"{bits}{more}, {comparison.text}, and no operation has written to it: {_remedy(good)}; where "
+            "the program writes in ways that torch does not count, as through .data or NumPy, let it call "
+            "accept_changes() of its plait.CorruptionChecks afterwards.",
+            good,
+        )
+
+    def _difference(self, steps: int, different: Sequence[tuple[int, ...]]) -> CorruptionError:
+        """Return the error for sums after `steps` that differ; names the tensor if it still differs."""
+        runtime, good = self._runtime, steps - 1
+        optimizer = self._optimizers[0] if len(self._optimizers) == 1 else None
+        try:
+            parameters = dict(runtime.named_parameters())
+            blueprint = runtime.blueprint
+            check_replicas(parameters, blueprint.layouts, blueprint.owners, runtime.mesh, optimizer)
+            ranks = " and of ".join(", ".join(map(str, one)) for one in different)
+            text = f"the replicas of ranks {ranks} differed, and are alike again"
+        except ReplicaError as error:
+            text = str(error).rpartition(": go back")[0]
+        return CorruptionError(f"after step {steps} {text}: {_remedy(good)}.", good)
+
+
+def _remedy(good: int) -> str:
+    """Return what to do where the state after `good` steps is known to be right."""
+    known = f"a checkpoint or snapshot of step {good} or before" if good > 0 else "an earlier checkpoint"
+    return f"go on from {known}, and take the device or host out of the run"

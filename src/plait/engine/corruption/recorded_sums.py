@@ -1,0 +1,141 @@
+"""Sums of tensors that are to keep their bits until the program itself writes to them.
+
+torch counts the program's writes to a tensor (`Tensor._version`). A bit that flips in memory, or what another
+program writes, leaves the count as it was: so a tensor of another sum and the same count has wrong bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.engine.corruption.word_sums import WordSums
+from plait.ranks.device import read_later
+from plait.tensor.autograd.regather import version_of
+
+STATE = "optimizer state"
+"""How the names of tensors of optimizer state begin."""
+
+
+class NamedTensor(NamedTuple):
+    """A tensor that a rank holds between steps."""
+
+    parameter: str
+    """The name of the parameter that it belongs to, or of a buffer."""
+    what: str
+    """`value`, `gradient`, or `optimizer state` and its key."""
+    tensor: Tensor
+    moves: bool = False
+    """Whether plait copies it between devices: it then lies elsewhere, with the same bits."""
+
+    def __str__(self) -> str:
+        return f"the {self.what} of {self.parameter}"
+
+
+class ChangedTensor(NamedTuple):
+    """A tensor whose bits have changed, though the program did not write to it."""
+
+    named: NamedTensor
+    is_one_bit: bool
+    """Whether its sum differs as if one bit had flipped."""
+
+
+class RecordedNumbers(NamedTuple):
+    """The numbers of the tensors on one device."""
+
+    places: Sequence[int]
+    """Of these tensors among all that are recorded."""
+    words: WordSums | None
+    """None where tensors move, whose memory is not to be kept."""
+    numbers: Tensor
+    """int64, as `WordSums.compute` returns them."""
+    owners: Sequence[int]
+    """For each number, the place of its tensor among all that are recorded."""
+
+
+class RecordedSums:
+    """The sums of some tensors of one rank, to be compared with those of the same tensors later."""
+
+    def __init__(self) -> None:
+        self.tensors: Sequence[NamedTensor] = ()
+        self.parts: Sequence[RecordedNumbers] = ()
+        """One for each device."""
+        self._addresses: Sequence[int] = ()
+        self._versions: Sequence[int] = ()
+
+    def record(self, tensors: Iterable[NamedTensor]) -> None:
+        """Compute the sums of `tensors`, which take the place of those that were recorded before."""
+        given = [one for one in tensors if one.tensor.numel()]
+        addresses = [one.tensor.data_ptr() for one in given]
+        pairs = zip(given, self.tensors, strict=False)
+        stay = addresses == self._addresses and all(one.tensor is other.tensor for one, other in pairs)
+        self._addresses, self._versions = addresses, [version_of(one.tensor) for one in given]
+        self.tensors = given if not stay else self.tensors
+        parts = self.parts if stay else _parts_of(given)
+        self.parts = [part._replace(numbers=self._compute(part)) for part in parts]
+        if any(one.moves for one in given):
+            self.parts = [part._replace(words=None) for part in self.parts]
+
+    def forget(self) -> None:
+        """Record no tensors."""
+        self.tensors, self.parts, self._addresses, self._versions = (), (), (), ()
+
+    @property
+    def are_written(self) -> list[bool]:
+        """Of each tensor whether the program has written to it since, or has replaced its memory."""
+        return [
+            version_of(one.tensor) != version or (one.tensor.data_ptr() != address and not one.moves)
+            for one, version, address in zip(self.tensors, self._versions, self._addresses, strict=True)
+        ]
+
+    def compare(self) -> Callable[[], list[ChangedTensor]]:
+        """Compute the sums again; return a function that waits for them, and returns the changed tensors.
+
+        Tensors that the program has written to are left out.
+        """
+        written, tensors, waiting = self.are_written, self.tensors, []
+        for part in self.parts:
+            if not all(written[place] for place in part.places):
+                waiting.append((part.owners, read_later(self._compute(part) - part.numbers)))
+
+        def read() -> list[ChangedTensor]:
+            changed: dict[int, int] = {}
+            for owners, read_differences in waiting:
+                differences = read_differences()
+                for number in differences.nonzero().flatten().tolist():
+                    owner = owners[number]
+                    one_bit = owner not in changed and is_power_of_two(int(differences[number]))
+                    changed[owner] = one_bit
+            return [
+                ChangedTensor(tensors[place], bool(one_bit))
+                for place, one_bit in changed.items()
+                if not written[place]
+            ]
+
+        return read
+
+    def _compute(self, part: RecordedNumbers) -> Tensor:
+        words = part.words or WordSums([self.tensors[place].tensor for place in part.places])
+        return words.compute()
+
+
+def _parts_of(tensors: Sequence[NamedTensor]) -> list[RecordedNumbers]:
+    """Return for each device how the numbers of its tensors are computed, without the numbers."""
+    places: dict[torch.device, list[int]] = {}
+    for place, one in enumerate(tensors):
+        places.setdefault(one.tensor.device, []).append(place)
+    parts = []
+    for device, own in places.items():
+        words = WordSums([tensors[place].tensor for place in own])
+        owners = [own[number] for number in words.owners]
+        parts.append(RecordedNumbers(own, words, torch.empty(0, device=device), owners))
+    return parts
+
+
+def is_power_of_two(difference: int) -> bool:
+    """Return whether a difference of two sums is 2^k or -2^k, as that of a single flipped bit."""
+    size = abs(difference)
+    return size & (size - 1) == 0

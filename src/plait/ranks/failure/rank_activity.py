@@ -1,0 +1,76 @@
+"""`ActivityFile`: what a rank does, in a file in memory that its supervisor reads, to find ranks that hang.
+
+The rank writes a time whenever it begins or ends a wait for other ranks: so a rank that is stopped, or loops
+for ever, does not look alive as it would by messages of a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_VARIABLE = "PLAIT_ACTIVITY"
+_HEAD = struct.Struct("=d?H")  # monotonic time, whether it waits, bytes of the text
+_MOST_TEXT = 240
+_BYTES = _HEAD.size + _MOST_TEXT
+
+
+class Activity(NamedTuple):
+    """What a rank does since a time."""
+
+    since: float
+    """The host's monotonic time, in seconds; infinite before the rank has waited for the first time."""
+    waits: bool
+    """Whether it waits for other ranks; else it computes."""
+    awaited: str
+    """What it waits for, or has waited for last; completes "it waits for ..."."""
+
+
+class ActivityFile:
+    """A file that one rank writes and its supervisor reads."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file of a rank, which `begin` has made."""
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _BYTES)
+        self._text = b""
+
+    @staticmethod
+    def begin(path: Path) -> ActivityFile:
+        """Make a new file for a rank that has done nothing yet, which is no sign that it hangs; return it."""
+        path.write_bytes(_HEAD.pack(math.inf, False, 0).ljust(_BYTES, b"\0"))
+        return ActivityFile(path)
+
+    def begin_wait(self, awaited: str) -> None:
+        """Write that the rank waits from now on, and for what."""
+        self._text = awaited.encode()[:_MOST_TEXT]
+        self._write(waits=True)
+
+    def end_wait(self) -> None:
+        """Write that the rank does not wait any more."""
+        self._write(waits=False)
+
+    def read(self) -> Activity:
+        """Return what the rank has written last."""
+        since, waits, size = _HEAD.unpack_from(self._memory)
+        return Activity(since, waits, self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace"))
+
+    def _write(self, *, waits: bool) -> None:
+        data = _HEAD.pack(time.monotonic(), waits, len(self._text)) + self._text
+        self._memory[: len(data)] = data
+
+
+def activity_file_of_rank() -> ActivityFile | None:
+    """Return the file in which this rank's supervisor reads what it does; None without a supervisor."""
+    path = os.environ.get(_VARIABLE)
+    return ActivityFile(Path(path)) if path else None
+
+
+def variables_of_activity(path: Path) -> dict[str, str]:
+    """Return the environment variables of a rank that writes to the file at `path`."""
+    return {_VARIABLE: str(path)}

@@ -1,0 +1,122 @@
+"""`Member`: a rank process as its supervisor sees it: told to start and to stop, watched for its end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from plait.ranks.failure.failure_log import RankFailure, from_exit
+from plait.ranks.failure.rank_activity import Activity, ActivityFile
+from plait.ranks.launch.rank_job import RankJob, stack_file
+from plait.ranks.launch.rank_process import END, READY, STOP
+from plait.ranks.world import is_stopped
+
+_GRACE = 1.0
+"""Seconds for the exit code of a process that has ended, and for one that is told to end."""
+
+
+class Member:
+    """A process that runs one rank's job after another, or waits for one as a spare."""
+
+    def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
+        assert process.pid is not None, "it has started"
+        self.process, self._connection = process, connection
+        self._pidfd = os.pidfd_open(process.pid)
+        self._job: RankJob | None = None
+        self.report: bytes | RankFailure | None = None
+        """The pickled result of its last job, or how that failed; None while it runs."""
+        self.is_busy = False
+        """Whether it has a job, or has not left the world of one that failed."""
+        self.has_ended = False
+        self._activity: ActivityFile | None = None
+
+    @property
+    def handles(self) -> tuple[Connection, int]:
+        """What becomes readable when the process sends something, or ends."""
+        return self._connection, self._pidfd
+
+    def start(self, job: RankJob) -> None:
+        """Let the process run a job."""
+        self._job, self.report, self.is_busy = job, None, True
+        self._activity = ActivityFile.begin(activity_path(job.folder, job.world.rank))
+        self._send(job)
+
+    def stop(self) -> None:
+        """End the job that runs, if any, by an error in its next wait for another rank."""
+        if self.is_busy:
+            self._send(STOP)
+
+    def idle_for(self, seconds: float) -> Activity | None:
+        """Return what the rank has done since so long ago; None where it has done something else since then.
+
+        None also where it has no job, or has ended it. A process that is stopped does not wait.
+        """
+        if self._activity is None or self.report is not None:
+            return None
+        activity = self._activity.read()
+        if time.monotonic() - activity.since < seconds:
+            return None
+        return activity._replace(waits=activity.waits and not is_stopped(self.process.pid or 0))
+
+    def fail(self, summary: str) -> None:
+        """Kill the process, as the one whose failure ends the job; `summary` completes "rank 2 ..."."""
+        assert self._job is not None, "it has a job"
+        rank, folder = self._job.world.rank, self._job.folder
+        self.report = RankFailure(rank, summary, _stack(folder, rank), at=time.monotonic())
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process, also where it is stopped; it counts as ended even if the system takes longer."""
+        self.process.kill()
+        self.process.join(_GRACE)
+        self.has_ended, self.is_busy = True, False
+
+    def update(self) -> None:
+        """Take what the process has sent, and note whether it has ended; without waiting."""
+        with suppress(EOFError, OSError):
+            while self._connection.poll():
+                message: bytes | RankFailure | str = pickle.loads(self._connection.recv_bytes())
+                if isinstance(message, str):
+                    assert message == READY, message
+                    self.is_busy = False
+                else:
+                    self.report = message
+                    self.is_busy = isinstance(message, RankFailure)
+        if not self.has_ended and select.select([self._pidfd], [], [], 0)[0]:
+            self.process.join(_GRACE)
+            self.has_ended, self.is_busy = True, False
+            if self._job is not None and self.report is None:
+                rank = self._job.world.rank
+                self.report = from_exit(rank, self.process.exitcode, _stack(self._job.folder, rank))
+
+    def close(self) -> None:
+        """Kill the process, if it has not ended, and release what it takes here."""
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self._connection.close()
+        os.close(self._pidfd)
+
+    def end(self) -> None:
+        """Tell the process to end."""
+        self._send(END)
+
+    def _send(self, message: RankJob | str | None) -> None:
+        with suppress(OSError):  # it has ended, which its handle shows
+            self._connection.send_bytes(pickle.dumps(message))
+
+
+def activity_path(folder: str, rank: int) -> Path:
+    """Return the file in which a rank writes what it does, for its supervisor."""
+    return Path(folder, f"activity-{rank}")
+
+
+def _stack(folder: str, rank: int) -> str:
+    file = stack_file(folder, rank)
+    return file.read_text() if file.exists() else ""

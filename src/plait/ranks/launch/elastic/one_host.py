@@ -1,0 +1,61 @@
+"""`OneHostRendezvous`: the rendezvous of supervisors where there is one, on one host."""
+
+from __future__ import annotations
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from plait.ranks.run_store import listen
+
+_HOST = "127.0.0.1"
+
+
+class OneHostRendezvous(RendezvousHandler):
+    """Numbers the generations of the ranks of one host; has the store in which they meet.
+
+    The store is in the supervisor's process, so that it outlives every rank. Each generation has keys of its
+    own there.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        store = listen(_HOST, 0)
+        assert isinstance(store, TCPStore), "the system chooses a free port"
+        self._store, self._port = store, int(store.port)
+        self.generation = 0
+        """The number of the current world, the first is 1."""
+
+    @property
+    def address(self) -> str:
+        """Where ranks find the store: `tcp://HOST:PORT`."""
+        return f"tcp://{_HOST}:{self._port}"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin the next generation; return its store for supervisors, of which this is the only one."""
+        self.generation += 1
+        store = PrefixStore(f"supervisors/{self.generation}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_HOST, self._port))
+
+    def get_backend(self) -> str:
+        """Return the name of the kind of rendezvous, for torch's events."""
+        return "plait"
+
+    def get_run_id(self) -> str:
+        """Return what identifies the run."""
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: there are no other hosts."""
+        return 0
+
+    def is_closed(self) -> bool:
+        """Return False: it closes with the supervisor's process."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: there are no other hosts that it would keep from joining."""
+
+    def shutdown(self) -> bool:
+        """Return True: the store ends with this object."""
+        return True

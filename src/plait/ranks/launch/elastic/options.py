@@ -1,0 +1,36 @@
+"""`Elastic`: how a run goes on when ranks are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plait.errors import MeshError
+from plait.plan.argument_checks import require_flag, require_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How a run of `plait.launch` goes on when a rank fails, dies, or hangs.
+
+    The function is called again on all ranks, in the processes that are left and those that take the place of
+    lost ones. It goes on from `plait.Snapshots`, or a checkpoint.
+    """
+
+    spares: int = 0
+    """Processes that have imported torch, and wait to take the place of a lost rank."""
+    replace: bool = True
+    """Whether new processes are started for lost ones; else, without a spare, the ranks become fewer."""
+    ranks_of: Callable[[int], int] | None = None
+    """Returns how many of so many processes are ranks, the others become spares; 0: too few. None: all."""
+    restarts: int = 1000
+    """The most failures of a run, besides that the same one, three times, ends it."""
+
+    def __post_init__(self) -> None:
+        require_whole("Elastic's spares", self.spares, MeshError, least=0)
+        require_flag("Elastic's replace", self.replace, MeshError)
+        require_whole("Elastic's restarts", self.restarts, MeshError, least=0)
+        if self.ranks_of is not None and not callable(self.ranks_of):
+            raise MeshError(
+                f"Elastic's ranks_of is {self.ranks_of!r}: give a function of a number of processes."
+            )

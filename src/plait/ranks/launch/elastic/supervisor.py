@@ -1,0 +1,223 @@
+"""`Supervisor`: starts the ranks of a run on this host; when one is lost it lets the others go on.
+
+    running    a rank fails, dies, or makes no progress
+    stop       the others are told so until each has left the world; one that does not is killed
+    next       spares or new processes take the place of lost ranks, or the world becomes smaller
+    start      all call the function again, as the next generation
+
+The loop is torch's, `SimpleElasticAgent`: it numbers the ranks, over several hosts too, and calls what is
+here. Whatever happens in between, such as a second failure, is seen in the next round of the loop.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from signal import SIGTERM, Signals
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+from plait.errors import CorruptionError
+from plait.ranks.failure.failure_log import RankFailure, root_cause
+from plait.ranks.launch.elastic.member import Member
+from plait.ranks.launch.elastic.one_host import OneHostRendezvous
+from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.launch.rank_job import RankJob
+from plait.ranks.supervised_rank import go_on_before, restored_step
+
+_PERIOD = 0.2
+"""Seconds of a look at the ranks, unless one sends something or ends."""
+_GRACE = 1.0
+"""Seconds for the failure that caused others to be reported, and for processes to end."""
+_SAME_FAILURES = 3
+"""Times that one failure happens without new snapshots, after the last of which the run ends."""
+_LEAST_PATIENCE, _SHARE_OF_LIMIT = 1.0, 0.05
+"""Seconds for a rank to leave a failed world; then its process is killed. Also as a share of the limit."""
+
+MakeJob = Callable[[Worker, int], RankJob]
+"""Returns the job of a rank in a generation."""
+
+
+class Supervisor(SimpleElasticAgent):
+    """Runs one function in the ranks of this host until all have returned from it."""
+
+    def __init__(
+        self,
+        ranks: int,
+        settings: Elastic,
+        rendezvous: OneHostRendezvous,
+        start_member: Callable[[int], Member],
+        make_job: MakeJob,
+        folder: str,
+        limit: float,
+    ) -> None:
+        """`folder`: of this run only. `limit`: seconds without progress, after which a rank hangs."""
+        spec = WorkerSpec(
+            role="plait",
+            local_world_size=ranks,
+            rdzv_handler=rendezvous,
+            entrypoint="plait",
+            max_restarts=settings.restarts,
+            monitor_interval=1e-3,
+        )
+        super().__init__(spec)
+        self._wanted, self._settings, self._host = ranks, settings, rendezvous
+        self._start_member, self._make_job, self._folder = start_member, make_job, folder
+        self._limit, self._patience = limit, max(_LEAST_PATIENCE, _SHARE_OF_LIMIT * limit)
+        self._started = 0
+        """The number of processes that were started."""
+        self._running: list[Member] = []
+        """The processes of the ranks, by local rank."""
+        self._spares: list[Member] = []
+        self._seen = Counter[tuple[str, int | None]]()
+        self.cause: RankFailure | None = None
+        """The failure that the last generation ended by."""
+
+    def results(self) -> list[bytes]:
+        """Run until the function has returned on all ranks of one generation; return the pickled results.
+
+        Raises the error of the failure that ends the run.
+        """
+        result = self.run()
+        if result.state is not WorkerState.SUCCEEDED:
+            assert self.cause is not None, "a run fails by a failure"
+            raise self.cause.exception(f"That was failure number {self._settings.restarts + 1} of the run.")
+        return [one.report for one in self._running if isinstance(one.report, bytes)]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the jobs of the next generation; return the process of each local rank."""
+        workers: Sequence[Worker] = worker_group.workers
+        self._take_places(len(workers))
+        for worker, member in zip(workers, self._running, strict=True):
+            member.start(self._make_job(worker, self._host.generation))
+        while self._may_start(len(workers) + len(self._spares)):
+            self._spares.append(self._new_member())
+        return {number: one.process.pid for number, one in enumerate(self._running)}
+
+    def _take_places(self, size: int) -> None:
+        """Let `size` processes be ranks: the living keep their places, spares and new ones fill the gaps."""
+        others = iter([*self._running[size:], *self._spares])
+        places = [*self._running[:size], *[None] * (size - len(self._running))]
+        self._running = [
+            one
+            if one is not None and not one.has_ended
+            else next((other for other in others if not other.has_ended), None) or self._new_member()
+            for one in places
+        ]
+        self._spares = [one for one in others if not one.has_ended]
+
+    def _may_start(self, processes: int) -> bool:
+        """Return whether another process may be started beside so many."""
+        most = self._wanted + self._settings.spares
+        return processes < most and (self._settings.replace or self._started < most)
+
+    def _new_member(self) -> Member:
+        self._started += 1
+        return self._start_member(self._started - 1)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End the jobs that run, on the living ranks by errors; choose the number of ranks to go on with."""
+        for member in self._running:
+            member.stop()
+        deadline = time.monotonic() + self._patience  # a busy rank that has more to do first is lost, too
+        while (busy := [one for one in self._running if one.is_busy]) and time.monotonic() < deadline:
+            self._update(min(_PERIOD, deadline - time.monotonic()), busy)
+        for member in busy:
+            self._tell(f"process {member.process.pid} does not leave the failed run, and is killed")
+            member.kill()
+        self._update(0.0, self._spares)
+        worker_group.spec.local_world_size = self._next_size()
+
+    def _next_size(self) -> int:
+        """Return the number of ranks of the next generation. Raises the last failure for too few."""
+        alive = sum(not one.has_ended for one in (*self._running, *self._spares))
+        ready = self._wanted if self._settings.replace else min(alive, self._wanted)
+        size = ready if self._settings.ranks_of is None or not ready else self._settings.ranks_of(ready)
+        if not 0 < size <= ready:
+            assert self.cause is not None, "ranks were lost"
+            raise self.cause.exception(f"{alive} processes are left, too few to go on with.")
+        return size
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Block until something happens, a moment at most; return whether a rank failed or all have ended."""
+        self._update(_PERIOD, self._running)
+        self._fail_hanging()
+        failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
+        if failures:
+            self.cause = self._cause()
+            self._note(self.cause)
+            return RunResult(state=WorkerState.FAILED)
+        results = {number: one.report for number, one in enumerate(self._running) if one.report is not None}
+        if len(results) < len(self._running):
+            return RunResult(state=WorkerState.HEALTHY)
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def _cause(self) -> RankFailure:
+        """Return the failure that caused the others, for which a moment is given to be reported."""
+        deadline = time.monotonic() + _GRACE
+        while True:
+            failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
+            waiting = [one for one in self._running if one.report is None]
+            first, left = root_cause(failures), deadline - time.monotonic()
+            if not first.secondary or not waiting or left <= 0:
+                return first
+            self._update(left, waiting)
+
+    def _fail_hanging(self) -> None:
+        """Kill the ranks that hang: they have done nothing for the limit, and do not wait for others.
+
+        Where all wait for each other, the one that has waited longest counts as the one that failed.
+        """
+        idle = [(found, one) for one in self._running if (found := one.idle_for(self._limit)) is not None]
+        alone = [one for found, one in idle if not found.waits]
+        waiting = [found.awaited for found, _ in idle if found.waits]
+        for member in alone:
+            others = f", while another waits for {waiting[0]}" if waiting else ""
+            member.fail(f"made no progress for {self._limit:g} s{others}")
+        if idle and not alone and len(idle) == sum(one.report is None for one in self._running):
+            (_, _, awaited), member = min(idle, key=lambda pair: pair[0].since)
+            member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
+
+    def _note(self, cause: RankFailure) -> None:
+        """Tell the user of a failure. Raises its error where it has happened too often at one place."""
+        what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
+        same = cause.summary if cause.traceback else what, step  # all ranks may raise one error
+        self._seen[same] += 1
+        if self._seen[same] >= _SAME_FAILURES:
+            place = "" if step is None else f" after step {step}, from which the run went on"
+            raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
+        if isinstance(error := cause.exception(), CorruptionError):
+            go_on_before(self._folder, error.last_good_step)
+        self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
+
+    def _update(self, seconds: float, members: Sequence[Member]) -> None:
+        """Block until one of `members` sends something or ends, at most `seconds`; take all messages."""
+        wait([handle for one in members if not one.has_ended for handle in one.handles], seconds)
+        for member in members:
+            member.update()
+
+    def _tell(self, text: str) -> None:
+        print(f"plait: {text}.", file=sys.stderr, flush=True)
+
+    def _shutdown(self, death_sig: Signals = SIGTERM, timeout: int = 30) -> None:
+        """End all processes."""
+        members = [*self._running, *self._spares]
+        for member in members:
+            member.end()
+        deadline = time.monotonic() + _GRACE
+        for member in members:
+            member.process.join(max(0.0, deadline - time.monotonic()))
+        for member in members:
+            member.close()

@@ -1,0 +1,67 @@
+"""What a rank knows of the supervisor that restarts it, from its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from plait.ranks.world import process_identity
+
+_SUPERVISOR = "PLAIT_SUPERVISOR"
+_FOLDER = "PLAIT_SUPERVISOR_FOLDER"
+_REMOVED_AT_END, _RESTORED, _NEWEST_GOOD = "removed_at_end", "restored", "newest_good"
+
+
+def variables_of_supervisor(folder: str) -> dict[str, str]:
+    """Return the environment variables of ranks that this process restarts. `folder`: of their run only."""
+    return {_SUPERVISOR: process_identity(os.getpid()), _FOLDER: folder}
+
+
+def supervisor_of_rank() -> str:
+    """Return the identity of the supervisor that restarts this rank; "" where there is none."""
+    return os.environ.get(_SUPERVISOR, "")
+
+
+def remove_at_end(path: Path) -> bool:
+    """Let the supervisor remove a folder when the run has ended; return False where there is none."""
+    if not supervisor_of_rank():
+        return False
+    with Path(os.environ[_FOLDER], _REMOVED_AT_END).open("a") as file:
+        file.write(f"{path.absolute()}\n")
+    return True
+
+
+def note_restored(step: int) -> None:
+    """Tell the supervisor, if there is one, from which number of steps the run goes on. On one rank."""
+    if supervisor_of_rank():
+        path = Path(os.environ[_FOLDER], _RESTORED)
+        path.with_suffix(".part").write_text(str(step))
+        path.with_suffix(".part").replace(path)
+        path.with_name(_NEWEST_GOOD).unlink(missing_ok=True)
+
+
+def restored_step(folder: str) -> int | None:
+    """Return the number of steps from which the run has gone on last; None where it began anew."""
+    file = Path(folder, _RESTORED)
+    return int(file.read_text()) if file.exists() else None
+
+
+def go_on_before(folder: str, step: int) -> None:
+    """Let ranks go on from a state after at most `step` steps, the next time: later ones have wrong bits."""
+    Path(folder, _NEWEST_GOOD).write_text(str(step))
+
+
+def newest_good_step() -> int | None:
+    """Return the most steps after which this rank's run may go on; None where the newest state will do."""
+    if not supervisor_of_rank():
+        return None
+    path = Path(os.environ[_FOLDER], _NEWEST_GOOD)
+    return int(path.read_text()) if path.exists() else None
+
+
+def removed_at_end(folder: str) -> Iterator[Path]:
+    """Yield the folders that ranks gave to `remove_at_end`."""
+    file = Path(folder, _REMOVED_AT_END)
+    if file.exists():
+        yield from map(Path, dict.fromkeys(file.read_text().splitlines()))

@@ -1,0 +1,212 @@
+"""Linear in float8 with deferred weight gradient, for those linears that `Plan.linears` chooses.
+
+    F   cast X, W      O = X Wᵀ           saved for W: X in float8, or X where dW is not computed in float8
+    I   cast G, W      dX = G W           queued: X and G in float8
+    W                  dW = Gᵀ X          added to the weight's gradient buffer
+
+Products are summed in fp32. They are rounded to the dtype of the input where the sum is complete: outputs and
+input gradients that are summands of several ranks of `tp` are summed in fp32 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.tensor.autograd.cast_inputs import CastInput, SavedInput, as_matrix, own_part, rows_of, wide
+from plait.tensor.autograd.deferred_weight_gradients import add_product, defers
+from plait.tensor.autograd.eager_operations import TRACE
+from plait.tensor.autograd.float8_operands import LinearCasts, transposed
+from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
+from plait.tensor.autograd.paired_collectives import SumOfSummands
+from plait.tensor.autograd.split_backward import refuse_other_orders
+from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
+from plait.tensor.autograd.traced_float8_linear import traced_float8_linear
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.float8.cast import ScaledMatrix
+from plait.tensor.float8.scaled_product import product
+
+
+@dataclass(frozen=True)
+class _Float8Call:
+    """The arguments of one call of a float8 linear, but the tensors that have gradients."""
+
+    input: Tensor
+    weight: Tensor
+    """`[outputs, inputs]`, a view where it is stored transposed."""
+    weight_scale: Tensor | None
+    casts: LinearCasts
+    queue: WeightGradientQueue
+    transposed: bool
+    output_sum: SumOfSummands | None
+
+    def output(self, for_output: ScaledMatrix, bias: Tensor | None) -> Tensor:
+        """Return the output `[..., outputs]` in the dtype of the input."""
+        dtype, shape = self.input.dtype, (*self.input.shape[:-1], self.weight.shape[0])
+        weight = transposed(self.casts.weight(self.weight.detach(), self.weight_scale))
+        if self.output_sum is None:
+            result = reshaped_in_place(product(for_output, weight, dtype), shape)
+        else:
+            summand = reshaped_in_place(product(for_output, weight, wide(dtype)), shape)
+            result = self.output_sum.total(summand).to(dtype)
+        return result if bias is None else result.add_(bias)
+
+
+def float8_linear(
+    module: Any,
+    input: Tensor,
+    queue: WeightGradientQueue | None,
+    *,
+    is_transposed: bool = False,
+    output_sum: SumOfSummands | None = None,
+) -> Tensor:
+    """Return the output of a linear by a product in float8; its backward queues the weight gradient.
+
+    `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, `casts`, its `LinearCasts`,
+    and `weight_scale`, with which the weight is in float8; None: it is cast. `output_sum`: sums the ranks'
+    outputs; the bias is then added elsewhere. Communication: that of the casts, and of `output_sum`.
+    """
+    assert queue is not None, "an engine's layers have a queue"
+    weight, casts = module.weight, module.casts
+    bias = module.bias if output_sum is None else None
+    by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
+    if trace is not None:
+        return traced_float8_linear(
+            input, by_rows, bias, queue.inputs, casts, trace, output_sum, module.weight_scale
+        )
+    call = _Float8Call(input, by_rows, module.weight_scale, casts, queue, is_transposed, output_sum)
+    if not defers(input):
+        return call.output(casts.input(rows_of(input)), bias)
+    cast = queue.inputs.of(input, casts)
+    run = RECOMPUTED_RUN.get()
+    apply = partial(apply_function, _Float8Linear, cast.carrier, weight, bias, call, cast)
+    if run is None:
+        return apply(False)  # type: ignore[no-any-return]
+    if not run.is_second:
+        return run.result(lambda: (apply(False),))[0]  # type: ignore[return-value]
+    output: Tensor = apply(True)
+    # After the input is saved, where a second run may end.
+    with torch.no_grad():
+        made = run.result(lambda: (call.output(cast.for_output, bias),))[0]
+        output.set_(made)  # type: ignore[call-overload]
+    return output
+
+
+class _Float8Linear(torch.autograd.Function):
+    """Autograd function of `x Wᵀ + b` in float8, from the carrier of `x`; queues the gradient of `W`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        carrier: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: _Float8Call,
+        cast: CastInput,
+        is_late: bool,
+    ) -> Tensor:
+        ctx.trains = weight.requires_grad
+        if ctx.trains:
+            saved = cast.saved(call.input, call.queue.gathered.of(call.input))
+            ctx.gather = saved.gather
+            ctx.save_for_backward(saved.data, saved.scale)
+        else:
+            ctx.save_for_backward()
+        ctx.weight, ctx.casts, ctx.queue, ctx.transposed = weight, call.casts, call.queue, call.transposed
+        ctx.weight_scale, ctx.output_sum, ctx.ran = call.weight_scale, call.output_sum, False
+        if is_late:
+            shape = *call.input.shape[:-1], call.weight.shape[0]
+            return call.input.new_empty_strided(shape, (0,) * len(shape))  # `float8_linear` sets the memory
+        return call.output(cast.for_output, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_other_orders(ctx, "a linear")
+        casts, queue, needs_input = ctx.casts, ctx.queue, ctx.needs_input_grad[0]
+        of_bias = rows_of(gradient).sum(0) if ctx.needs_input_grad[2] else None
+        whole = gradient if ctx.output_sum is None else ctx.output_sum.gradient(gradient)
+        rows = rows_of(whole)
+        for_input = casts.gradient(rows) if needs_input else None
+        if ctx.trains:
+            data, scale = ctx.saved_tensors
+            saved = SavedInput(data.detach(), scale, ctx.gather)
+            kept = casts.gradient_for_weight(rows, for_input)
+            operands = _gradient_operand(whole, kept, queue), _input_operand(saved, queue)
+            queue.add(partial(_add_weight_gradient, queue, ctx.weight, ctx.transposed, *operands))
+        of_input = None
+        if for_input is not None:
+            weight = ctx.weight.detach()
+            by_rows = weight.t() if ctx.transposed else weight
+            made = product(for_input, casts.weight_for_input(by_rows, ctx.weight_scale), wide(gradient.dtype))
+            of_input = made.view(*whole.shape[:-1], made.shape[1])
+        return of_input, None, of_bias, None, None, None
+
+
+Operand = Callable[[], Tensor | ScaledMatrix]
+"""Returns an operand of a weight gradient: in float8, or as it is where that product is not in float8."""
+
+
+def _input_operand(saved: SavedInput, queue: WeightGradientQueue) -> Operand:
+    """Return a function that returns a linear's saved input, gathered again if only a part was saved."""
+    if saved.gather is None:
+        return lambda: _operand(saved.data, saved.scale)
+    again = queue.gathered.again(_as_bytes(saved.data, saved.scale), saved.gather)
+    if queue.mode.overlaps:  # the work follows after the product for the input gradient
+        again.start()
+    return lambda: _operand(_as_float8(again.whole(), saved.data), saved.scale)
+
+
+def _gradient_operand(gradient: Tensor, cast: ScaledMatrix | None, queue: WeightGradientQueue) -> Operand:
+    """Return a function that returns a linear's output gradient: gathered again if it is registered."""
+    data, scale = (gradient, None) if cast is None else cast
+    # Where the work follows at once, the whole gradient is still in memory.
+    source = None if queue.mode.overlaps else queue.gathered.of(gradient)
+    if source is None:
+        return lambda: _operand(data, scale)
+    part, gather = source
+    mine = part if cast is None else own_part(data, gradient.shape, gather)
+    again = queue.gathered.again(_as_bytes(mine, scale), gather)
+    return lambda: _operand(_as_float8(again.whole(), data), scale)
+
+
+def _operand(data: Tensor, scale: Tensor | None) -> Tensor | ScaledMatrix:
+    return rows_of(data) if scale is None else as_matrix(data, scale)
+
+
+def _as_bytes(data: Tensor, scale: Tensor | None) -> Tensor:
+    """Return float8 data as bytes, which every backend sends; other data as they are."""
+    return data if scale is None else data.view(torch.uint8)
+
+
+def _as_float8(data: Tensor, like: Tensor) -> Tensor:
+    return data if data.dtype == like.dtype else data.view(like.dtype)
+
+
+def _add_weight_gradient(
+    queue: WeightGradientQueue, weight: Tensor, is_transposed: bool, gradient: Operand, input: Operand
+) -> None:
+    """Add the gradient of a linear's weight to its buffer."""
+    first = bool(queue.unwritten) and queue.begins((weight,))
+    buffer = queue.buffer_of(weight)
+    total = buffer.t() if is_transposed else buffer
+    left, right = gradient(), input()
+    if isinstance(left, ScaledMatrix) and isinstance(right, ScaledMatrix):
+        add_float8_product(total, transposed(left), right, first)
+    else:
+        assert not isinstance(left, ScaledMatrix), "both operands are cast, or none"
+        assert not isinstance(right, ScaledMatrix), "both operands are cast, or none"
+        add_product(total, left.t(), right, first)
+
+
+def add_float8_product(total: Tensor, a: ScaledMatrix, b: ScaledMatrix, first: bool) -> None:
+    """Add the product of float8 matrices `a @ b` to `total` in place; `first`: write it."""
+    made = product(a, b, total.dtype)
+    if first:
+        total.copy_(made)
+    else:
+        total.add_(made)

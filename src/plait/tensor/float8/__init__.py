@@ -1,0 +1,1 @@
+"""Linears that multiply in float8: recipes, casts with scales, products, gradients."""

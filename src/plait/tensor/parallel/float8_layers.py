@@ -1,0 +1,78 @@
+"""Linears of layers that multiply in float8, and the ranks between which their operands are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from plait.plan.rules import join
+from plait.ranks.group import Group
+from plait.tensor.autograd.deferred_weight_gradients import bind_forward, is_transposed_linear
+from plait.tensor.autograd.float8_linear import float8_linear
+from plait.tensor.autograd.float8_operands import DividedDims, Groups, LinearCasts
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.float8.recipes import Recipe
+from plait.tensor.layer_values import NamedLayer
+from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+CASTS = "casts"
+"""Attribute of a linear that multiplies in float8: its `LinearCasts`."""
+WEIGHT_SCALE = "weight_scale"
+"""Attribute of such a linear: the scale of a weight that is in float8 already; None: the weight is cast."""
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """Makes linears of layers multiply in float8."""
+
+    recipe: Recipe
+    names: Collection[str]
+    """The paths of the linears in the model."""
+    tp: Group
+    cp: Group
+
+    def apply(
+        self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
+    ) -> None:
+        """Make those linears of `layer` that are among `names` multiply in float8.
+
+        To be called after the rules of tensor parallelism were applied. `scales`: those of weights that are
+        in float8 already, by the id of the parameter. `on_parts`: whether the layer runs on parts of the
+        sequence, so that linears outside of its regions see a part of the tokens.
+        """
+        for name, module in layer.module.named_modules(remove_duplicate=False):
+            if join(layer.path, name) in self.names and getattr(module, CASTS, None) is None:
+                # A buffer, so that graphs of equal layers take it as an argument.
+                module.register_buffer(WEIGHT_SCALE, scales.get(id(module.weight)), persistent=False)
+                self._apply(module, queue, on_parts=on_parts)
+
+    def _apply(self, module: Any, queue: WeightGradientQueue, *, on_parts: bool) -> None:
+        tokens, own = _of_several(self.cp), _of_several(self.tp)
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            is_row = isinstance(module, RowParallelLinear)
+            dims = DividedDims(tokens, own if is_row else (), () if is_row else own)
+            module.casts = LinearCasts(self.recipe, dims)
+            module.boundary.inputs = queue.inputs
+            return
+        dims = DividedDims((*tokens, *own) if on_parts else tokens)
+        setattr(module, CASTS, LinearCasts(self.recipe, dims))
+        queue.products.add(id(module.weight))
+        bind_forward(module, partial(_run, module, queue, is_transposed_linear(module)))
+
+
+def casts_in(layer: nn.Module) -> list[LinearCasts]:
+    """Return the casts of the linears in `layer` that multiply in float8."""
+    found = (getattr(module, CASTS, None) for module in layer.modules())
+    return [one for one in found if one is not None]
+
+
+def _run(module: Any, queue: WeightGradientQueue, is_transposed: bool, input: Tensor) -> Tensor:
+    return float8_linear(module, input, queue, is_transposed=is_transposed)
+
+
+def _of_several(group: Group) -> Groups:
+    return (group,) if group.size > 1 else ()

@@ -1,0 +1,347 @@
+"""Bits that flip between steps are found before the next update, with the rank; nothing else is reported."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flipped_bits import SIZES, Optimizer, adamw, batch, engine_of, flip
+from torch import Tensor, nn
+
+import plait
+from plait.engine import Engine
+from plait.engine.corruption.corruption_checks import CorruptionChecks
+from plait.errors import CorruptionError
+from plait.plan.plan import Plan
+from plait.ranks.consistency_check import all_numbers
+from plait.schedules.lowering.program import ComputeLoss
+
+
+def muon(engine: Engine) -> Optimizer:
+    return plait.Muon(engine, lr=1e-3, others={"lr": 1e-3})
+
+
+def owned(engine: Engine) -> Optimizer:
+    return plait.Owned(torch.optim.Adafactor, engine, lr=1e-3)
+
+
+MAKERS: dict[str, Callable[[Engine], Optimizer]] = {"adamw": adamw, "muon": muon, "owned": owned}
+
+
+def targets(engine: Engine, optimizer: Optimizer, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one kind on this rank."""
+    for name, parameter in engine.named_parameters():
+        if kind == "value" and parameter.numel():
+            yield f"the value of {name}", parameter.detach()
+        if kind == "gradient" and parameter.grad is not None and parameter.numel():
+            yield f"the gradient of {name}", parameter.grad
+        if kind == "state":
+            for key, tensor in optimizer.state.get(parameter, {}).items():
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    yield f"the optimizer state {key} of {name}", tensor
+        if kind == "copy" and parameter in getattr(optimizer, "whole_parameters", {}):
+            yield f"the owner's copy of {name}", optimizer.whole_parameters[parameter].detach()  # type: ignore[attr-defined]
+
+
+def flip_in_each_step(plan: Plan, maker: str, seeds: range) -> int:
+    """Flip a bit on one rank in each step; undo it once it is found. Return how many this rank has found."""
+    engine, optimizer = engine_of(plan, MAKERS[maker])
+    kinds = ["value", "gradient", "state", *(["copy"] if maker == "owned" else [])]
+    found = 0
+    with CorruptionChecks(engine, optimizer):
+        for seed in seeds:
+            drawn = random.Random(seed)
+            rank, kind = drawn.randrange(plan.world), drawn.choice(kinds)
+            early = drawn.random() < 0.5 and plan.tp == 1  # else what is whole over tp gets other gradients
+            chosen: list[tuple[str, Tensor]] = []
+            if rank == engine.mesh.rank and kind != "gradient" and early and seed > seeds[0]:
+                chosen = [*targets(engine, optimizer, kind)]
+            told = ""
+            if chosen:  # at any time before the step, of little weight: its gradients are used
+                told, tensor = drawn.choice(chosen)
+                place = drawn.randrange(tensor.nbytes // 4) * 4, drawn.randrange(8)
+                flip(tensor, *place)
+            engine.forward_backward(*batch(engine, seed))
+            if rank == engine.mesh.rank and not chosen:
+                chosen = [*targets(engine, optimizer, kind)]
+                if chosen:
+                    told, tensor = drawn.choice(chosen)
+                    place = drawn.randrange(tensor.nbytes), drawn.randrange(8)
+                    flip(tensor, *place)
+            if not told:
+                engine.step(optimizer, float("inf"))
+            else:
+                with pytest.raises(CorruptionError, match="by one bit") as raised:
+                    engine.step(optimizer, float("inf"))
+                assert f"rank {rank} on host" in str(raised.value)
+                assert f"{told} changed in memory by one bit, " in str(raised.value)
+                step = engine.passes
+                assert raised.value.last_good_step == (step - 1 if kind == "gradient" else max(step - 2, -1))
+                flip(tensor, *place)
+                optimizer.step()
+                found += 1
+            optimizer.zero_grad()
+            counts = all_numbers(bool(told), engine.mesh.group("world"), engine.mesh.device, "found")
+            if any(counts) and not told and kind != "gradient":  # so that ranks have called it equally often
+                optimizer.step()
+    return found
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(
+    ("plan", "maker", "count"),
+    [
+        (Plan(dp=2), "adamw", 24),
+        (Plan(dp=2), "adamw", 200),
+        (Plan(dp=2, strategy="gradients"), "owned", 200),
+        (Plan(dp=2, strategy="full", precision="bf16"), "adamw", 200),
+        (Plan(pp=2, tp=2, microbatches=2), "muon", 200),
+        (Plan(dp=2, strategy="full"), "muon", 24),
+    ],
+)
+def test_a_flipped_bit_is_found_before_the_next_update_always(
+    thread_ranks: Any, plan: Plan, maker: str, count: int
+) -> None:
+    found = thread_ranks.run(flip_in_each_step, plan, maker, range(count), ranks=plan.world)
+    assert sum(found) >= count - 3  # a state that is not there yet, an owner of nothing
+    assert all(found)
+
+
+def flips_that_are_found(plan: Plan, seeds: range) -> int:
+    """Flip one bit at a time, on every rank another one; return how many are found."""
+    engine, optimizer = engine_of(plan)
+    found = 0
+    with CorruptionChecks(engine, optimizer) as checks:
+        for step in range(2):
+            engine.forward_backward(*batch(engine, step))
+            if step == 0:
+                engine.step(optimizer, 1.0)
+                optimizer.zero_grad()
+        every = [one for kind in ("value", "gradient", "state") for one in targets(engine, optimizer, kind)]
+        for seed in seeds:
+            drawn = random.Random(f"{seed} {engine.mesh.rank}")
+            told, tensor = drawn.choice(every)
+            place = drawn.randrange(tensor.nbytes), drawn.randrange(8)
+            flip(tensor, *place)
+            with pytest.raises(CorruptionError) as raised:
+                checks.compare()
+            found += f"rank {engine.mesh.rank} on host" in str(raised.value) and told in str(raised.value)
+            flip(tensor, *place)
+    return found
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=2, tp=2, strategy="full", precision="bf16")])
+def test_of_two_hundred_flipped_bits_each_is_found(thread_ranks: Any, plan: Plan) -> None:
+    assert thread_ranks.run(flips_that_are_found, plan, range(200), ranks=plan.world) == [200] * plan.world
+
+
+@torch.no_grad()
+def written_between(engine: Engine, optimizer: Optimizer, checks: CorruptionChecks) -> None:
+    """What a program may do between two steps."""
+    first = next(engine.parameters())
+    first.mul_(1.0)
+    for state in optimizer.state.values():
+        for one in state.values():
+            if isinstance(one, Tensor):
+                one.mul_(1)
+    engine.evaluate(*batch(engine, 0))
+    engine.load_state_dict(engine.state_dict(everywhere=True))
+    for one in engine.parameters():  # as a running mean that takes the parameters' place
+        one.data.mul_(1.5)
+    checks.accept_changes()
+
+
+def train_with_writes(plan: Plan, maker: str, folder: Path, options: dict[str, Any]) -> tuple[bool, Any]:
+    """Train with all that a program does, with checks and without; return whether the bits are equal."""
+    ends = []
+    for checked in (False, True):
+        if options:
+            model = plait.models.llama(**SIZES, **options.get("model", {}))
+            if options.get("lora"):
+                plait.lora(model, rank=2)
+            engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+            optimizer = MAKERS[maker](engine)
+        else:
+            engine, optimizer = engine_of(plan, MAKERS[maker])
+        checks = CorruptionChecks(engine, optimizer, memory=checked)
+        with checks:
+            for step in range(4):
+                for part in range(options.get("calls", 1)):
+                    engine.forward_backward(*batch(engine, 2 * step + part))
+                engine.step(optimizer, 1.0)
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                if step == 1 and maker != "owned":
+                    written_between(engine, optimizer, checks)
+                if step == 2:
+                    plait.save(engine, optimizer, folder / f"{checked}")
+                    plait.load(engine, optimizer, folder / f"{checked}")
+        ends.append(engine.state_dict(everywhere=True))
+    return all(torch.equal(ends[0][name], one) for name, one in ends[1].items()), len(ends[1])
+
+
+PLANS: dict[str, tuple[Plan, str, dict[str, Any]]] = {
+    "muon": (Plan(dp=2, strategy="full"), "muon", {}),
+    "cube": (Plan(pp=2, tp=2, dp=2, microbatches=2), "adamw", {"calls": 2}),
+    "offload": (Plan(dp=2, strategy="full", offload="parameters", precision="bf16"), "adamw", {"calls": 2}),
+    "offload all": (Plan(dp=2, strategy="optimizer", offload="full"), "adamw", {}),
+    "gradients": (Plan(dp=4, replicate=2, strategy="gradients", reduce="each"), "muon", {"calls": 2}),
+    "lora": (Plan(dp=2, tp=2, strategy="optimizer"), "adamw", {"lora": True}),
+    "experts": (
+        Plan(dp=2, ep=2, strategy="full", microbatches=2),
+        "adamw",
+        {"model": {"experts": 4, "top_k": 2}},
+    ),
+    "fp16": (Plan(dp=2, precision="fp16", loss_scale=8.0), "adamw", {}),
+    "zero bubble": (Plan(pp=2, dp=2, microbatches=4, schedule="zb-v", strategy="full"), "adamw", {}),
+    "context": (Plan(cp=2, dp=2, strategy="full", recompute="full"), "adamw", {}),
+    "owned": (Plan(dp=2, strategy="optimizer"), "owned", {"calls": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_the_program_writes_is_no_corruption_and_checks_change_no_bit(
+    thread_ranks: Any, tmp_path: Path, name: str
+) -> None:
+    plan, maker, options = PLANS[name]
+    ranks = thread_ranks.run(train_with_writes, plan, maker, tmp_path, options, ranks=plan.world)
+    assert {equal for equal, _ in ranks} == {True}
+
+
+class WrongOnOneRank(torch.optim.SGD):
+    """Updates one parameter by too much, where it is told to: a device that computes wrongly."""
+
+    elementwise = True
+    wrong = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.wrong:
+            self.param_groups[0]["params"][3].view(-1)[-1:].mul_(1.001)
+
+
+def told_of_replicas(plan: Plan) -> str:
+    engine, optimizer = engine_of(plan, lambda one: WrongOnOneRank(one.parameters(), lr=0.1))
+    with CorruptionChecks(engine, optimizer):
+        for step in range(3):
+            optimizer.wrong = step == 1 and engine.mesh.rank == 1  # type: ignore[attr-defined]
+            try:
+                engine.forward_backward(*batch(engine, step))
+            except CorruptionError as error:
+                return f"{engine.passes} {error.last_good_step} {error}"
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+    return "nothing"
+
+
+def test_an_update_that_one_rank_computes_wrongly_is_found_in_the_next_step(thread_ranks: Any) -> None:
+    (told,) = set(thread_ranks.run(told_of_replicas, Plan(dp=2), ranks=2))
+    assert told.startswith("2 1 after step 2 the value of blocks.0.attention.")
+    assert "rank 0 (dp 0) but " in told
+    assert "on rank 1 (dp 1); 1 of the " in told
+    assert "go on from a checkpoint or snapshot of step 1 or before" in told
+
+
+class Counted(nn.Module):
+    """A layer with a table that never changes, and a count of its runs that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("runs", torch.zeros(()))
+        self.table: Tensor
+        self.runs: Tensor
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.training:
+            self.runs.add_(1)
+        return torch.as_tensor(self.linear(value) + self.table)
+
+
+def test_buffers_and_frozen_parameters_are_compared_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), Counted())
+    plan = Plan()
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=nn.MSELoss())
+    optimizer = torch.optim.SGD([one for one in engine.parameters() if one.requires_grad], lr=0.1)
+    frozen = dict(engine.named_parameters())["0.weight"]
+    table = engine.runtime.pipeline.stages[0].layers[1].module.get_buffer("table")
+    checks = CorruptionChecks(engine, optimizer)
+    for step in range(4):
+        engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+        told = {2: (frozen, "the value of 0.weight"), 3: (table, "the buffer in stage 0 of 1.table")}.get(
+            step
+        )
+        if told is None:
+            engine.step(optimizer, 1.0)
+        else:
+            flip(told[0], 5, 4)
+            with pytest.raises(CorruptionError, match=told[1]):
+                engine.step(optimizer, 1.0)
+            flip(told[0], 5, 4)
+        optimizer.zero_grad()
+    checks.close()
+
+
+def test_a_flip_between_two_calls_whose_gradients_add_up_is_found() -> None:
+    engine, optimizer = engine_of(Plan())
+    with CorruptionChecks(engine, optimizer):
+        engine.forward_backward(*batch(engine, 0))
+        gradient = next(engine.parameters()).grad
+        assert gradient is not None
+        flip(gradient, 9, 1)
+        with pytest.raises(CorruptionError, match=r"the gradient of .* before they were clipped or added to"):
+            engine.forward_backward(*batch(engine, 1))
+        flip(gradient, 9, 1)
+
+
+def test_comparing_now_finds_what_a_checkpoint_would_save() -> None:
+    engine, optimizer = engine_of(Plan())
+    engine.compare_memory()  # without checks
+    with CorruptionChecks(engine, optimizer) as checks:
+        flip(next(engine.parameters()), 9, 1)
+        for compare in (checks.compare, engine.compare_memory):
+            with pytest.raises(CorruptionError, match="since the checks began, before that of step 1"):
+                compare()
+        flip(next(engine.parameters()), 9, 1)
+    assert engine.watches == []
+    flip(next(engine.parameters()), 9, 1)
+    engine.compare_memory()
+
+
+def flip_what_is_gathered(plan: Plan) -> None:
+    """A bit of what layers read flips on rank 1, after its forward has begun."""
+    engine, optimizer = engine_of(plan)
+    unit = engine.runtime.units["blocks.0.mlp"]
+    (weight,) = [one for name, one in unit.parameters.items() if name.endswith("up.weight")]
+
+    def spoil(instruction: Any, runtime: Any) -> None:
+        if isinstance(instruction, ComputeLoss) and engine.mesh.rank == 1 and engine.passes == 1:
+            flip(weight, weight.nbytes - 2, 1)
+
+    engine.observe(spoil)
+    with CorruptionChecks(engine, optimizer):
+        for step in range(2):
+            engine.forward_backward(*batch(engine, step))
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2, strategy="optimizer"),  # of which each rank's optimizer has a half
+        Plan(dp=2, precision="bf16"),  # beside masters in fp32
+        Plan(dp=2, strategy="gradients", precision="bf16"),
+    ],
+)
+def test_what_layers_read_is_compared_where_it_is_kept(thread_ranks: Any, plan: Plan) -> None:
+    expected = (
+        "rank 1 on host .*: the gathered value of blocks.0.mlp.up.weight changed in memory by one bit, "
+    )
+    with pytest.raises(CorruptionError, match=f"{expected}after it was gathered in step 2, "):
+        thread_ranks.run(flip_what_is_gathered, plan, ranks=2)
