@@ -1,8 +1,7 @@
 """Float8 linears: one rank has torchao's numbers, and every layout those of one rank with its micro-batches.
 
 Sums of float8 products in fp32 depend on their order, and a value at the border between two numbers of eight
-bits then falls on either side. So layouts are compared with products summed in float64: what is cast, with
-which scales, and what is summed over which ranks is plait's own.
+bits then falls on either side. In fp64 products are summed in fp64, and such values are too few to be met.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from parity.pairs import covering_rows
 from parity.parity import TWO_STEPS, compare
 from parity.rows import name_of
 from plait.plan.plan import Plan
-from plait.tensor.autograd import float8_linear, float8_operands
-from plait.tensor.float8 import scaled_product
-from plait.tensor.float8.cast import ScaledMatrix, factor_of
+from plait.tensor.autograd import float8_operands
+from plait.tensor.float8.cast import factor_of
 from plait.tensor.float8.recipes import RECIPES, CastFormat
-from plait.tensor.float8.scaled_product import product
 
 OF_TORCHAO = {
     "float8": "tensorwise",
@@ -116,18 +113,6 @@ def fits(row: dict[str, Any]) -> bool:
     return ranks <= 8 and divided and not (row.get("family", "gpt2") != "gpt2" and row.get("tp", 1) == 4)
 
 
-def exact_product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
-    """The product of the values that the matrices stand for, in float64; what CUDA refuses is refused."""
-    product(a, b, torch.float32)
-    return ((a.data.double() * a.scale) @ (b.data.double() * b.scale)).to(dtype)
-
-
-@pytest.fixture
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_linear, "product", exact_product)
-    monkeypatch.setattr(scaled_product, "product", exact_product)  # what the operator of graphs calls
-
-
 def check(thread_ranks: Any, case: Case, plan: Plan, recipe: Recipe = TWO_STEPS) -> None:
     """Compare a run with one rank's that has the same micro-batches."""
     alone = Plan(precision="fp64", linears=plan.linears, microbatches=plan.dp * plan.microbatches)
@@ -135,7 +120,6 @@ def check(thread_ranks: Any, case: Case, plan: Plan, recipe: Recipe = TWO_STEPS)
     compare(thread_ranks.run(woven.train, case, plan, recipe, ranks=plan.world), expected, torch.float64)
 
 
-@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("row", covering_rows(FACTORS, fits), ids=name_of)
 def test_every_layout_equals_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
@@ -192,7 +176,7 @@ def test_ranks_cast_parts_of_a_tensor_with_equal_scales(
     thread_ranks.run(bits_of_gradients, plan, ranks=4)
     assert len(factors.of_rank) == 4
     casts = list(zip(*factors.of_rank.values(), strict=True))
-    assert len(casts) > 40
+    assert len(casts) == 22  # of inputs and output gradients; weights are cast before the step
     assert all(torch.equal(one[0], other) for one in casts for other in one[1:])
     monkeypatch.setattr(float8_operands, "reduced", lambda largest, groups: largest)
     factors.of_rank.clear()

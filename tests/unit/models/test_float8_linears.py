@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import plait
+from plait.engine import parallelize
 from plait.engine.blueprint import build_blueprint
 from plait.errors import PlanError
 from plait.models.float8_linears import choose_linears
@@ -90,3 +91,10 @@ def test_an_engine_says_how_each_linear_multiplies() -> None:
     }
     plain = plait.parallelize(plait.models.llama(**LLAMA), Plan(), plait.Mesh(Plan()), plait.cross_entropy)
     assert plain.linear_formats == {}
+
+
+def test_a_device_without_such_products_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallelize, "multiplies_float8", lambda device: False)
+    plan = Plan(linears="float8")
+    with pytest.raises(PlanError, match=r"plan.linears is 'float8', but cpu has no products in float8"):
+        plait.parallelize(plait.models.llama(**LLAMA), plan, plait.Mesh(plan), plait.cross_entropy)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
+from plait.tensor.float8 import scaled_product
 from plait.tensor.float8.cast import ScaledMatrix, cast
 from plait.tensor.float8.recipes import CastFormat
 from plait.tensor.float8.scaled_product import product
@@ -66,3 +67,15 @@ def test_operands_may_be_stored_in_any_order_and_sums_over_any_size(monkeypatch:
     assert given == [(True, True, 0)] * 2
     left, right = values(a)[:, :19], values(b)[:19]
     assert ((few - left @ right).abs() <= 40 * 2**-24 * (left.abs() @ right.abs())).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("per", [("row", "row"), ("row", "tensor")])
+def test_products_by_rows_have_the_same_bits_on_gpus_where_they_are_scaled_afterwards(
+    monkeypatch: pytest.MonkeyPatch, per: tuple[str, str], dtype: torch.dtype
+) -> None:
+    """Scales of rows are powers of two."""
+    a, b = (ScaledMatrix(one.data, torch.exp2(torch.floor(torch.log2(one.scale)))) for one in operands(*per))
+    expected = product(a, b, dtype)
+    monkeypatch.setattr(scaled_product, "is_accelerator", lambda tensor: True)
+    assert torch.equal(product(a, b, dtype), expected)
