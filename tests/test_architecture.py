@@ -39,7 +39,6 @@ PUBLIC = [
     "CorruptionChecks",
     "Costs",
     "Dropout",
-    "Elastic",
     "Hardware",
     "Loader",
     "Mesh",

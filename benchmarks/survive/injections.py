@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -124,9 +125,16 @@ class Injector:
         return self._folder / str(one).replace(" ", "-")
 
     def _happen(self, one: Injection) -> None:
+        self._mark(one).write_text(str(time.monotonic()))
         if one.kind == "error":
             raise Injected(str(one))
         os.kill(os.getpid(), signal.SIGKILL if one.kind == "kill" else signal.SIGSTOP)
+
+    def happened_at(self) -> dict[Injection, float]:
+        """Return the host's monotonic time of each injection that has happened."""
+        return {
+            one: float(mark.read_text()) for one in self._injections if (mark := self._mark(one)).exists()
+        }
 
     @property
     def left(self) -> list[Injection]:
