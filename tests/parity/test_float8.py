@@ -24,8 +24,9 @@ from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts, gpt2
 from parity.pairs import covering_rows
 from parity.parity import TWO_STEPS, compare
 from parity.rows import name_of
+from plait.models.llama import RULES
 from plait.plan.plan import Plan
-from plait.tensor.autograd import float8_operands
+from plait.tensor.autograd import cast_inputs, float8_linear, float8_operands
 from plait.tensor.float8.cast import factor_of
 from plait.tensor.float8.recipes import RECIPES, CastFormat
 
@@ -152,6 +153,39 @@ def bits_of_gradients(plan: Plan) -> dict[str, Tensor]:
     ((inputs, targets),) = case.batches(2 * plan.microbatches, 1, torch.float32)
     engine.forward_backward(inputs, targets)
     return {name: gradient.clone() for name, gradient in engine.named_gradients()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sequence_parallel"), [("float8", "keep"), ("float8-rowwise", "none"), ("float8", "none")]
+)
+def test_tp_sums_in_fp32_what_one_rank_rounds_once(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, recipe: Any, sequence_parallel: Any
+) -> None:
+    """In bf16: of summands that were rounded first, half of all sums would differ. The head is whole."""
+    plan = Plan(linears=recipe, precision="bf16")
+    over_tp = replace(plan, tp=2, sequence_parallel=sequence_parallel)
+    (expected,) = thread_ranks.run(output_and_first_gradient, plan, ranks=1)
+
+    def differing() -> list[float]:
+        found, _ = thread_ranks.run(output_and_first_gradient, over_tp, ranks=2)
+        return [float((one != other).double().mean()) for one, other in zip(found, expected, strict=True)]
+
+    assert max(differing()) < 0.05
+    for module in (cast_inputs, float8_linear):
+        monkeypatch.setattr(module, "wide", lambda dtype: dtype)
+    assert min(differing()) > 0.3
+
+
+def output_and_first_gradient(plan: Plan) -> tuple[Tensor, Tensor]:
+    """The output for a batch, and the gradient of the embedding, to which all layers have added."""
+    case, inside = llama(), ("embedding.", "head.", "head")
+    rules = {path: rule for path, rule in RULES.items() if not path.startswith(inside)}
+    engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, rules=rules, seed=3)
+    ((inputs, targets),) = case.batches(4, 1, torch.float32)
+    engine.forward_backward(inputs, targets)
+    output = engine.output(inputs)
+    assert isinstance(output, Tensor)
+    return output, dict(engine.named_gradients())["embedding.token.weight"].clone()
 
 
 class Factors:

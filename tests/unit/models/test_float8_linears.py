@@ -76,6 +76,11 @@ def test_shards_that_are_no_multiple_of_16_or_of_repeated_heads_are_refused() ->
         choice_of(plait.models.llama(**LLAMA | {"inner": 128}), Plan(tp=4, linears="float8"))
 
 
+def test_a_model_in_fp16_is_refused_as_a_plan_in_fp16_is() -> None:
+    with pytest.raises(PlanError, match=r"plan.linears is 'float8', and the model is in fp16"):
+        choice_of(plait.models.llama(**LLAMA).half())
+
+
 def test_mxfp8_is_refused_by_name() -> None:
     plan = Plan(linears="mxfp8")
     with pytest.raises(PlanError, match=r"plan.linears is 'mxfp8', .* no device here has them"):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import plait
 from parity.live_bytes import LiveBytes
 from plait.errors import ModelError
+from plait.plan.plan import Plan
 from plait.ranks.group import alone
 from plait.tensor.autograd import cast_inputs
+from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.recipes import RECIPES
@@ -162,3 +166,43 @@ def test_transposed_matrices_are_views_with_scales_in_the_other_direction() -> N
     assert data.shape == (HIDDEN, INNER)
     assert data.data_ptr() == rows.data.data_ptr()
     assert torch.equal(scale, rows.scale.t())
+
+
+@pytest.mark.parametrize("recipe", tuple(RECIPES))
+def test_a_transposed_weight_gives_the_bits_of_the_other(recipe: str) -> None:
+    """That of `Conv1D`, `[in, out]`."""
+    stored = values(HIDDEN, INNER)
+    found = []
+    for is_transposed in (False, True):
+        weight = nn.Parameter(stored.clone() if is_transposed else stored.t().contiguous())
+        queue, casts = WeightGradientQueue(), LinearCasts(RECIPES[recipe])
+        module = SimpleNamespace(weight=weight, bias=None, casts=casts, weight_scale=None)
+        queue.buffers[id(weight)] = buffer = torch.zeros(weight.shape)
+        given = values(TOKENS, HIDDEN).requires_grad_()
+        output = float8_linear(module, given, queue, is_transposed=is_transposed)
+        output.backward(values(TOKENS, INNER))
+        with torch.no_grad():
+            queue.run()
+        found.append([output, given.grad, buffer if is_transposed else buffer.t()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("recipe", tuple(RECIPES))
+def test_compiled_linears_with_transposed_weights_equal_eager_ones(recipe: Any) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(Conv1D(INNER, HIDDEN), nn.GELU(), Conv1D(HIDDEN, INNER)), nn.Linear(HIDDEN, 10)
+    ).double()
+    inputs, targets = torch.randn(2, 16, HIDDEN, dtype=torch.float64), torch.randint(10, (2, 16))
+    gradients = []
+    for compiled in (False, "graphs"):
+        plan = Plan(linears=recipe, precision="fp64", compile=compiled)  # type: ignore[arg-type]
+        engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+        assert list(engine.linear_formats.values()) == [recipe, recipe, "head"]
+        engine.forward_backward(inputs, targets)
+        gradients.append({name: one.clone() for name, one in engine.named_gradients()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-12, atol=1e-14)
