@@ -68,8 +68,8 @@ def flip_before_saving(config: Config) -> None:
 
 CHECKS = {"check_memory": True, "recheck_rate": 1.0}
 TOLD = (
-    "^rank 1 on host .*: the value of embedding.token.weight changed in memory by one bit, after the update of "
-    "step 2, before that of step 3, and"
+    "^rank 1 on host .*: the value of embedding.token.weight changed in memory by one bit, after the "
+    "update of step 2, before that of step 3, and"
 )
 
 
