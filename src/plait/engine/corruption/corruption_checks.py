@@ -137,7 +137,7 @@ def _checked(
     optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     for one in optimizers:
         require_instance("the optimizer", one, Optimizer, "give one of torch.optim, or a list", PlanError)
-    if engine.plan.cuda_graphs:
+    if engine.plan.cuda_graphs and (memory or rate):
         raise PlanError(
             "plan.cuda_graphs is True, and a graph's replay calls no check: leave plan.cuda_graphs out, or "
             "plait.CorruptionChecks."
