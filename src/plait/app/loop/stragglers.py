@@ -154,8 +154,9 @@ class Stragglers(Callback):
         peers = self._own.peers(one.rank)
         than = "the costs of its layers and the other ranks let expect"
         if peers:
-            kinds = _ratios_of_kinds(one.rank, peers, times)
-            than = f"rank{'s' * (len(peers) > 1)} {listed([*map(str, peers)])} with the same work ({kinds})"
+            than = f"rank{'s' * (len(peers) > 1)} {listed([*map(str, peers)])} with the same work"
+            if one.rank in self._own.slow:
+                than += f" ({_ratios_of_kinds(one.rank, peers, times)})"
         simulation, cut = self._simulation(run, times), run.engine.blueprint.layers_per_stage
         with_it, without = simulation.seconds(cut), simulation.seconds_without_slow_ranks(cut)
         return (
