@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ from plait.ranks.transport.joined_world import current_ranks
 from plait.schedules.lowering.program import Segment
 
 Kind = Literal["kill", "stop", "error"]
-PLACES = ("F", "I", "W", "gather", "reduce", "norm", "optimizer", "snapshot", "commit", "restore")
+PLACES = ("F", "I", "W", "gather", "reduce", "norm", "optimizer", "snapshot", "commit", "end", "restore")
 """Where a failure happens: before an action or the start of a gather or a reduction (I, W: in schedules that
 compute these apart), before the norm, after the optimizer's update, after the first tensor of a snapshot was
-copied, before a rank's part of it is committed, or in the recovery after the step's last failure."""
+copied, before a rank's part of it is committed, when the run has closed its snapshots, or in the recovery
+after the step's last failure."""
 _SEGMENTS = {"gather": r"gather ", "reduce": r"(scatter|reduce) "} | {
     kind: rf"\d+{kind}\d+$" for kind in ("F", "I", "W")
 }
@@ -59,16 +61,19 @@ class Injection:
 def drawn(seed: int, kind: Kind, plan: Plan, *, steps: int, every: int) -> list[Injection]:
     """Return a failure drawn from a seed, of a run with a snapshot after `every` steps; for a restore two.
 
-    Places take turns, from seed to seed, so that consecutive ones have all that a plan has.
+    Places and steps take turns, from seed to seed, so that consecutive ones have all places of a plan, and no
+    rank is lost three times in one step, which would end the run.
     """
     dice, places = random.Random(seed), places_of(plan)
     place, rank = places[seed % len(places)], dice.randrange(plan.world)
-    step = dice.randrange(1, steps - 1)
+    step = 1 + seed % (steps - 2)
+    if place == "end":
+        step = steps - 1
     if place in ("snapshot", "commit"):
         step = min((step // every + 1) * every, (steps - 1) // every * every) - 1
     if place != "restore":
         return [Injection(kind, place, step, rank)]
-    before = Injection(kind, "norm", step, dice.randrange(plan.world))
+    before = Injection(kind, "norm", step, (rank + dice.randrange(1, plan.world)) % plan.world)
     return [before, Injection(kind, place, step, rank)]
 
 
@@ -121,9 +126,16 @@ class Injector:
         return self._folder / str(one).replace(" ", "-")
 
     def _happen(self, one: Injection) -> None:
+        self._mark(one).write_text(str(time.monotonic()))
         if one.kind == "error":
             raise Injected(str(one))
         os.kill(os.getpid(), signal.SIGKILL if one.kind == "kill" else signal.SIGSTOP)
+
+    def happened_at(self) -> dict[Injection, float]:
+        """Return the host's monotonic time of each injection that has happened."""
+        return {
+            one: float(mark.read_text()) for one in self._injections if (mark := self._mark(one)).exists()
+        }
 
     @property
     def left(self) -> list[Injection]:

@@ -40,13 +40,13 @@ class GroupOperation:
     def error_of(self, cause: Exception) -> CommunicationError:
         """Return the error to raise for `cause`; search the failure log for the rank that failed first.
 
-        The search takes at most `FailureLog.seconds_left`.
+        The search takes at most `FailureLog.seconds_left`; there is none where a supervisor sees all ranks.
         """
         group, timed_out = self.group, _is_timeout(cause)
-        trace = FailureTrace({}, self.suspects)
-        if group.failure_log is not None and (timed_out or _is_closed(cause)):
+        trace, log = FailureTrace({}, self.suspects), group.failure_log
+        if log is not None and log.activity is None and (timed_out or _is_closed(cause)):
             patience = _PATIENCE_AFTER_TIMEOUT if timed_out else _PATIENCE
-            trace = group.failure_log.search(self.suspects, patience)
+            trace = log.search(self.suspects, patience)
         reason = _reason(cause, group.timeout, self.suspects, trace)
         error = CommunicationError(f"rank {group.rank} waits for {self.awaited}: {reason}")
         error.__cause__ = cause
@@ -144,17 +144,17 @@ class Handle(Generic[T]):
             try:
                 if self._work is not None:
                     traffic, log = self._group.traffic, self._group.failure_log
-                    progress = None if log is None else log.progress
-                    if progress is not None:
-                        progress.begin_wait(self._awaited + self._about)
+                    activity = None if log is None else log.activity
+                    if activity is not None:
+                        activity.begin_wait(self._awaited + self._about)
                     start = time.perf_counter_ns()
                     before = traffic.stamp() if traffic.stamp else None
                     self._work.wait(self._awaited + self._about)
                     traffic.record_wait(self._group.name, start, time.perf_counter_ns())
                     if traffic.stamp:
                         traffic.stamped_waits.append((before, traffic.stamp()))
-                    if progress is not None:
-                        progress.end_wait()
+                    if activity is not None:
+                        activity.end_wait()
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:

@@ -10,7 +10,7 @@ from plait.ranks.world import process_identity
 
 _SUPERVISOR = "PLAIT_SUPERVISOR"
 _FOLDER = "PLAIT_SUPERVISOR_FOLDER"
-_REMOVED_AT_END, _RESTORED = "removed_at_end", "restored"
+_REMOVED_AT_END, _RESTORED, _NEWEST_GOOD = "removed_at_end", "restored", "newest_good"
 
 
 def variables_of_supervisor(folder: str) -> dict[str, str]:
@@ -38,12 +38,26 @@ def note_restored(step: int) -> None:
         path = Path(os.environ[_FOLDER], _RESTORED)
         path.with_suffix(".part").write_text(str(step))
         path.with_suffix(".part").replace(path)
+        path.with_name(_NEWEST_GOOD).unlink(missing_ok=True)
 
 
 def restored_step(folder: str) -> int | None:
     """Return the number of steps from which the run has gone on last; None where it began anew."""
     file = Path(folder, _RESTORED)
     return int(file.read_text()) if file.exists() else None
+
+
+def go_on_before(folder: str, step: int) -> None:
+    """Let ranks go on from a state after at most `step` steps, the next time: later ones have wrong bits."""
+    Path(folder, _NEWEST_GOOD).write_text(str(step))
+
+
+def newest_good_step() -> int | None:
+    """Return the most steps after which this rank's run may go on; None where the newest state will do."""
+    if not supervisor_of_rank():
+        return None
+    path = Path(os.environ[_FOLDER], _NEWEST_GOOD)
+    return int(path.read_text()) if path.exists() else None
 
 
 def removed_at_end(folder: str) -> Iterator[Path]:

@@ -30,7 +30,7 @@ from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
-from plait.ranks.supervised_rank import note_restored
+from plait.ranks.supervised_rank import newest_good_step, note_restored
 from plait.ranks.text_collectives import broadcast_result
 
 T = TypeVar("T")
@@ -283,7 +283,8 @@ class Checkpoints(Callback):
 
         def find() -> str:
             try:
-                return json.dumps([(step, str(path)) for step, path in all_checkpoints(self._folder)])
+                found, most = all_checkpoints(self._folder), newest_good_step()
+                return json.dumps([(step, str(path)) for step, path in found if most is None or step <= most])
             except OSError:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
                 raise CheckpointError(error) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -40,7 +40,12 @@ from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
-from plait.ranks.supervised_rank import note_restored, remove_at_end, supervisor_of_rank
+from plait.ranks.supervised_rank import (
+    newest_good_step,
+    note_restored,
+    remove_at_end,
+    supervisor_of_rank,
+)
 from plait.ranks.text_collectives import all_gather_text
 from plait.ranks.world import process_identity, process_of_agent
 
@@ -76,8 +81,9 @@ class Snapshots:
         """Make or find the run's folder in `folder`, which is in memory. Called on all ranks.
 
         `every`: steps between two snapshots. `name` identifies the run: started again under the same name, on
-        the same hosts, it finds its snapshots. None: torchrun's agent does, so that the ranks which it
-        restarts find them, and no others. What this user's ended runs have left in `folder` is removed.
+        the same hosts, it finds its snapshots. None: torchrun's agent does, or the supervisor of elastic
+        ranks, so that the ranks which it restarts find them, and no others. What this user's ended runs have
+        left in `folder` is removed.
         `optimizer`: one, a list of several, or None. Raises `CheckpointError` on all ranks where `folder`
         cannot be used, or another process uses the name. Communication: an all-gather of 100 bytes a rank.
         """
@@ -89,7 +95,7 @@ class Snapshots:
             require_instance("the name of a run", name, str, "give a text", CheckpointError)
         elif not agent:
             raise CheckpointError(
-                "snapshots have no name, and torchrun, which would restart the ranks, has not started them: "
+                "snapshots have no name, and neither torchrun nor launch(…, elastic=True) restarts ranks: "
                 "give Snapshots a name, by which a later run finds them."
             )
         self._engine, self._optimizer, self._every = engine, optimizer, every
@@ -223,7 +229,7 @@ class Snapshots:
         `tell` is called with lines for the user. `after`: only a snapshot of more steps.
         """
         self.finish()
-        optimizers = checked_optimizers(self._engine, self._optimizer, options)
+        optimizers, most = checked_optimizers(self._engine, self._optimizer, options), newest_good_step()
         parts = [
             part
             for part in found_parts(self._folder, self._ranks_here[0])
@@ -236,6 +242,9 @@ class Snapshots:
             if name.step <= after:
                 break
             own = [part for part in parts if part.name == name]
+            if most is not None and name.step > most:
+                self._withdraw(own)
+                continue
             half = own[0].half if own else 0
             manifest = self._manifest_here(own, half, optimizers, is_complete=is_complete)
             if manifest is None:
@@ -253,6 +262,12 @@ class Snapshots:
                 note_restored(name.step)
             return name.step, loaded
         return None
+
+    def _withdraw(self, parts: Sequence[RankPart]) -> None:
+        """Let parts of a snapshot with wrong bits count no more."""
+        with raising_on_all_ranks(self._engine.mesh):
+            for part in parts if self._leads else ():
+                self._folder.withdraw(part.half, manifest_name(part.rank))
 
     def clear(self) -> None:
         """Remove the snapshots of before, since the run starts over, or goes on from elsewhere. On all ranks.

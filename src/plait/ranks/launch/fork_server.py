@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -21,17 +21,21 @@ from plait.ranks.world import environment_of
 
 
 def start_process(
-    target: Callable[[Connection], object], name: str, module: str, library: str | None
+    target: Callable[[Connection], object],
+    name: str,
+    module: str,
+    library: str | None,
+    preloaded: Sequence[str] = (),
 ) -> tuple[ForkServerProcess, Connection]:
     """Start a process that calls `target` with its end of a pipe; return it, and the other end.
 
-    A fork server starts it, not this process, which may have threads. It imports what every rank needs, and
-    `module` if that is plait's, before it forks, and lasts as long as this process. `library`: a shared
-    library that it loads in place of another of that name.
+    A fork server starts it, not this process, which may have threads. It imports what every rank needs,
+    `module` if that is plait's, and the modules `preloaded`, before it forks, and lasts as long as this
+    process. `library`: a shared library that it loads in place of another of that name.
     """
     context = multiprocessing.get_context("forkserver")
     ours = [module] if module.startswith("plait.") else []
-    context.set_forkserver_preload(["plait.ranks.launch.preload", *ours])
+    context.set_forkserver_preload(["plait.ranks.launch.preload", *ours, *preloaded])
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there,), name=name, daemon=True)
     with _preloaded(library), _without_main(), _blocked_signal(signal.SIGTERM):

@@ -37,4 +37,4 @@ def _leads_to_rank(connection: socket.socket, spared_port: int | None) -> bool:
     if connection.family == socket.AF_UNIX:
         return any(isinstance(name, bytes) and name.startswith(LISTENER_PREFIX) for name in (own, peer))
     is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
-    return is_tcp and own[0] == peer[0] and peer[1] != spared_port
+    return is_tcp and own[0] == peer[0] and spared_port not in (own[1], peer[1])

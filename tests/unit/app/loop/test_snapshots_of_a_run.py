@@ -17,6 +17,12 @@ from plait.app.loop import checkpoint_callback
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.errors import CheckpointError
 from plait.loop import Checkpoints, History
+from plait.ranks.supervised_rank import (
+    go_on_before,
+    removed_at_end,
+    restored_step,
+    variables_of_supervisor,
+)
 
 PLAN = plait.Plan(pp=2)
 
@@ -111,6 +117,24 @@ def test_the_newest_of_memory_and_disk_counts(
     told = capsys.readouterr().out
     assert "Resumed from" in told.partition("WARNING")[0]
     assert "after step 4." in told
+
+
+def test_a_run_goes_on_from_the_last_step_without_wrong_bits(
+    thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of snapshots and checkpoints; the snapshot with wrong bits is gone, also for the next failure."""
+    train_on = partial(train, keep_best=False)
+    for name, value in variables_of_supervisor(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    thread_ranks.run(train_on, tmp_path, 7, ranks=2)
+    go_on_before(str(tmp_path), 6)
+    assert thread_ranks.run(train_on, tmp_path, 7, ranks=2) == [rows[6:7]] * 2
+    assert restored_step(str(tmp_path)) == 6
+    go_on_before(str(tmp_path), 5)
+    assert thread_ranks.run(train_on, tmp_path, 9, ranks=2) == [rows[5:]] * 2
+    assert restored_step(str(tmp_path)) == 5
+    kept = [*(tmp_path / "memory").iterdir()]  # a rank may still fail, although this one has ended
+    assert [*removed_at_end(str(tmp_path))] == kept != []
 
 
 def test_a_run_that_starts_over_goes_on_only_where_its_ranks_were_restarted(

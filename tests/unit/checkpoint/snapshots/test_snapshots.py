@@ -201,7 +201,7 @@ def test_a_name_in_use_is_refused_and_one_is_needed_without_torchrun(tmp_path: P
         CheckpointError, match=f"is used by process {os.getpid()} on .*: end that run, or give"
     ):
         make_run(plait.Plan(), tmp_path)
-    with pytest.raises(CheckpointError, match="snapshots have no name, and torchrun"):
+    with pytest.raises(CheckpointError, match="snapshots have no name, and neither torchrun nor"):
         make_run(plait.Plan(), tmp_path, name=None)
     with pytest.raises(CheckpointError, match=r"there is no folder .*missing for snapshots in memory"):
         make_run(plait.Plan(), tmp_path / "missing")

@@ -11,18 +11,22 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 
-from plait.ranks.failure.progress import variables_of_progress
-from plait.ranks.launch.elastic.member import Member, progress_file
+from plait.ranks.failure.rank_activity import variables_of_activity
+from plait.ranks.launch.elastic.member import Member, activity_path
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
 from plait.ranks.launch.rank_process import serve
+from plait.ranks.rank_device import newer_nccl
 from plait.ranks.supervised_rank import removed_at_end, variables_of_supervisor
 from plait.ranks.world import World
 
 Result = TypeVar("Result")
+
+_PRELOADED = ("plait.checkpoint.snapshots.snapshots",)
+"""What restarted ranks need: imported once, before there are ranks."""
 
 
 def run_elastic(
@@ -45,7 +49,9 @@ def run_elastic(
         rendezvous = OneHostRendezvous(run_id)
 
         def start_member(number: int) -> Member:
-            return Member(*start_process(serve, f"plait-{number}", function.__module__, None))
+            library = newer_nccl() if ranks_per_gpu > 1 else None
+            name, module = f"plait-{number}", function.__module__
+            return Member(*start_process(serve, name, module, library, _PRELOADED))
 
         def make_job(worker: Worker, generation: int) -> RankJob:
             own = Path(folder, str(generation))
@@ -62,7 +68,7 @@ def run_elastic(
                 ranks_per_gpu=ranks_per_gpu,
                 goes_on=True,
                 variables=variables_of_supervisor(folder)
-                | variables_of_progress(progress_file(str(own), rank)),
+                | variables_of_activity(activity_path(str(own), rank)),
             )
 
         supervisor = Supervisor(ranks, elastic, rendezvous, start_member, make_job, folder, timeout)

@@ -28,12 +28,13 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
+from plait.errors import CorruptionError
 from plait.ranks.failure.failure_log import RankFailure, root_cause
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.rank_job import RankJob
-from plait.ranks.supervised_rank import restored_step
+from plait.ranks.supervised_rank import go_on_before, restored_step
 
 _PERIOD = 0.2
 """Seconds of a look at the ranks, unless one sends something or ends."""
@@ -106,7 +107,7 @@ class Supervisor(SimpleElasticAgent):
 
     def _take_places(self, size: int) -> None:
         """Let `size` processes be ranks: the living keep their places, spares and new ones fill the gaps."""
-        others = iter([*self._running[size:], *self._spares])
+        before, others = [*self._running, *self._spares], iter([*self._running[size:], *self._spares])
         places = [*self._running[:size], *[None] * (size - len(self._running))]
         self._running = [
             one
@@ -115,6 +116,9 @@ class Supervisor(SimpleElasticAgent):
             for one in places
         ]
         self._spares = [one for one in others if not one.has_ended]
+        for lost in before:
+            if lost.has_ended:
+                lost.close()
 
     def _may_start(self, processes: int) -> bool:
         """Return whether another process may be started beside so many."""
@@ -175,28 +179,32 @@ class Supervisor(SimpleElasticAgent):
             self._update(left, waiting)
 
     def _fail_hanging(self) -> None:
-        """Kill the ranks that hang: they have done nothing for the limit, and do not wait for others.
+        """Kill the ranks that hang: for the limit they are stopped, or others wait for them in vain.
 
         Where all wait for each other, the one that has waited longest counts as the one that failed.
         """
         idle = [(found, one) for one in self._running if (found := one.idle_for(self._limit)) is not None]
-        alone = [one for found, one in idle if not found.waits]
-        waiting = [found.awaited for found, _ in idle if found.waits]
-        for member in alone:
-            others = f", while another waits for {waiting[0]}" if waiting else ""
-            member.fail(f"made no progress for {self._limit:g} s{others}")
-        if idle and not alone and len(idle) == sum(one.report is None for one in self._running):
-            (_, _, awaited), member = min(idle, key=lambda pair: pair[0].since)
+        waiting = [(found, one) for found, one in idle if found.waits and not one.is_stopped]
+        others = f", while another waits for {waiting[0][0].awaited}" if waiting else ""
+        are_all = len(waiting) == sum(one.report is None for one in self._running)
+        for _, member in (pair for pair in idle if pair not in waiting):
+            if waiting or member.is_stopped:
+                member.fail(f"made no progress for {self._limit:g} s{others}")
+        if waiting and are_all:
+            (_, _, awaited), member = min(waiting, key=lambda pair: pair[0].since)
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
         """Tell the user of a failure. Raises its error where it has happened too often at one place."""
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
-        same = cause.summary if cause.traceback else what, step  # all ranks may raise one error
+        # All ranks may raise one error, and a lost connection is told with other numbers each time.
+        same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
         self._seen[same] += 1
         if self._seen[same] >= _SAME_FAILURES:
             place = "" if step is None else f" after step {step}, from which the run went on"
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
+        if isinstance(error := cause.exception(), CorruptionError):
+            go_on_before(self._folder, error.last_good_step)
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
 
     def _update(self, seconds: float, members: Sequence[Member]) -> None:

@@ -1,0 +1,140 @@
+"""The plan of a run that has lost ranks, and such a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from plait.app.config.config import Config
+from plait.app.loop.training_loop import TrainingLoop
+from plait.app.train.fewer_ranks import config_for_ranks, elastic_settings
+from plait.app.train.launch_by_config import launch_by_config
+from plait.app.train.train_run import train
+from plait.errors import ConfigError
+
+
+def make(
+    *, batch: int = 8, microbatches: int = 1, run: dict[str, Any] | None = None, **parallel: Any
+) -> Config:
+    model = {"layers": 2, "hidden": 16, "heads": 4, "context": 16}
+    settings = {"steps": 8, "batch": batch, "microbatches": microbatches, "warmup": 2, "validate_batches": 1}
+    return Config.model_validate(
+        {
+            "model": model,
+            "data": {"source": "random"},
+            "train": settings,
+            "parallel": parallel,
+            "run": run or {},
+        }
+    )
+
+
+def found(config: Config | None) -> tuple[int, ...] | None:
+    """The degrees pp, dp, cp, tp, replicate, and the number of micro-batches."""
+    if config is None:
+        return None
+    own = config.parallel
+    return own.pp, own.dp, own.cp, own.tp, own.replicate, config.train.microbatches
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "expected"),
+    [
+        ({"dp": 4}, 4, (1, 4, 1, 1, 1, 1)),
+        ({"dp": 4, "batch": 12, "microbatches": 3}, 3, (1, 3, 1, 1, 1, 4)),  # one row at a time
+        ({"dp": 4}, 3, (1, 2, 1, 1, 1, 2)),  # 3 ranks cannot share 8 rows
+        ({"dp": 4, "replicate": 2}, 2, (1, 2, 1, 1, 2, 2)),
+        ({"dp": 6, "replicate": 2, "batch": 12}, 5, (1, 4, 1, 1, 2, 3)),
+        ({"pp": 2, "dp": 2, "microbatches": 2}, 3, (2, 1, 1, 1, 1, 4)),
+        ({"pp": 2, "tp": 2}, 3, (3, 1, 1, 1, 1, 1)),  # no replica to leave out
+        ({"tp": 4}, 3, (3, 1, 1, 1, 1, 1)),
+        ({"cp": 2, "tp": 2}, 2, (1, 1, 1, 2, 1, 1)),
+        ({"pp": 2, "layers_per_stage": [3, 3]}, 1, (1, 1, 1, 1, 1, 1)),
+    ],
+)
+def test_a_run_on_fewer_ranks_drops_replicas_first_and_keeps_the_batch(
+    parallel: dict[str, Any], ranks: int, expected: tuple[int, ...]
+) -> None:
+    config = make(**parallel)
+    changed = config_for_ranks(config, ranks)
+    assert found(changed) == expected
+    assert changed is not None
+    assert changed.train.batch == config.train.batch
+    assert found(config_for_ranks(config, changed.plan().world)) == expected  # as its ranks find it
+
+
+def test_settings_of_restarts_need_elastic_processes() -> None:
+    with pytest.raises(ConfigError, match=r"run.spares = 1 is given, but run.elastic is false"):
+        make(run={"spares": 1})
+    with pytest.raises(ConfigError, match=r"run.replace = false is given, but run.elastic is false"):
+        make(run={"replace": False})
+    with pytest.raises(ConfigError, match=r"run.elastic restarts processes, but run.ranks_as is threads"):
+        make(run={"elastic": True, "ranks_as": "threads"})
+    assert elastic_settings(make()) is None
+    assert make(run={"elastic": True}).run.snapshot_steps == 10
+    assert make(run={"elastic": True, "snapshot_every": 3}).run.snapshot_steps == 3
+    assert make().run.snapshot_steps == 0
+
+
+def mortal(config: Config, folder: Path, killed: dict[int, int]) -> int:
+    """Train; in some steps a rank is killed. Return the number of steps."""
+    run_step = TrainingLoop.run_step
+
+    def run_or_die(run: TrainingLoop) -> None:
+        mark = folder / f"killed-{run.done}"
+        if run.mesh.rank == 0:
+            with (folder / "steps").open("a") as file:
+                file.write(f"{run.done}\n")
+        if killed.get(run.done) == run.mesh.rank and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        run_step(run)
+
+    with patch.object(TrainingLoop, "run_step", run_or_die):
+        return train(config).steps
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "is_replaced", [True, pytest.param(False, marks=pytest.mark.full)], ids=["replaced", "fewer"]
+)
+def test_a_run_outlives_killed_ranks_with_the_losses_of_the_run_that_lost_none(
+    thread_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], is_replaced: bool
+) -> None:
+    def config(folder: Path) -> Config:
+        own = {"elastic": True, "replace": is_replaced, "snapshot_every": 2, "snapshot_folder": tmp_path}
+        own |= {
+            "dir": folder / "run",
+            "tensorboard": False,
+            "progress": False,
+            "timeout": 60,
+            "report": False,
+        }
+        folder.mkdir()
+        return make(run=own, dp=2, strategy="full")
+
+    undisturbed, disturbed = config(tmp_path / "whole"), config(tmp_path / "killed")
+    thread_ranks.run(train, undisturbed, ranks=2)
+    settings = elastic_settings(disturbed)
+    done = launch_by_config(disturbed, mortal, tmp_path / "killed", {5: 1}, elastic=settings)
+    assert set(done) == {8}
+    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "killed")
+    assert again == whole if is_replaced else dict(again) == pytest.approx(dict(whole), rel=1e-6)
+    assert [step for step, _ in again] == [*range(1, 9)]
+    steps = [int(step) for step in (tmp_path / "killed" / "steps").read_text().split()]
+    assert steps[:6] == [*range(6)]
+    assert steps[6] in (2, 4)  # from memory
+    assert "plait: rank 1 was killed by SIGKILL" in capfd.readouterr().err
+    used = json.loads((tmp_path / "killed" / "run" / "config.json").read_text())
+    assert used["parallel"]["dp"] == (2 if is_replaced else 1)
+    assert not [*tmp_path.glob("plait-*")]

@@ -1,0 +1,83 @@
+"""A rank's waits for others end when its connections are shut; no other connection is touched."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.ranks.launch.rank_connections import shut_connections
+from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
+
+
+def connected(family: socket.AddressFamily, address: Any) -> tuple[socket.socket, ...]:
+    """A listener, and both ends of a connection to it."""
+    listener = socket.socket(family)
+    listener.bind(address)
+    listener.listen()
+    client = socket.create_connection(listener.getsockname()) if family != socket.AF_UNIX else None
+    if client is None:
+        client = socket.socket(family)
+        client.connect(address)
+    return listener, client, listener.accept()[0]
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.settimeout(0.01)
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return True
+
+
+def shut(spared: bool) -> dict[str, bool]:
+    """Which connections of a rank are open after its connections to other ranks were shut."""
+    name = secrets.token_hex(8).encode()
+    ours = {
+        "tcp": connected(socket.AF_INET, ("127.0.0.1", 0)),
+        "channel": connected(socket.AF_UNIX, LISTENER_PREFIX + name),
+        "other": connected(socket.AF_UNIX, b"\0other-" + name),
+        "pair": (None, *socket.socketpair()),
+    }
+    store = connected(socket.AF_INET, ("127.0.0.1", 0))
+    for _ in range(2):  # as it is done again and again
+        shut_connections(store[0].getsockname()[1] if spared else None)
+    again = socket.create_connection(ours["tcp"][0].getsockname())  # it still listens
+    return {kind: is_open(ends[1]) for kind, ends in ours.items()} | {
+        "store": is_open(store[1]),
+        "later": is_open(again),
+    }
+
+
+def test_connections_within_the_host_are_shut_but_that_to_the_store_and_those_of_others(
+    rank_pool: Any,
+) -> None:
+    after = {"tcp": False, "channel": False, "other": True, "pair": True, "later": True}
+    assert rank_pool.run(shut, True, ranks=1) == [after | {"store": True}]
+    assert rank_pool.run(shut, False, ranks=1) == [after | {"store": False}]
+
+
+def freed(folder: Path) -> str:
+    """The error of a receive from a rank that lives and never sends."""
+    if dist.get_rank() == 1:
+        while not (folder / "freed").exists():
+            time.sleep(0.01)
+        return ""
+    threading.Timer(0.1, shut_connections, (None,)).start()
+    try:
+        dist.recv(torch.ones(1), 1)
+    except RuntimeError as error:
+        (folder / "freed").touch()
+        return str(error)
+    return "received"
+
+
+def test_a_receive_from_a_living_rank_ends_when_connections_are_shut(rank_pool: Any, tmp_path: Path) -> None:
+    error, _ = rank_pool.run(freed, tmp_path, ranks=2, timeout=20.0)
+    assert "closed" in error

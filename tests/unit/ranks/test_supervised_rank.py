@@ -1,0 +1,46 @@
+"""What ranks tell their supervisor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.ranks.supervised_rank import (
+    go_on_before,
+    newest_good_step,
+    note_restored,
+    remove_at_end,
+    removed_at_end,
+    restored_step,
+    supervisor_of_rank,
+    variables_of_supervisor,
+)
+
+
+def test_without_a_supervisor_nothing_is_told(tmp_path: Path) -> None:
+    assert supervisor_of_rank() == ""
+    assert not remove_at_end(tmp_path)
+    note_restored(3)
+    assert restored_step(str(tmp_path)) is None
+    assert [*removed_at_end(str(tmp_path))] == []
+    assert newest_good_step() is None
+
+
+def test_folders_to_remove_and_the_restored_step_reach_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables_of_supervisor(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    assert supervisor_of_rank()
+    assert remove_at_end(tmp_path / "one")
+    assert remove_at_end(tmp_path / "one")
+    assert remove_at_end(tmp_path / "two")
+    assert [*removed_at_end(str(tmp_path))] == [tmp_path / "one", tmp_path / "two"]
+    note_restored(3)
+    note_restored(7)
+    assert restored_step(str(tmp_path)) == 7
+    go_on_before(str(tmp_path), 5)
+    assert newest_good_step() == 5
+    note_restored(4)
+    assert newest_good_step() is None
