@@ -1,4 +1,4 @@
-"""All pairs: few rows in which every pair of values of two factors stands together at least once."""
+"""All pairs, or triples: few rows in which those values of two factors, or three, stand together once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 Row = dict[str, Any]
-Pair = tuple[str, Any, str, Any]
+Choice = tuple[tuple[str, Any], ...]
+"""Values of some factors, in the factors' order."""
 Allowed = Callable[[Row], bool]
 """Whether a row, or the beginning of one, can be run."""
 
@@ -51,49 +52,58 @@ def a_third_compiled(rows: Iterable[Row]) -> list[Row]:
 
 
 def covering_rows(
-    factors: Mapping[str, Sequence[Any]], allowed: Allowed = anything, beginnings: Sequence[Row] = ()
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Allowed = anything,
+    beginnings: Sequence[Row] = (),
+    strength: int = 2,
 ) -> list[Row]:
-    """Rows of the product that together hold every pair that is allowed. Greedy and deterministic.
+    """Rows of the product that together hold every pair that is allowed; with `strength` 3 every triple.
 
-    A row starts from each of the `beginnings`, which are values of some factors, then from each pair that is
-    still missing; every further factor gets the value that completes the most missing pairs with the values
-    already chosen. What is allowed with the values chosen must go on being so with one of every factor.
+    Greedy and deterministic. A row starts from each of the `beginnings`, which are values of some factors,
+    then from each pair that is still missing; every further factor gets the value that completes the most
+    missing pairs with the values already chosen. What is allowed with the values chosen must go on being so
+    with one of every factor.
     """
     order = list(factors)
     missing = {
-        (one, a, two, b): None
-        for one, two in combinations(order, 2)
-        for a, b in product(factors[one], factors[two])
-        if allowed({one: a, two: b})
+        tuple(zip(names, values, strict=True)): None
+        for names in combinations(order, strength)
+        for values in product(*(factors[name] for name in names))
+        if allowed(dict(zip(names, values, strict=True)))
     }
     waiting = list(beginnings)
     rows = []
     while waiting or missing:
-        if waiting:
-            row = waiting.pop(0)
-        else:
-            one, a, two, b = next(iter(missing))
-            row = {one: a, two: b}
+        row = waiting.pop(0) if waiting else dict(next(iter(missing)))
         for name in order:
             if name not in row:
                 values = [value for value in factors[name] if allowed({**row, name: value})]
-                row = {**row, name: max(values, key=_gain(row, name, order, missing))}
+                row = {**row, name: max(values, key=_gain(row, name, order, missing, strength))}
         rows.append({name: row[name] for name in order})
-        for pair in pairs_of(rows[-1]):
-            missing.pop(pair, None)
+        for choice in choices_of(rows[-1], strength):
+            missing.pop(choice, None)
     return rows
 
 
-def pairs_of(row: Row) -> list[Pair]:
-    """The pairs that stand in a row."""
-    return [(one, row[one], two, row[two]) for one, two in combinations(row, 2)]
+def choices_of(row: Row, strength: int = 2) -> list[Choice]:
+    """The pairs of values that stand in a row, or the triples."""
+    return list(combinations(row.items(), strength))
 
 
-def _gain(row: Row, name: str, order: Sequence[str], missing: Mapping[Pair, None]) -> Callable[[Any], int]:
-    """How many missing pairs each value of `name` would complete (`max` then takes the first of the best)."""
+def _gain(
+    row: Row, name: str, order: Sequence[str], missing: Mapping[Choice, None], strength: int
+) -> Callable[[Any], int]:
+    """How many missing choices a value of `name` would complete (`max` then takes the first of the best)."""
+    before = [(n, row[n]) for n in order[: order.index(name)] if n in row]
+    behind = [(n, row[n]) for n in order[order.index(name) :] if n in row]
+    parts = [
+        (first, second)
+        for count in range(strength)
+        for first in combinations(before, count)
+        for second in combinations(behind, strength - 1 - count)
+    ]
 
     def gain(value: Any) -> int:
-        extended = {**row, name: value}
-        return sum(pair in missing for pair in pairs_of({n: extended[n] for n in order if n in extended}))
+        return sum((*first, (name, value), *second) in missing for first, second in parts)
 
     return gain

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
-from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns
+from parity.pairs import a_third_compiled, covering_rows, in_turns
 from parity.parity import check_parity
 from parity.rows import name_of, plan_of
 from plait.engine.sharding import reducer
@@ -49,8 +49,8 @@ def test_sharded_runs_equal_one_rank_for_every_pair_of_factors(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", a_third_compiled(every_row(FACTORS, allowed)), ids=name_of)
-def test_sharded_runs_equal_one_rank_for_every_row_of_the_product(
+@pytest.mark.parametrize("row", a_third_compiled(covering_rows(FACTORS, allowed, strength=3)), ids=name_of)
+def test_sharded_runs_equal_one_rank_for_every_triple_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:
     check(thread_ranks, row, steps=3)

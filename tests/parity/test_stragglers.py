@@ -5,7 +5,8 @@ Ranks are slow by a clock of their own (`slowed`): the same on any machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import plait
 from parity.checkpoints import CONTEXT, VOCAB
 from parity.pairs import in_quick
 from parity.slowed import Slowed
+from plait.errors import DataError
 from plait.loop import Callback, Checkpoints, History, Stragglers, TrainingLoop
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
 from plait.plan.plan import Plan
@@ -59,6 +61,17 @@ class Told(Callback):
         run.tell = self.lines.append
 
 
+class Fails(Callback):
+    """Ends a run on all ranks."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_step(self, run: TrainingLoop) -> None:
+        if run.done == self._step:
+            raise DataError("a failure")
+
+
 @dataclass(frozen=True)
 class Training:
     """A run, in which rank `slow` is at half speed until step `ends`."""
@@ -69,6 +82,9 @@ class Training:
     ends: int = 10**6
     rebalance: bool = True
     folder: Path | None = None
+    in_memory: bool = False
+    """Whether snapshots are taken every second step, and no checkpoints."""
+    fails_after: int = 0
     layers: int = 6
 
     def factor(self, rank: int, step: int) -> float:
@@ -83,7 +99,10 @@ def train(training: Training) -> Trained:
     folder = training.folder
     told, history = Told(), History()
     slowed = Slowed(training.factor)
-    checkpoints = [] if folder is None else [Checkpoints(folder)]
+    checkpoints: list[Callback] = [] if folder is None else [Checkpoints(folder)]
+    if folder is not None and training.in_memory:
+        snapshots = partial(plait.Snapshots, every=2, name="stragglers", folder=folder)
+        checkpoints = [Checkpoints(folder, every=None, snapshots=snapshots), Fails(training.fails_after)]
     result = plait.fit(
         *(model(training.layers), training.plan, Tokens()),
         steps=training.steps,
@@ -166,18 +185,24 @@ def test_layers_move_from_a_rank_at_half_speed_and_the_run_computes_the_same(
         assert before - after >= 0.6 * (before - healthy)
 
 
+@pytest.mark.parametrize("source", in_quick(["a file", "memory"], "a file"))
 def test_a_resumed_run_goes_on_with_the_stages_of_before_and_has_the_same_bits(
-    thread_ranks: Any, tmp_path: Path
+    thread_ranks: Any, tmp_path: Path, source: str
 ) -> None:
-    plan = Plan(pp=2, microbatches=4, precision="fp64")
-    whole = trained(thread_ranks, Training(plan, 1, steps=18, layers=3))[0]
-    trained(thread_ranks, Training(plan, 1, steps=14, layers=3, folder=tmp_path))
-    resumed = trained(thread_ranks, Training(plan, 1, steps=18, layers=3, folder=tmp_path))[0]
+    """From a checkpoint of another run, or a snapshot, taken after the new cut, of a run that then failed."""
+    training = Training(Plan(pp=2, microbatches=4, precision="fp64"), 1, steps=18, layers=3)
+    whole = trained(thread_ranks, training)[0]
+    if source == "a file":
+        trained(thread_ranks, replace(training, steps=14, folder=tmp_path))
+    else:
+        with pytest.raises(DataError):
+            trained(thread_ranks, replace(training, fails_after=14, folder=tmp_path, in_memory=True))
+    resumed = trained(thread_ranks, replace(training, folder=tmp_path, in_memory=source == "memory"))[0]
     assert any(line.startswith("Rebalanced") for line in whole.lines)
+    assert resumed.lines == [line for line in resumed.lines if line.startswith("Resumed from ")]
     assert resumed.cut == whole.cut
     assert resumed.losses == whole.losses[14:]
     assert all(torch.equal(value, resumed.values[name]) for name, value in whole.values.items())
-    assert not [line for line in resumed.lines if "rank" in line]  # it is known to be slow
 
 
 @pytest.mark.full

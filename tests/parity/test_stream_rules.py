@@ -15,7 +15,7 @@ import plait
 from parity import woven
 from parity.case import Case, Recipe
 from parity.cases import gpt2, sparse_llama
-from parity.pairs import covering_rows, every_row
+from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.rows import name_of
 from parity.stream_defects import QUICK as QUICK_DEFECTS
@@ -60,7 +60,8 @@ QUICK = FACTORS | {
     "completion": ("late", 1),
 }
 COVERING = covering_rows(QUICK, fits)
-REST = [row for row in every_row(FACTORS, fits) if row not in COVERING]
+REST = [row for row in covering_rows(FACTORS, fits, strength=3) if row not in COVERING]
+"""All other triples."""
 
 
 def plan_of(row: dict[str, Any]) -> Plan:
@@ -153,7 +154,7 @@ def test_axes_are_connected_when_the_mesh_is_made(thread_ranks: Any, monkeypatch
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=name_of)
-def test_runs_under_nccl_stream_rules_equal_one_rank_for_every_other_row(
+def test_runs_under_nccl_stream_rules_equal_one_rank_for_every_triple_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:
     check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
@@ -186,9 +187,9 @@ def test_the_same_bits_whenever_operations_complete(thread_ranks: Any, layout: s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(3, 203, 25)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(3, 43, 10)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_delayed_streams_give_the_same_bits_for_200_seeds(
+def test_delayed_streams_give_the_same_bits_for_40_seeds(
     thread_ranks: Any, layout: str, seeds: range
 ) -> None:
     compare(thread_ranks, layout, seeds)

@@ -9,14 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import plait
 from plait.optimizers import muon
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
 from plait.optimizers.matrix_parts import divided_matrix
 from plait.optimizers.newton_schulz import orthogonalized
-from plait.optimizers.owned_parts import OwnedParts
 from plait.optimizers.part_exchange import PartExchange
 from plait.verification.step_location import StepPhase
 from zoo import cases
@@ -55,14 +54,18 @@ def orthogonalized_in_blocks() -> Any:
 
 def momentum_of_another_parameter() -> Any:
     """Rank 1 sends the owner of a matrix the momentum of the one before it."""
-    original, before = OwnedParts.put, dict[Any, Tensor]()
+    original, before = plait.Muon._put_momentum, dict[Any, Tensor]()
 
-    def put(self: OwnedParts, parameter: str, shard: Tensor) -> None:
-        other = before.get(shard.shape, shard)
-        before[shard.shape] = shard.clone()
-        original(self, parameter, other if rank() == 1 else shard)
+    def put(self: plait.Muon, parameter: nn.Parameter, group: Any) -> None:
+        original(self, parameter, group)
+        mean = self.state[parameter]["momentum_buffer"]
+        other = before.get(mean.shape)
+        before[mean.shape] = mean.clone()
+        if rank() == 1 and other is not None:
+            for piece in self.owned.pieces_for_owners(self._parameters.names[id(parameter)]):
+                piece.exchanged.copy_(piece.of(other))
 
-    return patch.object(OwnedParts, "put", put)
+    return patch.object(plait.Muon, "_put_momentum", put)
 
 
 def query_key_and_value_as_one_matrix() -> Any:

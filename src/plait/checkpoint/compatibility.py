@@ -94,6 +94,25 @@ def precision_change(manifest: Manifest, shards: Mapping[str, nn.Parameter]) -> 
     )
 
 
+def linears_change(before: Mapping[str, Any], plan: Plan) -> str:
+    """Return a sentence where `plan` casts linears to float8 otherwise than the plan `before`; "" if not."""
+    was, now = before.get("linears"), plan.linears
+    if not before or (was is None and now is None):
+        return ""
+    if was != now:
+        return (
+            f"linears have multiplied in {was or 'the precision'}, and multiply in {now or 'the precision'} "
+            "from now on, so numbers change: plan.linears decides."
+        )
+    counts = before.get("dp", 1) * before.get("microbatches", 1), plan.dp * plan.microbatches
+    if counts[0] == counts[1]:
+        return ""
+    return (
+        f"steps have had {counts[0]} micro-batches, and have {counts[1]} from now on, each with "
+        "float8 scales of its own, so numbers change: plan.dp · plan.microbatches decides."
+    )
+
+
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
     """Return the saved `Engine.run_state`, without `order` if `plan` differs in schedule or memory limit."""
     return applicable_order(manifest.run, manifest.plan, plan)

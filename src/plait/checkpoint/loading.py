@@ -20,6 +20,7 @@ from plait.checkpoint.compatibility import (
     Sources,
     applicable_run_state,
     group_sources,
+    linears_change,
     precision_change,
     require_compatible,
     require_same_groups,
@@ -62,7 +63,7 @@ class Loaded:
     options: dict[str, tuple[Any, Any]]
     """By name: the given value, and the saved one."""
     precision: str = ""
-    """A sentence where this rank's parameters were updated in another precision, else ""."""
+    """Sentences where parameters were updated in another precision, or linears cast otherwise; else ""."""
 
 
 def load(
@@ -75,12 +76,12 @@ def load(
     list of several, must be of the saved class, and gets the saved state; with None only the model is loaded.
     `options`: those of its groups, such as `lr`, are the "saved" ones, as with torch's `load_state_dict`; or
     the "given" ones stay, but for a learning rate that a scheduler of torch has moved. Rank 0 prints which
-    differ, and where parameters were updated in another precision when they were saved. Memory: this rank's
-    shards and one tensor. Raises `CheckpointError` on all ranks, before anything is changed, where the
-    checkpoint is missing, damaged (the message names the one before it) or of another model (it names the
-    tensors), or the optimizer has other parameters or groups, or options for which state is missing;
-    `PlanError` for an optimizer that does not work under the plan. Communication: the path, the options of
-    groups and error messages, over `world`.
+    differ, and where parameters were updated in another precision when they were saved, or linears cast to
+    float8 otherwise. Memory: this rank's shards and one tensor. Raises `CheckpointError` on all ranks, before
+    anything is changed, where the checkpoint is missing, damaged (the message names the one before it) or of
+    another model (it names the tensors), or the optimizer has other parameters or groups, or options for
+    which state is missing; `PlanError` for an optimizer that does not work under the plan. Communication: the
+    path, the options of groups and error messages, over `world`.
     """
     loaded = load_checkpoint(engine, optimizer, path, options)
     if loaded.options and engine.mesh.rank == 0:
@@ -143,7 +144,8 @@ def load_files(
     unlike, precision = dict[str, tuple[Any, Any]](), ""
     if optimizers is not None:
         unlike = _compare_groups(group_sources(optimizers, names, saved), saved, mesh, options)
-        precision = precision_change(manifest, shards)
+        changes = precision_change(manifest, shards), linears_change(manifest.plan, engine.shard_plan.plan)
+        precision = " ".join(filter(None, changes))
     share = portions(manifest.files)[checked_by.index(mesh.rank) :: len(checked_by)]
     _do_in_rounds(_check_files(folder, share), mesh)
     remark = " The model is partly overwritten: do not use it."

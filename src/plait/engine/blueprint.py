@@ -374,9 +374,16 @@ def float8_linears(
     """Return which linears multiply in float8. Raises PlanError where the chosen ones cannot."""
     if plan.linears is None:
         return NO_LINEARS
+    if plan.precision is None and any(
+        named_dtype(one.dtype) == FLOAT16 for one in sequence.parameters.values()
+    ):
+        raise PlanError(
+            f"plan.linears is {plan.linears!r}, and the model is in fp16, whose loss scale moves gradients "
+            "to the end of its range, where e5m2 ends too: set plan.precision to 'bf16' or 'fp32'."
+        )
     layers = named(sequence.layers)
     choice = choose_linears(sequence.layers, {} if rules is None else match_modules(rules, layers))
-    require_multipliable(choice.chosen, layouts, plan.linears)
+    require_multipliable(choice, layouts, plan.linears)
     return choice
 
 

@@ -58,7 +58,7 @@ class _Retired:
 class StepWatch(Protocol):
     """Interface: what an engine calls in each training step."""
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, runner: Runner) -> None:
         """Called when `forward_backward` begins."""
 
     def end_pass(self, runner: Runner) -> None:
@@ -133,7 +133,7 @@ class Engine:
         options = {"input_gradients": input_gradients, "routing": "given" if routing else "chosen"}
         self._agreement.compare_at("forward_backward", **options)
         for watch in self.watches:
-            watch.begin_pass()
+            watch.begin_pass(runner)
         runner.scale.begin(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
@@ -520,6 +520,17 @@ class Engine:
     def layouts(self) -> Mapping[str, Layout]:
         """Mapping from every parameter of the model, by name, to the layout of its shards on the ranks."""
         return self.blueprint.layouts
+
+    @property
+    def linear_formats(self) -> Mapping[str, str]:
+        """How each linear multiplies, by its path: the recipe of `Plan.linears`, or why it stays as it was.
+
+        Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight, `hooks`, `sizes` that are
+        no multiple of 16, `experts`, or the rule by which `tp` leaves the linear whole.
+        """
+        choice, recipe = self.blueprint.float8, self.plan.linears
+        chosen = {} if recipe is None else dict.fromkeys(choice.chosen, str(recipe))
+        return {**chosen, **choice.others}
 
     def traffic(self) -> Counts:
         """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.

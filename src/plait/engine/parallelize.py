@@ -43,6 +43,7 @@ from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
+from plait.ranks.device import multiplies_float8
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change
@@ -136,6 +137,11 @@ def assemble_engine(
 ) -> Engine:
     """Return the engine of a blueprint of `model`, with the values of `source`; all ranks agree on these."""
     plan, sequence = blueprint.plan, sequence_of(model)
+    if plan.linears is not None and not multiplies_float8(mesh.device):
+        raise PlanError(
+            f"plan.linears is {plan.linears!r}, but {mesh.device} has no products in float8, which CUDA has "
+            "from compute capability 8.9 on: leave plan.linears out."
+        )
     spans = blueprint.layers_of(mesh.index("pp"))
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)

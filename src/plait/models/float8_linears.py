@@ -14,16 +14,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from plait.errors import PlanError
+from plait.errors import PlanError, listed
 from plait.models.lora import LoraLinear
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.rules import Rule, join
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.call_hooks import is_altered
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.float8.scaled_product import MULTIPLE, is_multiple
 from plait.tensor.layer_values import NamedLayer
 
 OTHER_RULES = {"vocabulary": "head", "replicated": "replicated", "partitioned": "partitioned"}
+"""By rule why a linear stays as it is."""
+MOST_LISTED = 3
+"""Paths that a sentence lists for each reason."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,15 @@ class LinearChoice:
     """Paths, in the order of the model."""
     others: Mapping[str, str]
     """Why each of the other linears stays as it is, by path."""
+
+    def line(self, recipe: str) -> str:
+        """Return a sentence on which linears multiply in float8, and why others do not."""
+        alike: dict[str, list[str]] = {}
+        for path, why in self.others.items():
+            alike.setdefault(why, []).append(path)
+        rest = "; ".join(f"{listed(paths, most=MOST_LISTED)} ({why})" for why, paths in alike.items())
+        others = f"; the others stay in the run's precision: {rest}" if rest else ""
+        return f"Linears: {len(self.chosen)} multiply in {recipe}{others}."
 
     def within(self, layer: str) -> tuple[str, ...]:
         """Return the names, in the layer of that path, of its linears that multiply in float8."""
@@ -69,10 +82,10 @@ def choose_linears(layers: Sequence[NamedLayer], rules: Mapping[str, Rule]) -> L
         rule = rules.get(path)
         if path == head:
             others[path] = "head"
-        elif rule is not None and rule.kind in OTHER_RULES:
-            others[path] = OTHER_RULES[rule.kind]
         elif id(module) in adapters:
             others[path] = "adapter"
+        elif rule is not None and rule.kind in OTHER_RULES:
+            others[path] = OTHER_RULES[rule.kind]
         elif users[id(module.weight)] > 1:
             others[path] = "tied"
         elif is_altered(module):
@@ -81,6 +94,8 @@ def choose_linears(layers: Sequence[NamedLayer], rules: Mapping[str, Rule]) -> L
             others[path] = "sizes"
         else:
             chosen.append(path)
+    for layer in layers:
+        others |= {join(layer.path, name): "experts" for name, _ in experts_in(layer.module)}
     return LinearChoice(tuple(chosen), others)
 
 
@@ -92,12 +107,18 @@ def _users_of_weights(layers: Sequence[NamedLayer]) -> Counter[int]:
     )
 
 
-def require_multipliable(chosen: Sequence[str], layouts: Mapping[str, Layout], recipe: str) -> None:
-    """Raise PlanError where `tp` divides a chosen linear into shards that cannot multiply in float8.
+def require_multipliable(choice: LinearChoice, layouts: Mapping[str, Layout], recipe: str) -> None:
+    """Raise PlanError where no linear is chosen, or `tp` cuts a chosen one so that it cannot be multiplied.
 
     `layouts`: of the parameters, by name.
     """
-    for path in chosen:
+    if not choice.chosen:
+        raise PlanError(
+            f"plan.linears is {recipe!r}, but no linear of the model can multiply in float8 "
+            f"({listed([f'{path}: {why}' for path, why in choice.others.items()], most=MOST_LISTED)}): set "
+            "plan.linears to None."
+        )
+    for path in choice.chosen:
         name = join(path, "weight")
         if name not in layouts:
             continue

@@ -1,4 +1,4 @@
-"""The matrices of a parameter: boxes of it that one rank orthogonalizes, and how matrices lie in a box.
+"""The matrices of a parameter: boxes of it that one rank orthogonalizes, how matrices lie in a box, batches.
 
 query, key and value in one weight    three boxes of rows
 experts `[E, 2F, H]`                  two boxes of each expert, its gate and its up
@@ -7,15 +7,22 @@ heads with rows of q, k and v each    one box: of every head, the first rows are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.optimizers.newton_schulz import iteration_cost
 from plait.plan.layout.layout import Box
+from plait.ranks.device import is_accelerator
+
+BLOCK_ELEMENTS = 1 << 16
+"""Of matrices that a CPU works on at once: 0.6 MB in float32 and bfloat16, with a temporary."""
+MOST_ELEMENTS = 1 << 26
+"""Of matrices that are orthogonalized together: an iteration has about three times as many in its results."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class MatrixPart:
         """Return the tensor of the box's sizes that holds `matrices`: the inverse of `split`."""
         pairs = zip(matrices, self.sections, strict=True)
         periods = [one.unflatten(0, (-1, rows)) for one, rows in pairs]  # type: ignore[no-untyped-call]
-        rows = torch.cat(periods, dim=1).flatten(0, 1)
+        rows = (torch.cat(periods, dim=1) if len(periods) > 1 else periods[0]).flatten(0, 1)
         return (rows.mT if self.transposed else rows).reshape(self.box.sizes)
 
 
@@ -74,3 +81,30 @@ def divided_matrix(
         first, inside = ((0, start), (sizes[0], rows)) if transposed else ((start, 0), (rows, sizes[1]))
         box = Box((*offsets, *first), (*before, *inside))
         yield MatrixPart(box, tuple(sections) or (rows,), transposed)
+
+
+def batches_of(
+    numbers: Iterable[int], parts: Sequence[MatrixPart], most: int = MOST_ELEMENTS
+) -> list[list[int]]:
+    """Return `numbers` of parts in batches of equal shapes, of at most `most` elements or one part."""
+    alike: dict[Any, list[int]] = {}
+    for number in numbers:
+        part = parts[number]
+        alike.setdefault((part.box.sizes, part.sections, part.transposed), []).append(number)
+    batches = []
+    for each in alike.values():
+        count = max(1, most // parts[each[0]].box.numel)
+        batches += [each[first : first + count] for first in range(0, len(each), count)]
+    return batches
+
+
+def row_blocks(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield blocks of rows of matrices `[…, m, n]`, small enough for a CPU's cache to keep them meanwhile.
+
+    Several operations on each block then read memory once. On an accelerator: all rows at once.
+    """
+    if any(map(is_accelerator, matrices)):
+        yield matrices
+        return
+    rows = max(1, BLOCK_ELEMENTS // max(1, matrices[0].shape[-1]))
+    yield from zip(*(torch.split(one, rows, dim=-2) for one in matrices), strict=True)

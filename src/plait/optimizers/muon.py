@@ -25,7 +25,7 @@ from plait.engine.engine import Engine
 from plait.errors import PlanError
 from plait.optimizers.engine_parameters import EngineParameters, GivenGroups
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
-from plait.optimizers.matrix_parts import MatrixPart
+from plait.optimizers.matrix_parts import MatrixPart, batches_of, row_blocks
 from plait.optimizers.muon_groups import ADAMW_OPTIONS, adamw_options, muon_options, option_groups
 from plait.optimizers.newton_schulz import (
     EPSILON,
@@ -42,8 +42,6 @@ from plait.ranks.device import is_accelerator
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """In which matrices can be orthogonalized."""
-MOST_ELEMENTS = 1 << 26
-"""Of matrices that are orthogonalized together: an iteration has about three times as many in its results."""
 
 
 class Muon(Optimizer):
@@ -158,7 +156,7 @@ class Muon(Optimizer):
         of_matrices = [group for group in self.param_groups if group["algorithm"] == "muon"]
         for group in of_matrices:
             for parameter in group["params"]:
-                self.owned.put(self._parameters.names[id(parameter)], self._momentum(parameter, group))
+                self._put_momentum(parameter, group)
         self.owned.gather()
         self._orthogonalize(of_matrices)
         self.owned.give_back()
@@ -169,15 +167,17 @@ class Muon(Optimizer):
                 self._step_adamw(group)
         return loss
 
-    def _momentum(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-        """Return the momentum of this rank's shard, with this step's gradient: it is orthogonalized."""
+    def _put_momentum(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        """Update the momentum of this rank's shard, and put what owners need of it into their buffers."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean: Tensor = state["momentum_buffer"]
         mean.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        for piece in self.owned.pieces_for_owners(self._parameters.names[id(parameter)]):
+            for sent, latest, average in row_blocks(piece.exchanged, piece.of(gradient), piece.of(mean)):
+                sent.copy_(latest.lerp(average, group["momentum"]) if group["nesterov"] else average)
 
     def _orthogonalize(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Replace the momentum of each matrix that this rank owns by its orthogonalized form."""
@@ -190,7 +190,7 @@ class Muon(Optimizer):
                 made = []
                 for matrices, shape in zip(stacked, part.shapes, strict=True):
                     results = orthogonalized(
-                        torch.stack(matrices),
+                        torch.stack(matrices) if len(matrices) > 1 else matrices[0][None],
                         group["ns_coefficients"],
                         group["ns_steps"],
                         self.dtype,
@@ -213,11 +213,11 @@ class Muon(Optimizer):
         """Decay this rank's shards of a group's matrices, and subtract the orthogonalized updates."""
         rate = float(group["lr"])
         for parameter in group["params"]:
-            parameter.mul_(1 - rate * group["weight_decay"])
             for piece in self.owned.pieces_of(self._parameters.names[id(parameter)]):
                 factor = _rate_factor(group, self.matrix_parts[piece.part].shapes[0])
-                shard = piece.of(parameter)
-                shard.add_(piece.exchanged.to(shard.device), alpha=-rate * factor)
+                for values, update in row_blocks(piece.of(parameter), piece.exchanged):
+                    values.mul_(1 - rate * group["weight_decay"])
+                    values.add_(update.to(values.device), alpha=-rate * factor)
 
     def _step_adamw(self, group: Mapping[str, Any]) -> None:
         """Update the parameters of a group by AdamW."""
@@ -248,18 +248,3 @@ class Muon(Optimizer):
 
 def _rate_factor(group: Mapping[str, Any], shape: tuple[int, int]) -> float:
     return learning_rate_factor(group["adjust_lr_fn"], *shape)
-
-
-def batches_of(
-    numbers: Iterable[int], parts: Sequence[MatrixPart], most: int = MOST_ELEMENTS
-) -> list[list[int]]:
-    """Return `numbers` of parts in batches of equal shapes, of at most `most` elements or one part."""
-    alike: dict[Any, list[int]] = {}
-    for number in numbers:
-        part = parts[number]
-        alike.setdefault((part.box.sizes, part.sections, part.transposed), []).append(number)
-    batches = []
-    for each in alike.values():
-        count = max(1, most // parts[each[0]].box.numel)
-        batches += [each[first : first + count] for first in range(0, len(each), count)]
-    return batches

@@ -41,6 +41,10 @@ class OwnedParts:
         """Copy what owners need of this rank's contiguous `shard` of a parameter to where it is sent from."""
         self._exchange_of[parameter].put(parameter, shard)
 
+    def pieces_for_owners(self, parameter: str) -> Sequence[Piece]:
+        """Return the pieces of this rank's shard that owners need, with the memory that they are put into."""
+        return self._exchange_of[parameter].pieces_for_owners(parameter)
+
     def gather(self) -> None:
         """Send shards copied by `put` to the owners; completes `wholes`. One all-to-all for each dtype."""
         for one in self.exchanges:

@@ -107,8 +107,12 @@ class PartExchange:
 
     def put(self, parameter: str, shard: Tensor) -> None:
         """Copy what owners need of this rank's contiguous `shard` of a parameter to where it is sent from."""
-        for piece in self._put.get(parameter, ()):
+        for piece in self.pieces_for_owners(parameter):
             piece.exchanged.copy_(piece.of(shard))
+
+    def pieces_for_owners(self, parameter: str) -> Sequence[Piece]:
+        """Return the pieces of this rank's shard that owners need, with the memory that they are put into."""
+        return self._put.get(parameter, ())
 
     def gather(self) -> None:
         """Send shards copied by `put` to the owners; then `wholes` holds each part that this rank owns.

@@ -213,6 +213,11 @@ class Plan:
                 "gradients to the end of its range, where e5m2 ends too: set plan.precision to 'bf16' "
                 "or 'fp32'."
             )
+        if self.cuda_graphs:
+            raise PlanError(
+                f"plan.linears is {self.linears!r} and plan.cuda_graphs True, but the scales of weights are "
+                "found once a step, and graphs repeat what a micro-batch has done: leave one of them out."
+            )
 
     def _require_recompute(self) -> None:
         modes = self.recompute

@@ -65,6 +65,18 @@ def multiplies_groups(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """Return whether `torch.nn.functional.scaled_mm` multiplies e4m3 and e5m2 matrices on `device`.
+
+    On a CPU, on meta, and on CUDA of compute capability 8.9 or higher.
+    """
+    if device.type in ("cpu", "meta"):
+        return True
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def computation_settings() -> dict[str, object]:
     """Return torch's settings that change numerical results (TF32, deterministic kernels …), by name."""
     backends, kernels = torch.backends, torch.backends.cuda

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -82,7 +83,7 @@ def compare_with_reference(case: Case, plan: Plan, reference: IndependentReferen
     """
     begun = perf_counter()
     with closing(case.mesh(plan)) as mesh:
-        plan = case.options.applied_to(plan)
+        plan = replace(case.options.applied_to(plan), linears=None)  # which the reference knows nothing of
         model = _as_compared(case.build())
         engine = parallelize(model, plan, mesh, case.loss, rules=case.rules_of(model), seed=case.options.seed)
         run = PlanSide(case, model, engine, reference)

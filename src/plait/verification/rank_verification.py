@@ -29,11 +29,11 @@ from plait.verification.reference.recording import ReferenceRecording, broadcast
 from plait.verification.reference.reference_run import Batch, ReferenceRun
 from plait.verification.reference.start_values import Perturbation
 from plait.verification.resumed_run import resumed
-from plait.verification.step_location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
+from plait.verification.step_location import PARAMETER_KINDS, SCALE, WHOLE_STEP, RecordKey, RecordScope
 
-RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
-"""Recordings by the number of micro-batches of the global batch, and by the linear whose input is recorded as
-the last layer's output (None: none); empty on other ranks than 0."""
+RecordingCache = dict[tuple[int, str | None, str | None], ReferenceRecording]
+"""Recordings by the number of micro-batches of the global batch, by the linear whose input is recorded as
+the last layer's output (None: none), and by the recipe of linears in float8; empty on other ranks than 0."""
 MakeReference = Callable[..., ReferenceRun]
 """`ReferenceRun` with all arguments but `perturbation`, `clip`, `baseline` and `scale`."""
 
@@ -120,10 +120,10 @@ def _recorded(
     microbatches, linear = plan.dp * plan.microbatches, None
     if plan.loss_rows is not None:
         linear = output_linear_name(sequence.layers[-1], {}, plan.loss_rows)
-    kept = microbatches, linear
+    kept = microbatches, linear, plan.linears
     if not broadcast_object(kept in recordings, mesh):
         arguments = sequence, case.loss, options, case.change, formats, mesh.device
-        make = partial(ReferenceRun, *arguments, output_linear=linear, rules=case.rules)
+        make = partial(ReferenceRun, *arguments, output_linear=linear, rules=case.rules, linears=plan.linears)
         runs = 1 + options.perturbed_runs(formats)
         scopes = 1 + (len(batches) + 1) * (microbatches + 1)  # initial values, steps and the evaluation
         with _barrier_per_scope(mesh, runs * scopes) as tick:
@@ -139,8 +139,8 @@ def _recorded(
         if scope == loaded and key.kind in ("value", "state"):
             return True  # under another plan this rank loads other parts
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
-        # Tokens of all data-parallel ranks reach divided experts.
-        everywhere = key.kind == "contribution" and key.name in divided
+        # Tokens of all data-parallel ranks reach divided experts. Scales of others show what was reduced.
+        everywhere = key.kind == SCALE or (key.kind == "contribution" and key.name in divided)
         return is_held and (everywhere or scope.microbatch in own)
 
     return distribute_recording(recordings.get(kept), mesh, wanted)

@@ -19,12 +19,14 @@ class StepPhase(StrEnum):
     MESSAGE = "forward message"
     ROUTING = "routing"
     FORWARD = "forward"
+    SCALES = "forward scales"
     LOSS = "loss"
     LOSS_GRADIENT = "loss gradient"
     GRADIENT_MESSAGE = "gradient message"
     RECOMPUTED_ROUTING = "recomputed routing"
     INPUT_GRADIENT = "input gradient"
     WEIGHT_GRADIENT = "weight gradient"
+    GRADIENT_SCALES = "backward scales"
     REDUCTION = "reduction"
     MEAN_LOSS = "mean loss"
     EXPERT_LOAD = "load of experts"
@@ -36,10 +38,11 @@ class StepPhase(StrEnum):
 
 
 PHASES = tuple(StepPhase)
-FORWARD = PHASES[: PHASES.index(StepPhase.FORWARD) + 1]
-BACKWARD = PHASES[PHASES.index(StepPhase.GRADIENT_MESSAGE) : PHASES.index(StepPhase.WEIGHT_GRADIENT) + 1]
-WITHIN_LAYER = {StepPhase.PARAMETERS: 0, StepPhase.ROUTING: 0, StepPhase.MESSAGE: 2}
-"""By what comes before (0) and after (2) a layer's output."""
+FORWARD = PHASES[: PHASES.index(StepPhase.SCALES) + 1]
+BACKWARD = PHASES[PHASES.index(StepPhase.GRADIENT_MESSAGE) : PHASES.index(StepPhase.GRADIENT_SCALES) + 1]
+WITHIN_LAYER = {StepPhase.PARAMETERS: 0, StepPhase.ROUTING: 0, StepPhase.SCALES: 2, StepPhase.MESSAGE: 3}
+"""By what comes before (0) and after (2, 3) a layer's output. Scales follow the values that they change: only
+where those are equal, a wrong scale is a difference of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Location:
     microbatch: int | None = None
     """Index in the global batch: data-parallel rank · micro-batches + the rank's own micro-batch."""
     name: str = ""
-    """Name of a parameter, or of a tensor of its optimizer state."""
+    """Name of a parameter, of a tensor of its optimizer state, or of an operand in float8."""
     tensor: int = 0
     """Index among several tensors between two layers."""
     evaluating: bool = False
@@ -68,10 +71,10 @@ class Location:
         elif self.phase in FORWARD:
             # A message holds the output of the layer before. Without a layer: before all layers; without a
             # micro-batch (as a layer's parameters): before all micro-batches of the layer.
-            location = (0, 3 * layer + WITHIN_LAYER.get(self.phase, 1) - 3 * (self.layer is None))
+            location = (0, 4 * layer + WITHIN_LAYER.get(self.phase, 1) - 4 * (self.layer is None))
         elif self.phase in BACKWARD:
             # Layers last to first; a message precedes the layer's own backward.
-            location = (PHASES.index(BACKWARD[0]), 4 * (layers - layer) + BACKWARD.index(self.phase))
+            location = (PHASES.index(BACKWARD[0]), 5 * (layers - layer) + BACKWARD.index(self.phase))
         else:
             location = (PHASES.index(self.phase), 0)
         return self.step, self.evaluating, *location, microbatch, self.tensor, self.name
@@ -89,6 +92,8 @@ class RecordKey(NamedTuple):
     name: str = ""
 
 
+SCALE = "float8 scale"
+"""The kind of a scale of an operand in float8, by `path|operand` of a linear."""
 Records = dict[RecordKey, Tensor]
 """The tensors of one scope."""
 PARAMETER_KINDS = ("contribution", "final", "clipped", "value", "state")

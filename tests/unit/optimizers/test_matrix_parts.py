@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.optimizers.matrix_parts import MatrixPart, divided_matrix
+from plait.optimizers import matrix_parts
+from plait.optimizers.matrix_parts import MatrixPart, batches_of, divided_matrix, row_blocks
 from plait.optimizers.newton_schulz import iteration_cost
 from plait.plan.layout.layout import Box
 
@@ -53,3 +54,30 @@ def test_joined_matrices_are_the_values_that_were_split(sections: tuple[int, ...
     matrices = part.split(values)
     assert tuple(tuple(one.shape) for one in matrices) == part.shapes
     assert part.join([one.clone() for one in matrices]).equal(values)
+
+
+def of_expert(number: int, rows: int, *sections: int) -> MatrixPart:
+    return MatrixPart(Box((number, 0, 0), (1, rows, 4)), sections or (rows,))
+
+
+def test_matrices_of_equal_shapes_are_orthogonalized_together_up_to_a_number_of_elements() -> None:
+    parts = [*(of_expert(number, 2) for number in range(5)), of_expert(5, 6), of_expert(6, 2, 1, 1)]
+    parts.append(of_expert(7, 6))
+    assert batches_of(range(8), parts) == [[0, 1, 2, 3, 4], [5, 7], [6]]
+    assert batches_of([0, 1, 2, 4, 5, 7], parts, most=16) == [[0, 1], [2, 4], [5], [7]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((OUT, IN), [4, 4, 4]), ((1, 7, 9), [2, 2, 2, 1]), ((2, 30), [1, 1])]
+)
+def test_blocks_of_rows_are_views_of_few_elements(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rows: list[int]
+) -> None:
+    monkeypatch.setattr(matrix_parts, "BLOCK_ELEMENTS", 20)
+    values, sums = torch.rand(shape), torch.zeros(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+    sizes = []
+    for block, total in row_blocks(values, sums):
+        sizes.append(block.shape[-2])
+        total += block
+    assert sizes == rows
+    assert sums.equal(values)

@@ -163,6 +163,10 @@ def test_linears_are_one_of_the_recipes_and_not_under_fp16() -> None:
         PlanError, match=r"plan.linears is 'float8' and plan.precision is 'fp16'.*'bf16' or 'fp32'"
     ):
         Plan(linears="float8", precision="fp16")
+    with pytest.raises(
+        PlanError, match=r"plan.linears is 'float8' and plan.cuda_graphs True, but the scales"
+    ):
+        Plan(linears="float8", cuda_graphs=True)
 
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, "a"])

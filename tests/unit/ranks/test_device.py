@@ -298,3 +298,22 @@ def test_the_version_of_nccl_is_that_of_the_library_or_of_torch(monkeypatch: pyt
     assert device.nccl_version() == (2, 30, 7)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert device.nccl_version() == ()
+
+
+@pytest.mark.parametrize(
+    ("where", "capability", "multiplies"),
+    [
+        (CPU, (0, 0), True),
+        (META, (0, 0), True),
+        (CUDA, (8, 9), True),
+        (CUDA, (9, 0), True),
+        (CUDA, (8, 6), False),
+    ],
+)
+def test_float8_matrices_are_multiplied_on_cpus_and_newer_gpus(
+    monkeypatch: pytest.MonkeyPatch, where: torch.device, capability: tuple[int, int], multiplies: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert device.multiplies_float8(where) is multiplies
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert device.multiplies_float8(where) is (multiplies and where != CUDA)

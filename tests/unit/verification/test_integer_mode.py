@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -25,9 +26,12 @@ from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.float8.cast import factor_of
+from plait.tensor.float8.recipes import CastFormat
 from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.case import Case
 from plait.verification.definitions.experts import activated
+from plait.verification.definitions.float8 import E4M3, E5M2, LINES, EightBits, quantised, scale_for
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.integer_mode import (
@@ -420,16 +424,19 @@ def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, threa
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
+IN_TURNS = cycle((gpt2(layers=3, heads=4), llama(layers=3, heads=4, kv_heads=2)))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("plan", plans_on(4, Plan(microbatches=4), 4), ids=label)
 @pytest.mark.parametrize(
-    "case",
-    [gpt2(layers=3, heads=4), llama(layers=3, heads=4, kv_heads=2)],
-    ids=lambda case: case.name,
+    ("case", "plan"),
+    list(zip(IN_TURNS, plans_on(4, Plan(microbatches=4), 4), strict=False)),
+    ids=lambda one: one.name if isinstance(one, ParityCase) else label(one),
 )
 def test_every_layout_of_four_ranks_in_exact_mode_is_equal_bit_by_bit(
     case: ParityCase, plan: Plan, thread_ranks: RankPool
 ) -> None:
+    """With one model or the other."""
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
@@ -440,8 +447,15 @@ def test_a_sparse_model_is_equal_bit_by_bit(thread_ranks: RankPool) -> None:
     assert verify_here(case_of(BALANCED, mode="exact", steps=1), Plan(microbatches=2, recompute="full"))
 
 
+WITH_EXPERTS = sorted(
+    plans_on(4, Plan(microbatches=4), 4, with_experts=True), key=lambda plan: not plan.divides_experts
+)
+"""First the plans that divide experts."""
+DIVIDED = sum(plan.divides_experts for plan in WITH_EXPERTS)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("plan", plans_on(4, Plan(microbatches=4), 4, with_experts=True), ids=label)
+@pytest.mark.parametrize("plan", WITH_EXPERTS[:DIVIDED] + WITH_EXPERTS[DIVIDED::4], ids=label)
 def test_every_layout_of_experts_in_exact_mode_is_equal_bit_by_bit(
     plan: Plan, thread_ranks: RankPool
 ) -> None:
@@ -492,3 +506,20 @@ def test_only_dropout_with_p_one_half_is_equal_bit_by_bit() -> None:
     assert verify_here(case_of(halves, mode="exact", steps=1))
     with pytest.raises(ModelError, match="exact mode needs multiples"):
         verify_here(case_of(tenths, mode="exact", steps=1))
+
+
+@pytest.mark.parametrize("how", [E4M3, E5M2, LINES])
+def test_whole_numbers_are_whole_in_float8_by_scales_that_they_depend_on(how: EightBits) -> None:
+    """Numbers of 1 stand for powers of two; both sides cast by the same factors."""
+    matrix = torch.tensor([[100.0, 37.0, -5.0, 0.25], [9.0, -2.0, 1.0, 0.0]], dtype=torch.float64)
+    with IntegerMode():
+        cast = quantised(matrix, how, 1)
+        alone = quantised(matrix[1:], how, 1)
+        form = CastFormat(how.dtype, "row" if how.by_line else "tensor", how.power_of_two)
+        own = factor_of(matrix.abs().amax(1, keepdim=True).float(), form)
+        assert torch.equal(own, scale_for(matrix.abs().amax(1, keepdim=True).float(), how))
+    values = cast.numbers * cast.unit
+    steps = values / GRAIN
+    assert torch.equal(steps, steps.round())
+    assert bool((values[0] != matrix[0]).any())
+    assert torch.equal(values[1:], alone.numbers * alone.unit) == how.by_line

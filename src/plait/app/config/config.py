@@ -194,6 +194,15 @@ def _check_saves(run: RunConfig) -> None:
         )
 
 
+def _check_rebalance(run: RunConfig) -> None:
+    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
+    if run.rebalance and not run.stragglers:
+        raise ConfigError(
+            "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
+            "between comparisons, such as 4."
+        )
+
+
 def _check_elastic(run: RunConfig) -> None:
     """Raise ConfigError for settings of ranks that are restarted where none are."""
     for field, given in (("run.spares", run.spares), ("run.replace", not run.replace)):
@@ -205,15 +214,6 @@ def _check_elastic(run: RunConfig) -> None:
     if run.elastic and run.ranks_as == "threads":
         raise ConfigError(
             "run.elastic restarts processes, but run.ranks_as is threads: leave one of them out."
-        )
-
-
-def _check_rebalance(run: RunConfig) -> None:
-    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
-    if run.rebalance and not run.stragglers:
-        raise ConfigError(
-            "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
-            "between comparisons, such as 4."
         )
 
 

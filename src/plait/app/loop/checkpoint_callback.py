@@ -105,7 +105,9 @@ class Checkpoints(Callback):
         Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
         """
         self._tell, source = run.tell, self._resume
-        self._begin_snapshots(run)
+        if self._make_snapshots is not None:
+            make = partial(self._make_snapshots, run.engine, run.optimizer)
+            self._snapshots = self._unless_failed(make)
         if source != "auto":
             if self._resume_from_memory(run, own_launch=True):
                 return
@@ -135,18 +137,10 @@ class Checkpoints(Callback):
             )
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
 
-    def _begin_snapshots(self, run: TrainingLoop) -> None:
-        """Take snapshots of the run's engine and optimizer, if any are to be taken."""
-        if self._make_snapshots is not None:
-            make = partial(self._make_snapshots, run.engine, run.optimizer)
-            self._snapshots = self._unless_failed(make)
-
     def replanned(self, run: TrainingLoop) -> None:
-        """Take the snapshots of the run's new engine from now on; those of before stay until then."""
+        """Take snapshots of the run's new engine from now on."""
         if (snapshots := self._snapshots) is not None:
-            self._unless_failed(snapshots.finish)
-            snapshots.release()
-            self._begin_snapshots(run)
+            self._unless_failed(lambda: snapshots.go_on_with(run.engine, run.optimizer))
 
     def begin(self, run: TrainingLoop) -> None:
         """Find the validation that decides which checkpoints are best, and lock the folder of checkpoints.

@@ -187,6 +187,8 @@ def _introduce(
     """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    if trainer.engine.plan.linears is not None:
+        lines.append(trainer.engine.blueprint.float8.line(trainer.engine.plan.linears))
     if isinstance(trainer.optimizer, Muon):
         lines += listed_matrices(trainer.optimizer.matrices)
     lines += [] if memory is None else [prediction_line(memory)]

@@ -175,6 +175,15 @@ class Snapshots:
         """
         self._finish("")
 
+    def go_on_with(self, engine: Checkpointable, optimizer: GivenOptimizers) -> None:
+        """Take the snapshots of what `plait.reshard` returned on the same ranks; called on all of them.
+
+        Those of before stay until newer ones take their place. Communication and errors: as `finish`.
+        """
+        self.finish()
+        self._engine, self._optimizer, self._last = engine, optimizer, None
+        self._reserved.clear()
+
     def _finish(self, error: str) -> None:
         """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`."""
         if self._thread is not None:

@@ -93,20 +93,22 @@ class CorruptionChecks:
         if self in self._engine.watches:
             self._engine.watches.remove(self)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, runner: Runner) -> None:
         """Called by the engine when `forward_backward` begins."""
         if self._memory is not None:
             self._memory.compare_gradients()
-            self._memory.begin_pass()
+            self._memory.begin_pass(runner.gatherer)
         if self._layers is not None:
             self._layers.begin_pass()
 
     def end_pass(self, runner: Runner) -> None:
         """Called by the engine when the gradients of `forward_backward` are final."""
-        if self._layers is not None:
-            self._layers.end_pass(runner.gatherer)
         if self._memory is not None:
-            self._memory.end_pass()
+            self._memory.end_pass(runner.gatherer)
+        if self._layers is not None:
+            self._layers.end_pass(runner.gatherer, self.compare)
+        if self._memory is not None:
+            self._memory.record_gradients()
 
     def before_clipping(self) -> None:
         """Called by the engine before it scales the gradients."""

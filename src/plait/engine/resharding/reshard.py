@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.checkpoint.compatibility import applicable_order
+from plait.checkpoint.compatibility import applicable_order, linears_change
 from plait.checkpoint.optimizer_set import GivenOptimizers
 from plait.checkpoint.rank_contents import merge_optimizers
 from plait.engine.blueprint import Blueprint, shared_blueprint
@@ -56,7 +56,8 @@ def reshard(
     Called between steps on all ranks of the world, also on those that leave or join; `mesh` is that of `plan`
     and may have some of the ranks (`Mesh(plan, ranks=…)`). Parameters, gradients that there are, optimizer
     state, learning rates and other options, buffers, counters and loss scale move. The optimizer stays the
-    same object, so that schedulers go on with it; the old engine can be used no more. A rank that joins gives
+    same object, so that schedulers go on with it; the old engine can be used no more. Rank 0 prints where
+    linears in float8 go on with other scales. A rank that joins gives
     the model (best on the meta device) in place of the engine, a function that makes the optimizer of a list
     of parameter groups in place of the optimizer, and `loss` and `rules` as to `parallelize`. A rank that
     leaves gets (None, None).
@@ -200,6 +201,9 @@ def _carried_out(change: _Change, own: RankContribution, mesh: Mesh) -> tuple[En
     blueprint = change.after.blueprint
     engine = assemble_engine(own.model, blueprint, mesh, own.loss, values, rules=own.rules, seed=change.seed)
     engine.run_state = change.run_state
+    former = next(one.plan for one in change.reports if one.plan is not None)
+    if mesh.rank == 0 and (line := linears_change(asdict(former), blueprint.plan)):
+        print(line)
     if engine.runtime.balance is not None:
         choices = {path: one for report in change.reports for path, one in report.router_choices.items()}
         engine.runtime.balance.load_uncorrected_choices(choices)

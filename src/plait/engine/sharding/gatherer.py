@@ -40,6 +40,8 @@ class Gatherer:
         """Those whose scales are of earlier shards."""
         self._stale: list[tuple[Handle[Tensor], FlatBuffer]] = []
         """All-gathers of a failed step, to whose output a backend may still write."""
+        self.observer: Callable[[FlatBuffer], None] | None = None
+        """Called with each buffer whose parameters have been gathered."""
         self._read_by_device = [buffer.whole.device for buffer in self._buffers if buffer.is_read_by_device]
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
@@ -87,16 +89,22 @@ class Gatherer:
         if name in self.gathered:
             return
         self.gathered.add(name)
-        self._pending[name] = [
-            (handle.about(f"parameters of {name or 'the model'}"), buffer)
-            for buffer in self.units[name].buffers
-            if buffer.spec.has_own_parameters and (handle := _gather(buffer)) is not None
-        ]
+        pending = self._pending[name] = []
+        for buffer in self.units[name].buffers:
+            if not buffer.spec.has_own_parameters:
+                continue
+            handle = _gather(buffer)
+            if handle is not None:
+                pending.append((handle.about(f"parameters of {name or 'the model'}"), buffer))
+            elif self.observer is not None:
+                self.observer(buffer)
 
     def wait(self, name: str) -> None:
         """Wait for the all-gathers of the parameters of the unit `name`."""
-        for handle, _ in self._pending.pop(name, ()):
+        for handle, buffer in self._pending.pop(name, ()):
             handle.wait()
+            if self.observer is not None:
+                self.observer(buffer)
 
     def release(self, name: str) -> None:
         """Free the whole parameters of the unit `name`, unless they stay allocated under the plan."""
@@ -106,7 +114,7 @@ class Gatherer:
 
     def clear(self) -> None:
         """After an exception in a step, abandon pending all-gathers and free gathered parameters."""
-        self.gathered = set()
+        self.gathered, self.observer = set(), None
         for started in self._pending.values():
             self._stale += [(handle, buffer) for handle, buffer in started if not handle.abandon()]
         self._pending.clear()

@@ -12,13 +12,19 @@ from torch import Tensor
 from plait.estimate.time.operation_times import DeviceOperation, Elementwise, FusedAttention, Product
 from plait.tensor.layer_values import tensors_of
 
-FLOAT8_PRODUCT = "_scaled_mm_v2"
-"""The operation of `torch.nn.functional.scaled_mm`."""
-FIRST_FACTOR = {
-    **{"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1},
-    FLOAT8_PRODUCT: 0,
+FLOAT8_PRODUCTS = frozenset({"_scaled_mm_v2", "scaled_product"})
+"""That of `torch.nn.functional.scaled_mm`, and plait's operator for it in graphs."""
+FACTORS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "addmm": (1, 2),
+    "addmm_": (1, 2),
+    "baddbmm": (1, 2),
+    "baddbmm_": (1, 2),
+    "_scaled_mm_v2": (0, 1),
+    "scaled_product": (0, 2),
 }
-"""The operations that are a matrix product, and which argument is its first factor."""
+"""The operations that are a matrix product, and which arguments are its factors."""
 BATCHES = frozenset({"bmm", "baddbmm_"})
 """Batches of products: where they write to given memory, those of experts (`grouped_products`)."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -87,10 +93,10 @@ def operations_of(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, accesses: Accesses
 ) -> tuple[DeviceOperation, ...]:
     """Return what an ATen operation costs: a matrix product, fused attention, or bytes moved."""
-    if name in FIRST_FACTOR:
-        found = _product(FIRST_FACTOR[name], args, kwargs, result)
+    if name in FACTORS:
+        found = _product(*FACTORS[name], args, kwargs, result)
         grouped = name in BATCHES and (name.endswith("_") or "out" in kwargs)
-        return (replace(found, grouped=grouped, in_float8=name == FLOAT8_PRODUCT),)
+        return (replace(found, grouped=grouped, in_float8=name in FLOAT8_PRODUCTS),)
     if name == ATTENTION:
         return (_attention(args[0], args[1], causal=len(args) > 4 and args[4]),)
     if name == f"{ATTENTION}_backward":
@@ -104,12 +110,14 @@ def operations_of(
     return (Elementwise(nbytes, activation=activation),)
 
 
-def _product(first: int, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Product:
-    """Return a matrix product; `first`: which argument is its first factor."""
+def _product(
+    first: int, second: int, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+) -> Product:
+    """Return a matrix product; `first`, `second`: which arguments are its factors."""
     *batch, m, k = args[first].shape
     summand_is_read = first > 0 and args[0].numel() == result.numel() and kwargs.get("beta", 1) != 0
     passes = 2 if summand_is_read else 1
-    return Product(m, args[first + 1].shape[-1], k, prod(batch), result_bytes=passes * result.itemsize)
+    return Product(m, args[second].shape[-1], k, prod(batch), result_bytes=passes * result.itemsize)
 
 
 def _attention(query: Tensor, key: Tensor, *, causal: bool, backward: bool = False) -> FusedAttention:

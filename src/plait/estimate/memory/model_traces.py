@@ -161,7 +161,12 @@ def _trace_layers(
     known: dict[Hashable, TracedLayer],
 ) -> list[TracedLayer]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
-    structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
+    structures = [
+        (structure, blueprint.float8.within(layer.path))
+        for structure, layer in zip(
+            blueprint.meta_layers(tensor_parallel, FIRST, {}).structures, layers, strict=True
+        )
+    ]
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
     held = _held(share.sequence)

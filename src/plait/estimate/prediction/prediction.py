@@ -154,8 +154,12 @@ def prediction_of(
     pipeline: CutPipeline,
     memories: PlanMemories,
 ) -> Prediction:
-    """Return the predicted time and memory of a step, given its schedule and its layers per stage."""
+    """Return the predicted time and memory of a step, given its schedule and its layers per stage.
+
+    Raises ConfigError where the hardware lacks the peak of the linears' products.
+    """
     sizes = model.sizes(plan, rows / plan.microbatches, on_cpu=not hardware.overlaps)
+    hardware.peak_of(sizes.linear_precision)  # raises where it is not known
     stages, modes = stage_kinds(model.kinds, pipeline.cut), stage_modes(plan, pipeline.cut)
     memory = memories.ranks(sizes, pipeline, hardware.reserved)
     timer, matrices = LayerTimer(sizes, hardware, sizes.precision), model.matrices(plan, pipeline.cut)

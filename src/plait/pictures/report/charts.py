@@ -11,8 +11,8 @@ from plait.pictures.quantities import bytes_text, duration_text, number_text, se
 from plait.pictures.report.run_record import RunRecord
 
 Format = Literal["number", "bytes", "seconds", "percent"]
-NAMED = ("step", "tokens", "trained_tokens")
-"""Columns without a chart: the axis, and counts."""
+NAMED = ("step", "tokens", "trained_tokens", "slowest_rank")
+"""Columns without a chart: the axis, counts, and the number of a rank."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ _CHARTS = (
         (ChartSeries("step_seconds", "step"), ChartSeries("data_seconds", "data")),
         "seconds",
         smooth=True,
+    ),
+    Chart(
+        "Slowest rank",
+        "time of its own work, as a multiple of that of its peers",
+        (ChartSeries("slowness", points=True),),
     ),
     Chart(
         "MFU", "model FLOPs utilisation, of the peak of all devices", (ChartSeries("mfu"),), "percent", True

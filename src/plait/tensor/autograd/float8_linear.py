@@ -33,7 +33,7 @@ from plait.tensor.float8.scaled_product import product
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Float8Call:
     """The arguments of one call of a float8 linear, but the tensors that have gradients."""
 
     input: Tensor
@@ -58,29 +58,28 @@ class _Call:
 
 
 def float8_linear(
+    module: Any,
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     queue: WeightGradientQueue | None,
-    casts: LinearCasts,
     *,
-    weight_scale: Tensor | None = None,
     is_transposed: bool = False,
     output_sum: SumOfSummands | None = None,
 ) -> Tensor:
-    """Return `input @ weight.T + bias` by a product in float8; its backward queues the weight gradient.
+    """Return the output of a linear by a product in float8; its backward queues the weight gradient.
 
-    `weight` is `[out, in]`, or `[in, out]` where transposed; with `weight_scale` it is in float8.
-    `output_sum`: sums the ranks' outputs, before the bias is added. Communication: that of the casts
-    (`LinearCasts`), and of `output_sum`.
+    `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, `casts`, its `LinearCasts`,
+    and `weight_scale`, with which the weight is in float8; None: it is cast. `output_sum`: sums the ranks'
+    outputs; the bias is then added elsewhere. Communication: that of the casts, and of `output_sum`.
     """
     assert queue is not None, "an engine's layers have a queue"
+    weight, casts = module.weight, module.casts
+    bias = module.bias if output_sum is None else None
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
         return traced_float8_linear(
-            input, by_rows, bias, queue.inputs, casts, trace, output_sum, weight_scale
+            input, by_rows, bias, queue.inputs, casts, trace, output_sum, module.weight_scale
         )
-    call = _Call(input, by_rows, weight_scale, casts, queue, is_transposed, output_sum)
+    call = _Float8Call(input, by_rows, module.weight_scale, casts, queue, is_transposed, output_sum)
     if not defers(input):
         return call.output(casts.input(rows_of(input)), bias)
     cast = queue.inputs.of(input, casts)
@@ -107,7 +106,7 @@ class _Float8Linear(torch.autograd.Function):
         carrier: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: _Call,
+        call: _Float8Call,
         cast: CastInput,
         is_late: bool,
     ) -> Tensor:
@@ -130,22 +129,38 @@ class _Float8Linear(torch.autograd.Function):
         refuse_other_orders(ctx, "a linear")
         casts, queue, needs_input = ctx.casts, ctx.queue, ctx.needs_input_grad[0]
         of_bias = rows_of(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        whole = gradient if ctx.output_sum is None else ctx.output_sum.gradient(gradient)
-        rows = rows_of(whole)
-        for_input = casts.gradient(rows) if needs_input else None
+        whole, for_input, for_weight = _cast_gradient(ctx, gradient)
         if ctx.trains:
             data, scale = ctx.saved_tensors
             saved = SavedInput(data.detach(), scale, ctx.gather)
-            kept = casts.gradient_for_weight(rows, for_input)
-            operands = _gradient_operand(whole, kept, queue), _input_operand(saved, queue)
+            operands = _gradient_operand(whole, for_weight, queue), _input_operand(saved, queue)
             queue.add(partial(_add_weight_gradient, queue, ctx.weight, ctx.transposed, *operands))
         of_input = None
-        if for_input is not None:
+        if needs_input:
+            assert for_input is not None
             weight = ctx.weight.detach()
             by_rows = weight.t() if ctx.transposed else weight
             made = product(for_input, casts.weight_for_input(by_rows, ctx.weight_scale), wide(gradient.dtype))
             of_input = made.view(*whole.shape[:-1], made.shape[1])
         return of_input, None, of_bias, None, None, None
+
+
+def _cast_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, ScaledMatrix | None, ScaledMatrix | None]:
+    """Return the gradient of a linear's outputs, whole, and its casts for the input and the weight gradient.
+
+    Where ranks have parts of it, and one cast serves both, the parts are cast before they are gathered, and
+    the whole is returned as bytes.
+    """
+    casts, output_sum = ctx.casts, ctx.output_sum
+    if output_sum is not None and output_sum.is_in_parts and casts.casts_gradient_once:
+        part = casts.gradient(rows_of(gradient), (output_sum.group,))
+        whole = output_sum.gradient(part.data.view(torch.uint8).view(gradient.shape))
+        cast = ScaledMatrix(rows_of(whole).view(part.data.dtype), part.scale)
+        return whole, cast, cast
+    whole = gradient if output_sum is None else output_sum.gradient(gradient)
+    rows = rows_of(whole)
+    for_input = casts.gradient(rows) if ctx.needs_input_grad[0] else None
+    return whole, for_input, casts.gradient_for_weight(rows, for_input) if ctx.trains else None
 
 
 Operand = Callable[[], Tensor | ScaledMatrix]

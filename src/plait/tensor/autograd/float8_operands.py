@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ WHOLE = DividedDims()
 """Each rank has all of each dim."""
 
 
+Operand = Literal[
+    "input", "input_for_weight", "gradient", "gradient_for_weight", "weight", "weight_for_input"
+]
+"""An operand of a product, as the method of `LinearCasts` that returns it is called."""
+
+
 class LinearCasts:
     """Casts the operands of one linear, and remembers a step's factors of its weight.
 
@@ -56,6 +63,8 @@ class LinearCasts:
         self._reduce: ReduceOverGroups = reduce_largest or reduced
         self._factors: dict[tuple[CastFormat, int], Tensor] = {}
         """Of the weight in this step, by format and the dim that a product sums over."""
+        self.note: Callable[[Operand, Tensor, ScaledMatrix], None] | None = None
+        """Called with each operand that is cast and the result; a verification sets it."""
 
     def reducing(self, reduce_largest: ReduceOverGroups) -> LinearCasts:
         """Return casts that reduce largest values by `reduce_largest`, without factors of the weight."""
@@ -90,7 +99,7 @@ class LinearCasts:
     def input(self, rows: Tensor) -> ScaledMatrix:
         """Return X, `[tokens, inputs]`, for the output."""
         dims = self.divided
-        return self._cast(rows, self.recipe.input, 1, (dims.tokens, dims.inputs), once=True)
+        return self._cast("input", rows, self.recipe.input, 1, (dims.tokens, dims.inputs), once=True)
 
     def input_for_weight(self, rows: Tensor, for_output: ScaledMatrix) -> ScaledMatrix | None:
         """Return X, `[tokens, inputs]`, for the weight gradient; None: as it is. `for_output`: by `input`."""
@@ -99,11 +108,19 @@ class LinearCasts:
             return None
         if form == self.recipe.input and form.per == "tensor":
             return for_output
-        return self._cast(rows, form, 0, (dims.tokens, dims.inputs), once=True)
+        return self._cast("input_for_weight", rows, form, 0, (dims.tokens, dims.inputs), once=True)
 
-    def gradient(self, rows: Tensor) -> ScaledMatrix:
-        """Return G, `[tokens, outputs]`, for the input gradient."""
-        return self._cast(rows, self.recipe.gradient, 1, (self.divided.tokens, self.divided.outputs))
+    @property
+    def casts_gradient_once(self) -> bool:
+        """Whether both products with G take it cast with one scale, so that ranks can gather it cast."""
+        return (
+            self.recipe.gradient == self.recipe.gradient_for_weight and self.recipe.gradient.per == "tensor"
+        )
+
+    def gradient(self, rows: Tensor, parts: Groups = ()) -> ScaledMatrix:
+        """Return G, `[tokens, outputs]`, for the input gradient; `parts`: who has other tokens of it."""
+        tokens, outputs = (*parts, *self.divided.tokens), self.divided.outputs
+        return self._cast("gradient", rows, self.recipe.gradient, 1, (tokens, outputs))
 
     def gradient_for_weight(self, rows: Tensor, for_input: ScaledMatrix | None) -> ScaledMatrix | None:
         """Return G, `[tokens, outputs]`, for the weight gradient; None: as it is.
@@ -115,30 +132,33 @@ class LinearCasts:
             return None
         if for_input is not None and form == self.recipe.gradient and form.per == "tensor":
             return for_input
-        return self._cast(rows, form, 0, (dims.tokens, dims.outputs))
+        return self._cast("gradient_for_weight", rows, form, 0, (dims.tokens, dims.outputs))
 
     def weight(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
         """Return W, `[outputs, inputs]`, for the output: its transpose is the second operand.
 
         `scale`: that of a weight that is in float8 already; None: it is cast.
         """
-        return self._weight(weight, scale, self.recipe.weight, 1)
+        return self._weight("weight", weight, scale, self.recipe.weight, 1)
 
     def weight_for_input(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
         """Return W, `[outputs, inputs]`, for the input gradient; `scale` as for `weight`."""
-        return self._weight(weight, scale, self.recipe.weight_for_input, 0)
+        return self._weight("weight_for_input", weight, scale, self.recipe.weight_for_input, 0)
 
-    def _weight(self, weight: Tensor, scale: Tensor | None, form: CastFormat, summed: int) -> ScaledMatrix:
+    def _weight(
+        self, operand: Operand, weight: Tensor, scale: Tensor | None, form: CastFormat, summed: int
+    ) -> ScaledMatrix:
         if scale is not None:
-            return ScaledMatrix(weight, scale)
+            return self._noted(operand, weight, ScaledMatrix(weight, scale))
         key = form, summed if form.per == "row" else 0
         if key not in self._factors:
             groups = _groups(form, summed, (self.divided.outputs, self.divided.inputs))
             self._factors[key] = factor_of(self._reduced(largest_of(weight, form.per, summed), groups), form)
-        return cast_by(weight, self._factors[key], form)
+        return self._noted(operand, weight, cast_by(weight, self._factors[key], form))
 
     def _cast(
         self,
+        operand: Operand,
         matrix: Tensor,
         form: CastFormat,
         summed: int,
@@ -155,7 +175,12 @@ class LinearCasts:
             largest = computed_once(lambda: self._reduced(local, groups))
         else:
             largest = self._reduced(local, groups)
-        return cast_by(matrix, factor_of(largest, form), form)
+        return self._noted(operand, matrix, cast_by(matrix, factor_of(largest, form), form))
+
+    def _noted(self, operand: Operand, matrix: Tensor, cast: ScaledMatrix) -> ScaledMatrix:
+        if self.note is not None:
+            self.note(operand, matrix, cast)
+        return cast
 
     def _reduced(self, largest: Tensor, groups: Groups) -> Tensor:
         return self._reduce(largest, groups) if groups else largest

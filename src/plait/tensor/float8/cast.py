@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from plait.tensor.float8.recipes import CastFormat, Scaling
 
@@ -54,7 +55,13 @@ def largest_of(matrix: Tensor, per: Scaling, dim: int = -1) -> Tensor:
 
 
 def factor_of(largest: Tensor, form: CastFormat) -> Tensor:
-    """Return the factor, in fp32, that takes `largest` to the largest value of the format; 1 for zero."""
+    """Return the factor, in fp32, that takes `largest` to the largest value of the format; 1 for zero.
+
+    Overridable by a `TorchFunctionMode`.
+    """
+    if has_torch_function_unary(largest):
+        replaced: Tensor = handle_torch_function(factor_of, (largest,), largest, form)
+        return replaced
     # In float64, where compiled and eager code divide alike.
     wide = largest.double()
     factor = (torch.finfo(form.dtype).max / wide.clamp(min=LEAST)).float()
@@ -66,5 +73,6 @@ def factor_of(largest: Tensor, form: CastFormat) -> Tensor:
 def cast_by(matrix: Tensor, factor: Tensor, form: CastFormat) -> ScaledMatrix:
     """Return `matrix`, multiplied by `factor` and rounded to float8, with the factor's reciprocal."""
     bound = torch.finfo(form.dtype).max
-    scaled = (matrix.float() * factor).clamp_(-bound, bound)  # a rounded factor may exceed the bound
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    scaled = (wide * factor).clamp_(-bound, bound)  # a rounded factor may exceed the bound
     return ScaledMatrix(scaled.to(form.dtype), factor.reciprocal())

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.errors import ModelError
+from plait.ranks.device import is_accelerator
 from plait.tensor.float8.cast import ScaledMatrix
 
+_ONE_SCALE, _SCALE_A_ROW = functional.ScalingType.TensorWise, functional.ScalingType.RowWise
 MULTIPLE = 16
 """CUDA multiplies float8 matrices whose summed dim, and whose columns of the result, are multiples of it."""
 _RESULTS = (torch.bfloat16, torch.float32)
@@ -18,27 +20,43 @@ _RESULTS = (torch.bfloat16, torch.float32)
 
 
 def product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
-    """Return `a @ b`, of `a` `[rows, summed]` and `b` `[summed, columns]`, in `dtype`; sums are in fp32.
+    """Return `a @ b`, of `a` `[rows, summed]` and `b` `[summed, columns]`, in `dtype`.
 
-    Operands that are not stored as CUDA requires, `a` by rows and `b` by columns, are copied. A summed dim
-    that is no multiple of 16, such as the tokens of a weight gradient, is padded with zeros. ModelError where
-    the columns are none, or both operands are in e5m2.
+    Sums are in fp32, for fp64 in fp64. Operands that are not stored as CUDA requires, `a` by rows and `b` by
+    columns, are copied. A summed dim that is no multiple of 16, such as the tokens of a weight gradient, is
+    padded with zeros. ModelError where the columns are none, or both operands are in e5m2.
     """
     _require_allowed(a.data, b.data)
+    if dtype == torch.float64:
+        return (a.data.double() @ b.data.double()) * (a.scale.double() * b.scale.double())
     summed = a.data.shape[1]
     left, right = _by_rows(a.data, -summed % MULTIPLE), _by_rows(b.data.t(), -summed % MULTIPLE)
-    per_row = a.scale.dim() + b.scale.dim() > 0
-    kind = functional.ScalingType.RowWise if per_row else functional.ScalingType.TensorWise
-    result: Tensor = functional.scaled_mm(
-        left,
-        right.t(),
-        _for_each(a.scale, len(left))[:, None] if per_row else a.scale,
-        kind,
-        _for_each(b.scale, len(right))[None] if per_row else b.scale,
-        kind,
-        output_dtype=dtype if dtype in _RESULTS else torch.float32,
-    )
+    given = dtype if dtype in _RESULTS else torch.float32
+    if a.scale.dim() == b.scale.dim() == 0:
+        result = _multiplied(left, right, a.scale, b.scale, _ONE_SCALE, given)
+    elif is_accelerator(left):
+        # CUDA's products by rows are slow where they sum in fp32, and not all give fp32.
+        one = a.scale.new_ones(())
+        result = _multiplied(left, right, one, one, _ONE_SCALE, given).mul_(a.scale).mul_(b.scale)
+    else:
+        rows, columns = _for_each(a.scale, len(left)), _for_each(b.scale, len(right))
+        result = _multiplied(left, right, rows[:, None], columns[None], _SCALE_A_ROW, given)
     return result.to(dtype)
+
+
+def _multiplied(
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    kind: functional.ScalingType,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return `left @ right.T` of matrices in row-major order, with scales of one kind."""
+    result: Tensor = functional.scaled_mm(
+        left, right.t(), scale_left, kind, scale_right, kind, output_dtype=dtype
+    )
+    return result
 
 
 def is_multiple(*sizes: int) -> bool:

@@ -71,15 +71,7 @@ def casts_in(layer: nn.Module) -> list[LinearCasts]:
 
 
 def _run(module: Any, queue: WeightGradientQueue, is_transposed: bool, input: Tensor) -> Tensor:
-    return float8_linear(
-        input,
-        module.weight,
-        module.bias,
-        queue,
-        module.casts,
-        weight_scale=module.weight_scale,
-        is_transposed=is_transposed,
-    )
+    return float8_linear(module, input, queue, is_transposed=is_transposed)
 
 
 def _of_several(group: Group) -> Groups:

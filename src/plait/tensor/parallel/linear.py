@@ -182,8 +182,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.casts is None:
             output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
         else:
-            options: Any = {"is_transposed": self.transposed, "weight_scale": self.weight_scale}
-            output = float8_linear(entered, self.weight, self.bias, self.queue, self.casts, **options)
+            output = float8_linear(self, entered, self.queue, is_transposed=self.transposed)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -227,9 +226,8 @@ class RowParallelLinear(_ParallelLinear):
             product = linear(part, self.weight, None, self.queue, transposed=self.transposed)
             output = self.boundary.leave(product)
         else:
-            options: Any = {"is_transposed": self.transposed, "weight_scale": self.weight_scale}
-            options["output_sum"] = self.boundary.sum_of(part)
-            output = float8_linear(part, self.weight, None, self.queue, self.casts, **options)
+            options: Any = {"is_transposed": self.transposed, "output_sum": self.boundary.sum_of(part)}
+            output = float8_linear(self, part, self.queue, **options)
         return output if self.bias is None else output.add_(self.bias)
 
     def extra_repr(self) -> str:

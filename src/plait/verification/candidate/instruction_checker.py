@@ -5,6 +5,7 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import torch
@@ -27,13 +28,16 @@ from plait.schedules.lowering.program import (
 from plait.tensor.layer_values import Value, tensors_of, with_tensors
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.routing_checker import RoutingChecker
+from plait.verification.candidate.scale_checker import ScaleChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
 from plait.verification.reference.inner_differences import (
+    ComparedModules,
     InnerDifference,
     ModuleSketches,
     RMSNorms,
     first_inner_difference,
+    input_is_equal,
     rounded_otherwise,
 )
 from plait.verification.reference.recording import NO_TOLERANCE
@@ -76,6 +80,7 @@ class InstructionChecker:
         """Likewise; in 16 bits only."""
         self.weights = WeightGradientChecker(runtime, comparison)
         self.routing = RoutingChecker(runtime, comparison, self.parts)
+        self.scales = ScaleChecker(runtime, comparison, self.parts)
 
     def begin_step(self, step: int, targets: list[Value], *, evaluating: bool = False) -> None:
         """Prepare to check the instructions of a step, or of the evaluation before it.
@@ -97,6 +102,7 @@ class InstructionChecker:
         if self.comparison.options.mode != "exact":
             self.sketches = {key: ModuleSketches(module) for key, module in layers.items()}
         self.routing.begin_step(step, evaluating=evaluating)
+        self.scales.begin_step()
         if self.computes_in_16_bits:
             self.rms_norms = {key: RMSNorms(module) for key, module in layers.items()}
 
@@ -132,6 +138,7 @@ class InstructionChecker:
             case Finish():
                 self.weights.compare_open()
                 self.routing.end_step()
+                self.scales.end_step()
                 while self.sketches:
                     self.sketches.popitem()[1].close()
                 while self.rms_norms:
@@ -141,43 +148,57 @@ class InstructionChecker:
         """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
         users = self.blueprint.lowering_spec.units[unit]
         layer = min(self.blueprint.stage_layers[user.stage][user.layer] for user in users)
-        for name, parameter in self.runtime.units[unit].parameters.items():
-            self._compare_parameter(name, parameter, layer)
+        held = self.runtime.units[unit]
+        scales = held.scales_of(held.stages[0])
+        for name, parameter in held.parameters.items():
+            self._compare_parameter(name, parameter, layer, scales.get(id(parameter)))
 
-    def _compare_parameter(self, name: str, parameter: Tensor, layer: int) -> None:
+    def _compare_parameter(self, name: str, parameter: Tensor, layer: int, scale: Tensor | None) -> None:
+        """Compare a gathered parameter; `scale`: that of one in float8, which is compared in float64."""
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
         box, tolerance = self.weights.box(name), self.recording.tolerances[scope][key]
-        expected = box.of(self.recording.values[scope][key])
         if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
-            dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
-            expected, tolerance = expected.to(dtype), NO_TOLERANCE
+            tolerance = NO_TOLERANCE
+
+        def used(recorded: Tensor) -> Tensor:
+            """Return this rank's part of a recorded parameter, as layers use it."""
+            if self.comparison.resynchronizes:
+                dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
+                recorded = recorded.to(dtype)
+            return box.of(recorded if scale is None else self.scales.weight_in_float8(recorded))
 
         def mistakes() -> NamedTensors:
             before = self.recording.find(RecordScope(self.step - 2), key)
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
-                is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
-                yield text, torch.where(is_right, expected, box.of(before).to(expected))
+                is_right = (actual - expected).abs() <= tolerance.allowed
+                yield text, torch.where(is_right, expected, used(before))
 
+        actual, expected = parameter.detach(), used(self.recording.values[scope][key])
+        if scale is not None:
+            actual = actual.double() * scale.double()
         findings = self.comparison.findings
         location = Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating)
-        equal = findings.compare(location, parameter, expected, tolerance, box=box, alternatives=mistakes())
+        equal = findings.compare(location, actual, expected, tolerance, box=box, alternatives=mistakes())
         if not equal and self.isolate:
-            parameter.data.copy_(expected)
+            parameter.data.copy_(expected if scale is None else expected / scale)
 
     def _compare_layer(self, action: Action, number: int) -> None:
         layer = self.blueprint.stage_layers[action.stage][number]
         module = self.runtime.pipeline.stages[action.stage].layers[number].module
-        self.routing.compare(action, layer, module, self._scope(action))
+        scope = self._scope(action)
+        self.routing.compare(action, layer, module, scope)
         if action.kind is Kind.F:
             self._compare_value(StepPhase.FORWARD, action, layer)
             if self.computes_in_16_bits:
                 self._compare_norms(action, number, layer)
-            return
-        if action.kind is not Kind.W:
+        elif action.kind is not Kind.W:
             self._compare_gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
-        use = layer, self._scope(action).microbatch
-        self.weights.after_backward(action.kind, action.stage, number, use)
+        if action.kind is not Kind.F:
+            inside = partial(self._inner_difference, StepPhase.WEIGHT_GRADIENT, layer, scope)
+            use = layer, scope.microbatch
+            self.weights.after_backward(action.kind, action.stage, number, use, inside)
+        self.scales.compare(layer, scope, is_forward=action.kind is Kind.F)
 
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
         """Compare the output of `layer` for the action's micro-batch with that of the reference run."""
@@ -259,7 +280,7 @@ class InstructionChecker:
             box=box,
             alternatives=self._alternatives(phase, scope, key, actual),
             base=base,
-            inside=lambda: self._inner_difference(phase, action, key.layer, scope),
+            inside=lambda: None if layer is None else self._inner_difference(phase, layer, scope),
         )
         if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
@@ -317,16 +338,37 @@ class InstructionChecker:
             ]
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
-    def _inner_difference(
-        self, phase: StepPhase, action: Action, layer: int, scope: RecordScope
-    ) -> InnerDifference | None:
-        sketches = self.sketches.get((action.stage, layer - self.blueprint.stage_layers[action.stage].start))
-        if sketches is None or phase is not StepPhase.FORWARD:
+    def _inner_difference(self, phase: StepPhase, layer: int, scope: RecordScope) -> InnerDifference | None:
+        """Return the first difference inside the layer that has just run, if it is known."""
+        is_forward, is_given = phase is StepPhase.FORWARD, partial(self._is_given, scope, layer)
+        cast = self.scales.mistake(layer, scope, is_given, is_forward=is_forward)
+        if cast is not None:
+            return InnerDifference(-1, f"inside, {cast}")
+        compared = self._compared_modules(layer, scope)
+        return (
+            None if compared is None or phase is not StepPhase.FORWARD else first_inner_difference(*compared)
+        )
+
+    def _compared_modules(self, layer: int, scope: RecordScope) -> ComparedModules | None:
+        """Return the sketches of the modules of one of this rank's layers, with the recorded ones, if any."""
+        layers = self.blueprint.stage_layers
+        stage = next(number for number, own in enumerate(layers) if layer in own)
+        sketches = self.sketches.get((stage, layer - layers[stage].start))
+        if sketches is None:
             return None
         keys = [key for key in self.recording.values[scope] if key[:2] == ("inside", layer)]
         expected = {key.name: self.recording.values[scope][key] for key in keys}
         tolerances = {key.name: self.recording.tolerances[scope][key] for key in keys}
-        return first_inner_difference(sketches.found, expected, tolerances)
+        return sketches.found, expected, tolerances
+
+    def _is_given(self, scope: RecordScope, layer: int, path: str) -> bool:
+        """Return whether a module of `layer`, by its path in the model, was given what it should be.
+
+        True where no module is compared, as in mode exact.
+        """
+        compared = self._compared_modules(layer, scope)
+        name = path.removeprefix(f"{self.blueprint.sequence.layers[layer].path}.")
+        return compared is None or input_is_equal(name, *compared)
 
     def _part(self, recorded: Tensor, key: RecordKey) -> Tensor:
         """Return this rank's part of a recorded output or gradient."""

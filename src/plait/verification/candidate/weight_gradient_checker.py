@@ -22,6 +22,7 @@ from plait.tensor.parallel.partition import is_sharded
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import epsilon_of
 from plait.verification.findings import ComparedBox, box_of
+from plait.verification.reference.inner_differences import InnerDifference
 from plait.verification.reference.recording import (
     NO_TOLERANCE,
     Tolerance,
@@ -34,6 +35,12 @@ GradientKey = tuple[str, int]
 """Name of a parameter, and the first of the rank's stages that add to this gradient of it."""
 ParameterUse = tuple[int, int]
 """A layer of the model, and a micro-batch of the global batch."""
+FindInside = Callable[[], InnerDifference | None]
+"""Returns what is the first to differ inside a layer, if that is known."""
+
+
+def unknown() -> None:
+    """Return None: what is the first to differ is not known."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +226,13 @@ class WeightGradientChecker:
         self.step = step
         self.tracker.begin_step()
 
-    def after_backward(self, kind: Kind, stage: int, layer: int, use: ParameterUse) -> None:
-        """Compare the parameter gradients that a layer's backward (`I`, `W` or `B`) has added to."""
+    def after_backward(
+        self, kind: Kind, stage: int, layer: int, use: ParameterUse, inside: FindInside = unknown
+    ) -> None:
+        """Compare the parameter gradients that a layer's backward (`I`, `W` or `B`) has added to.
+
+        `inside` finds what is the first to differ inside the layer.
+        """
         own = self.runtime.pipeline.stages[stage].layers[layer].module.parameters()
         self.runtime.queue.set_to_zero(own)  # to which nothing was added yet
         late = kind is Kind.B or self.adds_late
@@ -228,9 +240,9 @@ class WeightGradientChecker:
             contribution = None if kind is Kind.W else self._contribution(key[0], use)
             if contribution is not None:
                 added = self.tracker.after_input(key, use, *contribution, until_weight=late)
-                self._compare(key, use, added)
+                self._compare(key, use, added, inside)
             if kind is not Kind.I:
-                self._compare(key, use, self.tracker.after_weight(key, use))
+                self._compare(key, use, self.tracker.after_weight(key, use), inside)
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
         """Compare gradients before their reduction, after which they are expected to be zero."""
@@ -261,7 +273,13 @@ class WeightGradientChecker:
         """Return which part of a parameter this rank's layers use: divided over `tp`, not sharded."""
         return box_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
 
-    def _compare(self, key: GradientKey, use: ParameterUse, tracked: TrackedGradient | None) -> None:
+    def _compare(
+        self,
+        key: GradientKey,
+        use: ParameterUse,
+        tracked: TrackedGradient | None,
+        inside: FindInside = unknown,
+    ) -> None:
         if tracked is None:
             return
         name, _ = key
@@ -283,6 +301,7 @@ class WeightGradientChecker:
             alternatives=self._alternatives(name, use, tracked.expected),
             base=None if contribution is None else tracked.expected - contribution[0],
             rounding=rounding,
+            inside=inside,
         )
         if not equal and not self.isolate:
             self.tracker.accept(key)

@@ -24,6 +24,7 @@ from plait.tensor.dropout import Dropout
 from plait.tensor.layer_values import Value
 from plait.tensor.proof_marks import Replacements, replacing
 from plait.tensor.running_sequence import longest_document, positions
+from plait.verification.definitions.operand_scales import OperandScales
 from plait.verification.definitions.routing_calls import RoutingCalls
 
 MOST_SCORES = 1 << 25
@@ -165,6 +166,10 @@ class Definitions:
         """The windows of attention since these were last cleared."""
         self.routing = RoutingCalls()
         """The calls of routers in the running layer."""
+        self.microbatches_at_once = 1
+        """How many run as one batch: each is cast to float8 by itself."""
+        self.scales = OperandScales()
+        """Of the running micro-batch's linears in float8."""
         self._mistake: Mapping[str, Any] = {}
 
     @contextmanager
@@ -183,6 +188,11 @@ class Definitions:
                 yield
         finally:
             self.ids = None
+
+    @property
+    def is_mistaken(self) -> bool:
+        """Whether a run makes a known mistake."""
+        return bool(self._mistake)
 
     @contextmanager
     def mistaken(self, **mistake: Any) -> Iterator[None]:

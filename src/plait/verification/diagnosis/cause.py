@@ -33,6 +33,10 @@ from plait.verification.diagnosis.symptoms import (
 )
 from plait.verification.step_location import StepPhase
 
+OTHER_SCALES = (
+    "what the layer computes is equal, and an operand is cast to float8 by another scale than that of the "
+    "largest value of a micro-batch's whole tensor, or of a whole row of it"
+)
 SAME_NORM = 1e-6
 """Relative difference of two norms of the same elements, at most."""
 IN_SHARDS = (
@@ -221,6 +225,8 @@ def _loss(symptoms: Symptoms) -> str:
 
 def _input_gradient(symptoms: Symptoms) -> str:
     known = "the gradient of the layer's output is equal, and that of its input is not: "
+    if symptoms.difference.inside is not None:
+        return known + symptoms.difference.inside.sentence
     suspects = ["its backward is not that of its forward", "what it kept of its forward was changed since"]
     if symptoms.partitioned:
         suspects.append(
@@ -241,6 +247,19 @@ def _input_gradient(symptoms: Symptoms) -> str:
     if symptoms.plan.recompute != "none":
         suspects.append("what is recomputed is not what was computed")
     return known + either(suspects)
+
+
+def _weight_gradient(symptoms: Symptoms) -> str:
+    known = "the gradient of the layer's output is equal, and that of its weight is not: "
+    if symptoms.difference.inside is not None:
+        return known + symptoms.difference.inside.sentence
+    return known + either(
+        [
+            "it is made of another input or output gradient than the layer's",
+            "what was added before is lost or counts more than once",
+            "something else is added",
+        ]
+    )
 
 
 def _reduction(symptoms: Symptoms) -> str:
@@ -298,6 +317,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "buffer that was used again too early, or it is another message"
     ),
     StepPhase.ROUTING: "the layer's input is equal, and experts are chosen otherwise",
+    **dict.fromkeys((StepPhase.SCALES, StepPhase.GRADIENT_SCALES), OTHER_SCALES),
     StepPhase.RECOMPUTED_ROUTING: "experts are chosen otherwise when the layer runs again in its backward",
     StepPhase.LOSS_GRADIENT: (
         "the loss is equal, and its gradient is not: either it starts with another scale, or the backward "
@@ -307,11 +327,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "what one stage sent is not what the stage before got: either it was changed on its way, as in a "
         "buffer that was used again too early, or it is another message"
     ),
-    StepPhase.WEIGHT_GRADIENT: (
-        "the gradient of the layer's output is equal, and that of its weight is not: either it is made of "
-        "another input or output gradient than the layer's, or what was added before is lost or counts "
-        "more than once, or something else is added"
-    ),
+    StepPhase.WEIGHT_GRADIENT: _weight_gradient,
     StepPhase.MEAN_LOSS: (
         "the loss of each micro-batch is equal, and their mean is not: either it is divided by another "
         "weight, or not all of them are in it once"

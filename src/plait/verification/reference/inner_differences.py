@@ -40,6 +40,8 @@ COARSE = (
 )
 
 RMSNorm = nn.RMSNorm | ParallelRMSNorm
+ComparedModules = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tolerance]]
+"""Sketches of what the modules of a layer were given and gave, the expected ones, and their tolerances."""
 Found = tuple[str, Tensor, Tensor]
 """A sentence, the actual and the expected tensor."""
 
@@ -130,6 +132,17 @@ def first_inner_difference(
         return None
     text = f"inside, what {_listed(equal)} is equal, so it is what the layer computes with that"
     return InnerDifference(len(expected), text)
+
+
+def input_is_equal(
+    path: str,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerances: Mapping[str, Tolerance],
+) -> bool:
+    """Return whether the module at `path` was given the expected input, as far as that is compared."""
+    names = [name for name in expected.keys() & found.keys() if name.startswith(f"{path}|given|")]
+    return all(_is_equal(found[name], expected[name], tolerances[name].allowed) for name in names)
 
 
 def _sentence(name: str, equal: list[str], *, all_compared: bool) -> str:

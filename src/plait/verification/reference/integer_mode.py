@@ -12,6 +12,8 @@ of attention works on each head by itself, and is a sum over keys, which blocks 
     weights of experts    the scores, folded, which are not divided by their sum
     their activation      relu(fold(slope · gate)) / slope · (up + offset)
     sin, cos, …           rounded; rotary angles need no gradient
+    casts to float8       rounded to multiples of a power of two, by scales that put the largest element
+                          below the format's smallest normal number, from where its numbers have equal steps
     the loss              a weighted sum of the output; weights per position add up to a power of two
 
 `fold` subtracts the multiple of 16 that leaves a number in -8 … 8, forward and, for the gradient, backward;
@@ -45,10 +47,13 @@ from plait.tensor.attention.kernels import (
 from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.routing import normalized_weights
+from plait.tensor.float8.cast import factor_of
+from plait.tensor.float8.recipes import CastFormat
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.definitions.experts import activated, gate_and_up, weights_over_their_sum
+from plait.verification.definitions.float8 import EightBits, scale_for
 from plait.verification.definitions.functions import masked_attention
 
 PERIOD = 16.0
@@ -251,6 +256,17 @@ def _silu_backward(gradient: Tensor, inner: Tensor, *, grad_input: Tensor | None
     return result if grad_input is None else grad_input.copy_(result)
 
 
+def _factor(largest: Tensor, form: CastFormat | EightBits) -> Tensor:
+    """Return the power of two that takes `largest` to some steps of a float8 format's subnormal numbers.
+
+    To 4 to 7 steps in e4m3, 2 or 3 in e5m2: what scale a number is cast by changes it, and whole numbers stay
+    whole, or multiples of the same power of two.
+    """
+    limits = torch.finfo(form.dtype)
+    size = torch.exp2(torch.where(largest == 0, 1.0, largest).log2().floor())
+    return limits.smallest_normal / 2 / size
+
+
 def _activated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
     gate, up = gate_and_up(activation, gate_up)
     swish: Tensor = _Swish.apply(gate, activation.slope)  # type: ignore[no-untyped-call]
@@ -271,6 +287,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     sinks_gradient: _sinks_gradient,
     **dict.fromkeys((normalized_weights, weights_over_their_sum), fold),
     activated: _activated,
+    **dict.fromkeys((factor_of, scale_for), _factor),
     torch.ops.aten.silu_backward.grad_input: _silu_backward,
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), lambda input, *_, **__: fold(input)),
     **dict.fromkeys(

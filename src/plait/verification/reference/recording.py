@@ -16,7 +16,7 @@ from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
 from plait.verification.reference.integer_mode import GRAIN, require_integers
-from plait.verification.step_location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
+from plait.verification.step_location import PARAMETER_KINDS, SCALE, WHOLE_STEP, RecordKey, RecordScope
 
 MARGIN = 16.0
 """Tolerance in units of a perturbed run's deviation, since a few runs do not show the largest error."""
@@ -35,8 +35,8 @@ bias of attention) are exactly zero, and consist of rounding errors."""
 NORM_TOLERANCE = 1e-12
 """Relative tolerance of a norm in mode exact, where it is the only tensor that is not a whole number."""
 
-NOT_INTEGER = ("clip", "scale", "evaluation", "margin")
-"""Kinds that need not be integers in mode exact: settings, and kinds that are not compared."""
+NOT_INTEGER = ("clip", "scale", "evaluation", "margin", SCALE)
+"""Kinds that need not be integers in mode exact: settings, kinds that are not compared, powers of two."""
 FINER_GRAIN = ("clipped", "value", "state")
 """Kinds with up to three binary digits more than gradients have, from the clip factor; see `exact_bound`."""
 NAN_CHECKED = ("total", "mean", "final", "norm")
@@ -144,7 +144,7 @@ def _family(key: RecordKey) -> object:
     """Return a key that is equal for tensors with one common floor of magnitude: see `SIZE_FLOOR`."""
     if key.kind == "state":
         return key.kind, key.name.rpartition("/")[2]
-    if key.kind in ("output", "inside"):
+    if key.kind in ("output", "inside", SCALE):
         return key.kind, key.layer, key.name
     return (key.kind, key.name) if key.kind == "gradient" else key.kind
 

@@ -31,6 +31,7 @@ from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
 from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
+from plait.verification.definitions.float8_layers import linears_in_float8, quantise_linears
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
@@ -59,7 +60,7 @@ from plait.verification.reference.router_losses import OF_ROUTERS, RouterLosses
 from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 from plait.verification.reference.whole_optimizer import whole_optimizer
-from plait.verification.step_location import RecordKey, Records, RecordScope
+from plait.verification.step_location import SCALE, RecordKey, Records, RecordScope
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class ReferenceRun:
         scale: float | None = None,
         output_linear: str | None = None,
         rules: Rules | None = None,
+        linears: str | None = None,
     ) -> None:
         """`clip`: the maximum gradient norm; None: a third of the first step's norm.
 
@@ -122,7 +124,8 @@ class ReferenceRun:
         reset to it once they are recorded, so that a perturbation shows in the next tensors only. Tokens go
         to the experts that it has recorded. `scale`: the first value of a dynamic loss scale.
         `output_linear`: that, in the last layer, of a linear whose input is recorded as the layer's output.
-        `rules`: those of tensor parallelism, which declare the matrices of joined linears.
+        `rules`: those of tensor parallelism, which declare the matrices of joined linears. `linears`: the
+        float8 recipe of the plan.
         """
         self.routed = baseline  # whose experts tokens go to
         if baseline is not None and not (options.resynchronizes or baseline.narrowing):
@@ -142,6 +145,9 @@ class ReferenceRun:
         self.definitions.install(
             (layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
         )
+        if linears is not None:
+            paths = linears_in_float8(sequence.layers, rules or {})
+            quantise_linears(self.definitions, self.layers, paths, linears, self.casts.unnoted)
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -266,9 +272,10 @@ class ReferenceRun:
             return self._run_layers(scope, value, targets, weight)
 
     @contextmanager
-    def _running(self, inputs: Value) -> Iterator[tuple[Value, Tensor | None]]:
+    def _running(self, inputs: Value, microbatches: int = 1) -> Iterator[tuple[Value, Tensor | None]]:
         """Context: layers run by definition, on whole sequences; yield their input and document ids."""
         value, ids = separated(inputs)
+        self.definitions.microbatches_at_once = microbatches
         (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
         with running(sequence), self.definitions.running(ids):
             yield value, ids
@@ -298,6 +305,7 @@ class ReferenceRun:
             self._reset(perturbed, scope, key)
             return perturbed
 
+        self.definitions.scales.begin()
         is_first = scope == RecordScope(0, 0) and not self.perturbation.number
         calls, sources = list[RouterCall](), list[tuple[int, Value]]()
         value, last = boundary(inputs, -1), len(self.layers) - 1
@@ -331,7 +339,8 @@ class ReferenceRun:
             added = self.router_losses.losses(calls, self.ids.get(scope), len(next(tensors_of(inputs))))
             records |= self._of_routers(sources, added)
             self._backward(total, weight, [one for one in added if one.requires_grad])
-        return records | self._contributions(scope)
+        scales = {RecordKey(SCALE, name=name): unit for name, unit in self.definitions.scales.found.items()}
+        return records | scales | self._contributions(scope)
 
     def _after_mistakes(self, scope: RecordScope, layer: NamedLayer, number: int, value: Value) -> Records:
         """Return sums of a layer's output as common mistakes give it; none in exact and perturbed runs."""
@@ -418,7 +427,7 @@ class ReferenceRun:
         before.set_back(to_copies=True)
         parts = [RecordScope(step, number) for number in range(microbatches)]
         recorded = [] if self.routed is None else [self.routed.values[part] for part in parts]
-        with torch.no_grad(), self._running(inputs) as (given, ids):
+        with torch.no_grad(), self._running(inputs, microbatches) as (given, ids):
             value = map_tensors(torch.clone, given)
             for number, layer in enumerate(self.layers):
                 self.definitions.routing.begin(experts_in(recorded, number))

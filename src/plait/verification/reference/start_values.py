@@ -10,7 +10,8 @@ tensor between two layers and every gradient of one (Monte Carlo arithmetic: Par
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,10 +125,22 @@ class NarrowingCasts(TorchDispatchMode):
         self.dtype = dtype if dtype in (torch.float32, torch.float64) else None
         self.perturbation = perturbation
         self.found = False
+        self._is_noting = True
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Context: casts are part of what is computed, as those to float8 are, and are left as they are."""
+        self._is_noting = False
+        try:
+            yield
+        finally:
+            self._is_noting = True
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.dtype is None or func.overloadpacket.__name__ not in CASTS or not isinstance(result, Tensor):
+        if self.dtype is None or not self._is_noting:
+            return result
+        if func.overloadpacket.__name__ not in CASTS or not isinstance(result, Tensor):
             return result
         given = args[1 if func.overloadpacket.__name__ == "copy_" else 0]
         if not isinstance(given, Tensor) or given.dtype != self.dtype:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
+from plait.verification.definitions.float8 import EightBits
 from plait.verification.definitions.functions import Definitions
 from plait.verification.reference.inner_differences import unequal_weights
 from plait.verification.step_location import RecordKey, Records, RecordScope
@@ -107,6 +108,20 @@ def _other_targets(targets: list[Value], number: int) -> Iterator[tuple[str, Val
     for other, theirs in enumerate(targets):
         if other != number:
             yield f"the targets of the rank's micro-batch {other}", theirs
+
+
+def with_other_scales(actual: Tensor, expected: Tensor, how: EightBits) -> NamedTensors:
+    """Yield the scales of an operand that is cast as `how` says, after common mistakes."""
+    for name, dtype in {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.items():
+        if dtype != how.dtype:
+            ratio = torch.finfo(how.dtype).max / torch.finfo(dtype).max
+            yield f"it is that of {name}, in which it is not cast", expected * ratio
+    yield "it is the factor of the cast in place of its reciprocal", expected.reciprocal()
+    yield "it counts twice", expected.square()
+    if how.power_of_two:
+        yield "it is rounded up to a power of two, not down", expected / 2
+    if how.power_of_two and bool((actual.log2() != actual.log2().round()).any()):
+        yield "it is not rounded to a power of two", actual
 
 
 MISTAKEN = "mistaken"

@@ -53,6 +53,8 @@ def test_mfu_and_predictions_divide_by_the_same_peak(monkeypatch: pytest.MonkeyP
             predicted = predict(SIZES, Plan(precision=precision), file)
             peak = SIZES.operations_per_token * predicted.tokens_per_second / predicted.mfu
             assert Meter(Mesh(), precision, 1.0)._peak == pytest.approx(peak), (device, precision)
+        in_float8 = Meter(Mesh(), "bf16", 1.0, "float8")._peak
+        assert in_float8 == load_hardware(file).peak.get("fp8"), "A100 has none"
         try:
             torch.backends.cuda.matmul.fp32_precision = "tf32"
             assert Meter(Mesh(), None, 1.0)._peak == load_hardware(file).peak["tf32"]

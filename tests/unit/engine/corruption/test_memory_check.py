@@ -18,6 +18,7 @@ from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.errors import CorruptionError
 from plait.plan.plan import Plan
 from plait.ranks.consistency_check import all_numbers
+from plait.schedules.lowering.program import ComputeLoss
 
 
 def muon(engine: Engine) -> Optimizer:
@@ -158,9 +159,10 @@ def train_with_writes(plan: Plan, maker: str, folder: Path, options: dict[str, A
     """Train with all that a program does, with checks and without; return whether the bits are equal."""
     ends = []
     for checked in (False, True):
-        if options.get("lora"):
-            model = plait.models.llama(**SIZES)
-            plait.lora(model, rank=2)
+        if options:
+            model = plait.models.llama(**SIZES, **options.get("model", {}))
+            if options.get("lora"):
+                plait.lora(model, rank=2)
             engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
             optimizer = MAKERS[maker](engine)
         else:
@@ -188,6 +190,11 @@ PLANS: dict[str, tuple[Plan, str, dict[str, Any]]] = {
     "offload all": (Plan(dp=2, strategy="optimizer", offload="full"), "adamw", {}),
     "gradients": (Plan(dp=4, replicate=2, strategy="gradients", reduce="each"), "muon", {"calls": 2}),
     "lora": (Plan(dp=2, tp=2, strategy="optimizer"), "adamw", {"lora": True}),
+    "experts": (
+        Plan(dp=2, ep=2, strategy="full", microbatches=2),
+        "adamw",
+        {"model": {"experts": 4, "top_k": 2}},
+    ),
     "fp16": (Plan(dp=2, precision="fp16", loss_scale=8.0), "adamw", {}),
     "zero bubble": (Plan(pp=2, dp=2, microbatches=4, schedule="zb-v", strategy="full"), "adamw", {}),
     "context": (Plan(cp=2, dp=2, strategy="full", recompute="full"), "adamw", {}),
@@ -234,7 +241,8 @@ def told_of_replicas(plan: Plan) -> str:
 def test_an_update_that_one_rank_computes_wrongly_is_found_in_the_next_step(thread_ranks: Any) -> None:
     (told,) = set(thread_ranks.run(told_of_replicas, Plan(dp=2), ranks=2))
     assert told.startswith("2 1 after step 2 the value of blocks.0.attention.")
-    assert "rank 0 (dp 0) but " in told and "on rank 1 (dp 1); 1 of the " in told
+    assert "rank 0 (dp 0) but " in told
+    assert "on rank 1 (dp 1); 1 of the " in told
     assert "go on from a checkpoint or snapshot of step 1 or before" in told
 
 
@@ -286,7 +294,7 @@ def test_a_flip_between_two_calls_whose_gradients_add_up_is_found() -> None:
         gradient = next(engine.parameters()).grad
         assert gradient is not None
         flip(gradient, 9, 1)
-        with pytest.raises(CorruptionError, match="the gradient of .* before they were clipped or added to"):
+        with pytest.raises(CorruptionError, match=r"the gradient of .* before they were clipped or added to"):
             engine.forward_backward(*batch(engine, 1))
         flip(gradient, 9, 1)
 
@@ -303,3 +311,37 @@ def test_comparing_now_finds_what_a_checkpoint_would_save() -> None:
     assert engine.watches == []
     flip(next(engine.parameters()), 9, 1)
     engine.compare_memory()
+
+
+def flip_what_is_gathered(plan: Plan) -> None:
+    """A bit of what layers read flips on rank 1, after its forward has begun."""
+    engine, optimizer = engine_of(plan)
+    unit = engine.runtime.units["blocks.0.mlp"]
+    (weight,) = [one for name, one in unit.parameters.items() if name.endswith("up.weight")]
+
+    def spoil(instruction: Any, runtime: Any) -> None:
+        if isinstance(instruction, ComputeLoss) and engine.mesh.rank == 1 and engine.passes == 1:
+            flip(weight, weight.nbytes - 2, 1)
+
+    engine.observe(spoil)
+    with CorruptionChecks(engine, optimizer):
+        for step in range(2):
+            engine.forward_backward(*batch(engine, step))
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2, strategy="optimizer"),  # of which each rank's optimizer has a half
+        Plan(dp=2, precision="bf16"),  # beside masters in fp32
+        Plan(dp=2, strategy="gradients", precision="bf16"),
+    ],
+)
+def test_what_layers_read_is_compared_where_it_is_kept(thread_ranks: Any, plan: Plan) -> None:
+    expected = (
+        "rank 1 on host .*: the gathered value of blocks.0.mlp.up.weight changed in memory by one bit, "
+    )
+    with pytest.raises(CorruptionError, match=f"{expected}after it was gathered in step 2, "):
+        thread_ranks.run(flip_what_is_gathered, plan, ranks=2)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.estimate.time.operation_times import DeviceOperation, Elementwise, FusedAttention, Product
+from plait.tensor.float8.scaled_product import SCALED_PRODUCT
 
 
 def recorded(function: Callable[[], object]) -> tuple[DeviceOperation, ...]:
@@ -26,7 +27,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 A, B, TOTAL = meta(3, 5), meta(5, 7), meta(3, 7)
-HALF = torch.bfloat16
+HALF, EIGHT = torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,17 @@ def test_products_of_experts_are_linears_and_other_batches_are_of_attention(
     (product,) = recorded(call)
     assert isinstance(product, Product)
     assert (product.grouped, product.is_linear) == (grouped, grouped or product.batch == 1)
+
+
+def test_a_scaled_product_is_one_in_float8_also_within_a_graph() -> None:
+    a, b, one = meta(32, 64, dtype=EIGHT), meta(48, 64, dtype=EIGHT), meta()
+    whole = functional.ScalingType.TensorWise
+    for call in (
+        lambda: functional.scaled_mm(a, b.t(), one, whole, one, whole, output_dtype=HALF),
+        lambda: SCALED_PRODUCT(a, one, b.t(), one, HALF),
+    ):
+        (product,) = recorded(call)
+        assert product == Product(32, 48, 64, in_float8=True)
 
 
 def test_an_addition_that_is_not_of_a_product_just_computed_counts_by_itself() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import TracedModel, traced_model
 from plait.estimate.search.plan_search import plan_rank, search
@@ -27,6 +27,7 @@ from plait.plan.plan import Plan
 GALLERY = Path(__file__).parents[4] / "examples" / "gallery"
 LLAMA = Decoder.of_family("llama", layers=2, hidden=1024, heads=8, kv_heads=4, vocab=8000, context=512)
 GPT2 = Decoder.of_family("gpt2", layers=2, hidden=1024, heads=8, vocab=8000, context=512)
+WIDE = Decoder.of_family("llama", layers=2, hidden=4096, heads=32, kv_heads=8, vocab=1000, context=4096)
 MIXED = {"precision": "bf16", "master_precision": "fp32"}
 
 
@@ -151,21 +152,21 @@ FEW = PlanChoices(
 
 
 def search_and_predict_all(
-    model: TracedModel, ranks: int, batch: int, choices: PlanChoices = FEW
+    model: TracedModel, ranks: int, batch: int, choices: PlanChoices = FEW, base: Plan | None = None
 ) -> list[Prediction]:
     """The predictions of every plan, of which a search returns the best for any memory."""
-    h100 = load_hardware("h100-sxm")
+    h100, base = load_hardware("h100-sxm"), base or Plan()
     every = [
         predict(model, replace(plan, schedule=policy, chunks=chunks), h100, rows=batch // plan.dp)
-        for division in divisions(model, ranks, batch, Plan())[0]
-        for plan in division.options(Plan(), choices)
+        for division in divisions(model, ranks, batch, base)[0]
+        for plan in division.options(base, choices)
         for policy, chunks in division.schedules(len(model.kinds), choices)
     ]
     peaks = sorted(one.peak_memory for one in every)
     for room in (peaks[-1], peaks[len(peaks) // 2], peaks[len(peaks) // 8]):
         machine = replace(h100, memory=room + h100.reserved)
         fitting = [one for one in every if one.peak_memory <= room]
-        found = search(model, machine, ranks, batch, choices=choices, most=3)
+        found = search(model, machine, ranks, batch, base=base, choices=choices, most=3)
         assert [*map(_rank, found.best)] == sorted(map(_rank, fitting))[:3]
         assert found.plans == len(every)
     return every
@@ -174,6 +175,41 @@ def search_and_predict_all(
 def test_a_search_returns_what_predicting_every_plan_does() -> None:
     model = traced_model(perceptron(), torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss())
     search_and_predict_all(model, 2, 4)
+
+
+IN_FLOAT8 = Plan(precision="bf16", linears="float8")
+
+
+@pytest.mark.full
+def test_a_search_with_linears_in_float8_returns_what_predicting_every_plan_does() -> None:
+    model = traced_model(plait.models.gpt2(layers=2, hidden=64, heads=4, vocab=64, context=16))
+    every = search_and_predict_all(model, 2, 4, base=IN_FLOAT8)
+    assert {one.plan.linears for one in every} == {"float8"}
+
+
+def test_linears_in_float8_take_their_own_peak_and_casts_and_are_gathered_in_fewer_bytes() -> None:
+    plan = Plan(dp=8, strategy="full", precision="bf16")
+    plain, scaled, by_rows = (
+        predict(WIDE, replace(plan, linears=linears), "h100-sxm")
+        for linears in (None, "float8", "float8-rowwise")
+    )
+    assert scaled.breakdown["matrix products"] < 0.8 * plain.breakdown["matrix products"]
+    assert scaled.breakdown["element-wise"] > plain.breakdown["element-wise"]
+    assert scaled.breakdown["attention"] == pytest.approx(plain.breakdown["attention"])
+    items = [one.times.timer.shape.gathered_item for one in (scaled, by_rows, plain)]
+    embedding, attention, mlp = dict.fromkeys(scaled.model.kinds[:3])
+    assert [item((embedding,)) for item in items] == [2, 2, 2]
+    weights, norm = 4096 * (2 * 4096 + 2 * 1024), 4096
+    assert items[0]((attention,)) == pytest.approx((weights + 2 * norm) / (weights + norm))
+    assert [items[0]((mlp,)) < 1.01, items[1]((mlp,))] == [True, 2], "row-wise, weights are cast both ways"
+    for one, peak in ((plain, 989.4e12), (scaled, 1978.9e12)):
+        needed = one.model.operations_per_token * one.tokens_per_second / 8
+        assert one.mfu == pytest.approx(needed / peak)
+
+
+def test_predictions_refuse_linears_in_float8_on_hardware_without_their_peak() -> None:
+    with pytest.raises(ConfigError, match=r"a100-80 has no figure peak_tflops\.fp8"):
+        predict(LLAMA, IN_FLOAT8, "a100-80")
 
 
 SPARSE = {"layers": 1, "experts": 3, "top_k": 2, "inner": 24, "shared": 8}

@@ -90,16 +90,17 @@ def test_the_search_finds_what_the_prediction_of_every_plan_finds(seed: int) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(6, 306))
+@pytest.mark.parametrize("seed", range(6, 156))
 def test_the_plan_search_of_random_problems_is_exact(seed: int) -> None:
     _compare_at_random(seed, ranks=Random(-seed).choice((2, 3, 4, 6, 8)), schedules=2)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("hardware", [H100, SLOW], ids=("h100", "slow"))
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=("llama", "gpt2"))
-@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize(
+    ("model", "hardware", "ranks", "batch"),
+    [(LLAMA, H100, 8, 8), (GPT2, SLOW, 8, 3), (GPT2, H100, 4, 3), (LLAMA, SLOW, 4, 8), (LLAMA, SLOW, 2, 3)],
+    ids=["llama h100 8", "gpt2 slow 8", "gpt2 h100 4", "llama slow 4", "llama slow 2"],
+)
 def test_the_plan_search_over_all_choices_is_exact(
     model: Decoder, hardware: Hardware, ranks: int, batch: int
 ) -> None:

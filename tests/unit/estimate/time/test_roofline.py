@@ -65,6 +65,17 @@ def test_a_product_takes_the_longer_of_its_arithmetic_and_its_bytes_and_on_a_cpu
     assert seconds(large) == pytest.approx(2 * 8192**3 / rate + 7, rel=1e-12)
 
 
+def test_a_product_in_float8_has_its_own_peak_and_operands_of_one_byte() -> None:
+    wide, thin = Product(30, 50, 300), Product(1, 50, 1000, result_bytes=8)
+    eight = replace(CPU, overlaps=True)
+    computing = 2 * 30 * 50 * 300 / (4000 * 0.5 * 300 / (300 + 100))
+    moving = ((30 + 50) * 300 * 1 + 30 * 50 * 2) / (1000 * 0.25)
+    found = operation_seconds(replace(wide, in_float8=True), eight, "bf16", 2)
+    assert found == pytest.approx(max(computing, moving) + 7, rel=1e-12)
+    moving = ((1 + 50) * 1000 * 1 + 1 * 50 * 8) / (1000 * 0.25)
+    assert operation_seconds(replace(thin, in_float8=True), eight, "fp32", 4) == pytest.approx(moving + 7)
+
+
 def test_results_are_computed_in_waves_of_tiles_of_the_best_size() -> None:
     """108 multiprocessors compute a tile each; the part that is not full, and the last wave, are lost."""
     deep, depth = 4096, 4096 / (4096 + 100)

@@ -1,0 +1,40 @@
+"""The scales of the operands of linears in float8, in one run of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plait.verification.definitions.float8 import SMALLEST
+
+LEAST = 2 * SMALLEST / torch.finfo(torch.float8_e4m3fn).max
+"""What a number of 1 stands for where all elements are smaller than 1e-12, at most."""
+
+
+@dataclass
+class OperandScales:
+    """Collects the scales of a micro-batch, as `noted`, by linear and operand."""
+
+    found: dict[str, Tensor] = field(default_factory=dict)
+    """By `path|operand`; of a linear that runs more than once empty, since nothing tells its runs apart."""
+
+    def begin(self) -> None:
+        """Forget the scales, before a micro-batch runs."""
+        self.found.clear()
+
+    def note(self, path: str, operand: str, unit: Tensor) -> None:
+        """Note the scale of an operand of the linear at `path`."""
+        name = f"{path}|{operand}"
+        self.found[name] = noted(unit)[:0] if name in self.found else noted(unit)
+
+
+def noted(unit: Tensor) -> Tensor:
+    """Return what a number of 1 stands for, float32 `[count]`; 0 for operands of zeros or of less than 1e-12.
+
+    `count`: 1, or a scale for each token, or for each input or output feature. Some gradients, as that of the
+    first query of causal attention, are zero or nothing but rounding.
+    """
+    flat = unit.flatten().float()
+    return flat.where((flat != 1) & (flat > LEAST), 0.0)

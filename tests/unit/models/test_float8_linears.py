@@ -1,0 +1,105 @@
+"""Which linears `Plan.linears` chooses, the reasons of the others, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import plait
+from plait.engine import parallelize
+from plait.engine.blueprint import build_blueprint
+from plait.errors import PlanError
+from plait.models.float8_linears import choose_linears
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.plan import Plan
+
+LLAMA = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "inner": 96, "vocab": 32, "context": 8}
+IN_ATTENTION = [f"blocks.0.attention.{name}" for name in ("query", "key", "value", "output")]
+IN_MLP = [f"blocks.0.mlp.{name}" for name in ("gate", "up", "down")]
+
+
+def choice_of(model: nn.Module, plan: Plan | None = None) -> Any:
+    return build_blueprint(model, plan or Plan(linears="float8")).float8
+
+
+def test_all_linears_of_blocks_are_chosen_and_the_head_is_not() -> None:
+    choice = choice_of(plait.models.llama(**LLAMA))
+    assert list(choice.chosen) == [*IN_ATTENTION, *IN_MLP]
+    assert choice.others == {"head.output": "head"}
+    assert choice.line("float8") == (
+        "Linears: 7 multiply in float8; the others stay in the run's precision: head.output (head)."
+    )
+    assert choice.within("blocks.0.mlp") == ("gate", "up", "down")
+
+
+def test_the_choice_is_the_same_under_every_plan() -> None:
+    model = plait.models.llama(**LLAMA)
+    plans = Plan(), Plan(tp=2, sequence_parallel="keep"), Plan(pp=2, dp=2, strategy="full", loss_rows=4)
+    choices = [choice_of(model, plait.Plan(**{**vars(plan), "linears": "float8"})) for plan in plans]
+    assert choices[0] == choices[1] == choices[2]
+
+
+def test_adapters_tied_weights_odd_sizes_hooks_and_experts_stay_as_they_are() -> None:
+    adapted = plait.lora(plait.models.llama(**LLAMA), rank=16, targets=["*.mlp.up"])
+    others = choice_of(adapted).others
+    assert others == {
+        "blocks.0.mlp.up.down": "adapter",
+        "blocks.0.mlp.up.up": "adapter",
+        "head.output": "head",
+    }
+    assert "blocks.0.mlp.up.base" in choice_of(adapted).chosen
+    sparse = choice_of(plait.models.llama(**LLAMA | {"inner": 32}, experts=4, shared=32))
+    assert sparse.others["blocks.0.mlp.mixture.experts"] == "experts"
+    assert "blocks.0.mlp.mixture.shared.down" in sparse.chosen
+    table = nn.Embedding(32, 64)
+    inside = nn.Linear(64, 32, bias=False)
+    inside.weight = table.weight
+    hooked = nn.Linear(64, 64)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.Sequential(table, inside, nn.Linear(32, 40), nn.Linear(40, 64), hooked, nn.Linear(64, 16))
+    found = choose_linears(sequence_of(model).layers, {})
+    assert found.others == {"1": "tied", "2": "sizes", "3": "sizes", "4": "hooks", "5": "head"}
+    assert found.chosen == ()
+
+
+def test_a_model_without_a_linear_that_can_multiply_so_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"no linear .* can multiply in float8 \(0: sizes, 1: head\)"):
+        choice_of(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)))
+
+
+def test_shards_that_are_no_multiple_of_16_or_of_repeated_heads_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"the weight of blocks.0.mlp.gate \[96, 64\] to \[24, 64\], no"):
+        choice_of(plait.models.llama(**LLAMA | {"kv_heads": 4}), Plan(tp=4, linears="float8"))
+    with pytest.raises(PlanError, match=r"2 ranks of tp hold the same features of blocks.0.attention.key"):
+        choice_of(plait.models.llama(**LLAMA | {"inner": 128}), Plan(tp=4, linears="float8"))
+
+
+def test_a_model_in_fp16_is_refused_as_a_plan_in_fp16_is() -> None:
+    with pytest.raises(PlanError, match=r"plan.linears is 'float8', and the model is in fp16"):
+        choice_of(plait.models.llama(**LLAMA).half())
+
+
+def test_mxfp8_is_refused_by_name() -> None:
+    plan = Plan(linears="mxfp8")
+    with pytest.raises(PlanError, match=r"plan.linears is 'mxfp8', .* no device here has them"):
+        plait.parallelize(nn.Sequential(nn.Linear(16, 16)), plan, plait.Mesh(plan), plait.cross_entropy)
+
+
+def test_an_engine_says_how_each_linear_multiplies() -> None:
+    plan = Plan(linears="float8-rowwise", precision="bf16")
+    engine = plait.parallelize(plait.models.llama(**LLAMA), plan, plait.Mesh(plan), plait.cross_entropy)
+    assert engine.linear_formats == {
+        **dict.fromkeys([*IN_ATTENTION, *IN_MLP], "float8-rowwise"),
+        "head.output": "head",
+    }
+    plain = plait.parallelize(plait.models.llama(**LLAMA), Plan(), plait.Mesh(Plan()), plait.cross_entropy)
+    assert plain.linear_formats == {}
+
+
+def test_a_device_without_such_products_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallelize, "multiplies_float8", lambda device: False)
+    plan = Plan(linears="float8")
+    with pytest.raises(PlanError, match=r"plan.linears is 'float8', but cpu has no products in float8"):
+        plait.parallelize(plait.models.llama(**LLAMA), plan, plait.Mesh(plan), plait.cross_entropy)
