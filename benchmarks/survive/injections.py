@@ -61,18 +61,19 @@ class Injection:
 def drawn(seed: int, kind: Kind, plan: Plan, *, steps: int, every: int) -> list[Injection]:
     """Return a failure drawn from a seed, of a run with a snapshot after `every` steps; for a restore two.
 
-    Places take turns, from seed to seed, so that consecutive ones have all that a plan has.
+    Places and steps take turns, from seed to seed, so that consecutive ones have all places of a plan, and no
+    rank is lost three times in one step, which would end the run.
     """
     dice, places = random.Random(seed), places_of(plan)
     place, rank = places[seed % len(places)], dice.randrange(plan.world)
-    step = dice.randrange(1, steps - 1)
+    step = 1 + seed % (steps - 2)
     if place == "end":
         step = steps - 1
     if place in ("snapshot", "commit"):
         step = min((step // every + 1) * every, (steps - 1) // every * every) - 1
     if place != "restore":
         return [Injection(kind, place, step, rank)]
-    before = Injection(kind, "norm", step, dice.randrange(plan.world))
+    before = Injection(kind, "norm", step, (rank + dice.randrange(1, plan.world)) % plan.world)
     return [before, Injection(kind, place, step, rank)]
 
 

@@ -98,7 +98,7 @@ class MemoryCheck:
 
     def _forget_gradients(self) -> None:
         """Record no gradients where the optimizers have none any more."""
-        if next(self._held.gradients(), None) is None:
+        if not self._held.have_gradients:
             self._gradients.forget()
 
     def _compare_gradients(self, before: str) -> None:
@@ -111,14 +111,16 @@ class MemoryCheck:
         self._gathered.clear()
         gatherer.observer = self._record_gathered
         if self._replicas.are_needed:
-            recorded = [*self._of_optimizers.values(), self._others, self._gradients]
+            gradients = [self._gradients] if self._gradients.are_recorded else []
+            recorded = [*self._of_optimizers.values(), self._others, *gradients]
             self._of_replicas = self._steps, self._replicas.compare(recorded)
 
     def _record_gathered(self, buffer: FlatBuffer) -> None:
         """Record what layers read of parameters, if it stays allocated until the end of the pass."""
         if not buffer.spec.whole.freed:
             sums = RecordedSums()
-            sums.record(NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
+            named = (NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
+            sums.record([one for one in named if one.tensor.numel()])
             self._gathered.append(sums)
 
     def end_pass(self, gatherer: Gatherer) -> None:

@@ -55,14 +55,17 @@ class Member:
     def idle_for(self, seconds: float) -> Activity | None:
         """Return what the rank has done since so long ago; None where it has done something else since then.
 
-        None also where it has no job, or has ended it. A process that is stopped does not wait.
+        None also where it has no job, or has ended it.
         """
         if self._activity is None or self.report is not None:
             return None
         activity = self._activity.read()
-        if time.monotonic() - activity.since < seconds:
-            return None
-        return activity._replace(waits=activity.waits and not is_stopped(self.process.pid or 0))
+        return None if time.monotonic() - activity.since < seconds else activity
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, as SIGSTOP does."""
+        return is_stopped(self.process.pid or 0)
 
     def fail(self, summary: str) -> None:
         """Kill the process, as the one whose failure ends the job; `summary` completes "rank 2 ..."."""
@@ -98,8 +101,9 @@ class Member:
     def close(self) -> None:
         """Kill the process, if it has not ended, and release what it takes here."""
         self.process.kill()
-        self.process.join()
-        self.process.close()
+        self.process.join(_GRACE)
+        if self.process.exitcode is not None:  # else the system does not end it
+            self.process.close()
         self._connection.close()
         os.close(self._pidfd)
 
