@@ -13,6 +13,7 @@ from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
 from plait.verification.verify import build_report
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
+from zoo.float8_linears import MODEL as IN_FLOAT8
 from zoo.row import case_of, report_of
 from zoo.sparse import EP, TIED
 from zoo.unusual import MIXTURES, OTHERS, TRANSFORMERS
@@ -97,14 +98,15 @@ def test_the_selected_plans_cover_each_layout_with_each_schedule(ranks):
 @pytest.mark.parametrize(
     ("name", "ranks", "turns"),
     [
-        ("gpt2", 2, slice(0, None, 2)),
-        ("llama", 2, slice(1, None, 2)),
+        pytest.param("gpt2", 2, slice(0, None, 2), marks=pytest.mark.full),
+        pytest.param("llama", 2, slice(1, None, 2), marks=pytest.mark.full),
         pytest.param("gpt2", 3, slice(None), marks=pytest.mark.full),
         pytest.param("llama", 4, slice(0, None, 2), marks=pytest.mark.full),
         pytest.param("gpt2", 4, slice(1, None, 2), marks=pytest.mark.full),
     ],
 )
 def test_plans_with_cp_are_equal(thread_ranks, name, ranks, turns):
+    """In the quick run `unit/verification/test_verify_context.py` has some, in all modes."""
     model = gpt2(layers=3, hidden=24, heads=6) if ranks == 3 else model_of(name, ranks)
     for report in verified(thread_ranks, model, with_cp(ranks)[turns], ranks):
         assert report, report
@@ -143,6 +145,22 @@ def test_plans_that_divide_experts_are_equal(thread_ranks, ranks, turns):
         assert report, report
 
 
+@pytest.mark.parametrize(
+    ("linears", "turns"),
+    [
+        ("float8", slice(7, None, 20)),
+        pytest.param("float8", slice(0, None, 3), marks=pytest.mark.full),
+        pytest.param("float8-rowwise", slice(1, None, 3), marks=pytest.mark.full),
+        pytest.param("float8-rowwise-gw", slice(2, None, 3), marks=pytest.mark.full),
+    ],
+)
+def test_plans_in_float8_are_equal(thread_ranks, linears, turns):
+    plans = plans_on(2, replace(PLAN, linears=linears), ROWS, in_parts=True)
+    assert {plan.linears for plan in plans} == {linears}
+    for report in verified(thread_ranks, IN_FLOAT8, plans[turns], 2):
+        assert report, report
+
+
 FINE_TUNED = {"adapters": ADAPTED_AND_DROPPING, "documents": PACKED, "norms": NORMS}
 """`norms` has three layers: on one rank of pp, since not every schedule has a stage for each."""
 
@@ -163,7 +181,13 @@ def test_plans_of_fine_tuning_are_equal(thread_ranks, name, turns):
         assert report, report
 
 
-QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied", "losses of documents cp")
+QUICK = (
+    "float8 exact",
+    "float32 inside",
+    "tuples recomputed by layer",
+    "frozen and tied",
+    "losses of documents cp",
+)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from zoo.exchange_of_tokens import EXCHANGE_OF_TOKENS
 from zoo.expert_gradients import EXPERT_GRADIENTS
 from zoo.experts_of_tokens import EXPERTS_OF_TOKENS
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, FINE_TUNING
+from zoo.float8_linears import FLOAT8
 from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
@@ -69,6 +70,7 @@ TABLES = (
     EXPERT_GRADIENTS,
     ROUTER_LOSSES,
     WHOLE_MATRICES,
+    FLOAT8,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
@@ -87,6 +89,7 @@ SEEN_BY_EXACT = (
     *EXPERTS_OF_TOKENS,
     *EXCHANGE_OF_TOKENS,
     *EXPERT_GRADIENTS,
+    *(row for row in FLOAT8 if not row.named.step),
 )
 UNSEEN_BY_EXACT = {
     "inputs_in_single_precision": "float32 has room for small whole numbers",
@@ -122,6 +125,14 @@ UNSEEN_BY_EXACT = {
     "moments_of_another_rank_of_ep": "nothing is saved and loaded",
     "experts_loaded_in_another_order": "likewise",
     "second_rank_of_ep_not_saved": "likewise",
+    "input_scaled_by_each_rank": "largest whole numbers often have the same power of two",
+    "weight_scaled_by_each_rank": "likewise",
+    "gradient_scaled_by_each_rank": "likewise, in the first layers of the backward",
+    "scales_reduced_over_dp": "likewise",
+    "input_scaled_as_the_micro_batch_before": "likewise",
+    "one_linear_in_16_bits": "small whole numbers have few digits, in the forward",
+    "partial_products_in_16_bits": "likewise",
+    "zeros_divided_by_zero": "the mistake replaces the stand-in of scales",
 } | dict.fromkeys(
     (row.name for row in FINE_TUNING if row.model in (ADAPTED, ADAPTED_AND_DROPPING)),
     "no whole number holds alpha / rank, which is 5 / 3, so that it is refused",

@@ -20,6 +20,8 @@ from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, NORMS
+from zoo.float8_linears import MIXED
+from zoo.float8_linears import MODEL as IN_FLOAT8
 from zoo.routing import CORRECTED
 
 RESUMED = VerifyOptions(perturbations=2, resumes=True)
@@ -235,6 +237,21 @@ TRANSFORMERS = (
     Right("smollm3 packed bf16", packed(_of("smollm3"), 8), replace(PP, **BF16), NATIVE),
 )
 OTHERS = (
+    Right("float8 of zeros, odd sizes and frozen", MIXED, replace(PP, linears="float8-rowwise")),
+    Right("float8 of zeros recomputed", MIXED, replace(FULL, recompute="full", linears="float8")),
+    Right("float8 exact", IN_FLOAT8, replace(TWO, tp=2, cp=2, linears="float8"), EXACT),
+    Right(
+        "float8 in bf16, gathered in 8 bits",
+        IN_FLOAT8,
+        replace(TWO, dp=2, tp=2, strategy="full", linears="float8", **BF16),
+        NATIVE,
+    ),
+    Right(
+        "float8 in bf16 by rows",
+        IN_FLOAT8,
+        replace(TWO, tp=2, sequence_parallel="keep", linears="float8-rowwise-gw", **BF16),
+        NATIVE,
+    ),
     Right("float32 inside", SINGLE, replace(PP, microbatches=4)),
     Right("float32 inside recomputed", SINGLE, replace(FULL, recompute="full")),
     Right("softmax in float32", ROUTED, replace(PP, microbatches=3, schedule="zb-h1")),

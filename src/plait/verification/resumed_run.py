@@ -136,16 +136,17 @@ def another_plan(plan: Plan, layers: int) -> Plan | None:
 
     Data parallelism alone, or if `plan` is that, a stage of the `layers` on each rank.
     """
-    precisions = {
-        name: getattr(plan, name)
-        for name in ("precision", "master_precision", "gradient_precision", "reduce_precision", "loss_scale")
-    }
+    kept = (
+        *("precision", "master_precision", "gradient_precision", "reduce_precision"),
+        *("loss_scale", "linears"),
+    )
+    formats = {name: getattr(plan, name) for name in kept}
     if plan.world == 1:
         return None
     if plan.dp < plan.world:
         elementwise = Partitioning.of(plan, [kind_of(plan)]).sharded
-        return Plan(dp=plan.world, strategy="full" if elementwise else "none", **precisions)
-    return Plan(pp=plan.world, **precisions) if layers >= plan.world else None
+        return Plan(dp=plan.world, strategy="full" if elementwise else "none", **formats)
+    return Plan(pp=plan.world, **formats) if layers >= plan.world else None
 
 
 def _lacking_space(folder: Path, candidate: CandidateRun) -> str:

@@ -258,6 +258,15 @@ def test_a_mistake_of_the_plan_is_told_from_one_of_the_model() -> None:
 
 
 @pytest.mark.transformers
+def test_linears_are_not_in_float8_beside_a_reference_which_knows_nothing_of_it() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5))
+    report = beside(model, copy.deepcopy(model), replace(ONE, linears="float8"))
+    assert report, report
+    assert max(one.largest / one.size for one in report.compared_tensors) < 1e-13
+
+
 def test_packed_documents_are_each_a_sequence_of_the_reference() -> None:
     model = cases.mistral()
     tokens, targets = contexts(2)

@@ -391,8 +391,9 @@ def test_parts_are_compared_with_parts(thread_ranks: RankPool) -> None:
     assert two == [(StepPhase.FORWARD, layers - 1, ((0, 2), (0, 8), (36, 37)))]
 
 
-def test_a_verified_run_has_all_phases_but_loading_messages_and_those_of_experts() -> None:
+def test_a_verified_run_has_all_phases_but_loading_messages_and_those_of_experts_and_float8() -> None:
     outcome = verify_rank(mlp_case(steps=1), PLAN)
     absent = {StepPhase.LOAD, StepPhase.PARAMETERS, StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE}
     absent |= {StepPhase.ROUTING, StepPhase.RECOMPUTED_ROUTING, StepPhase.EXPERT_LOAD}
+    absent |= {StepPhase.SCALES, StepPhase.GRADIENT_SCALES}
     assert phases_of([outcome]) == set(StepPhase) - absent

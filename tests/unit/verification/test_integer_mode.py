@@ -26,9 +26,12 @@ from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.tensor.experts.gated_activation import GatedActivation
+from plait.tensor.float8.cast import factor_of
+from plait.tensor.float8.recipes import CastFormat
 from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.case import Case
 from plait.verification.definitions.experts import activated
+from plait.verification.definitions.float8 import E4M3, E5M2, LINES, EightBits, quantised, scale_for
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.integer_mode import (
@@ -503,3 +506,20 @@ def test_only_dropout_with_p_one_half_is_equal_bit_by_bit() -> None:
     assert verify_here(case_of(halves, mode="exact", steps=1))
     with pytest.raises(ModelError, match="exact mode needs multiples"):
         verify_here(case_of(tenths, mode="exact", steps=1))
+
+
+@pytest.mark.parametrize("how", [E4M3, E5M2, LINES])
+def test_whole_numbers_are_whole_in_float8_by_scales_that_they_depend_on(how: EightBits) -> None:
+    """Numbers of 1 stand for powers of two; both sides cast by the same factors."""
+    matrix = torch.tensor([[100.0, 37.0, -5.0, 0.25], [9.0, -2.0, 1.0, 0.0]], dtype=torch.float64)
+    with IntegerMode():
+        cast = quantised(matrix, how, 1)
+        alone = quantised(matrix[1:], how, 1)
+        form = CastFormat(how.dtype, "row" if how.by_line else "tensor", how.power_of_two)
+        own = factor_of(matrix.abs().amax(1, keepdim=True).float(), form)
+        assert torch.equal(own, scale_for(matrix.abs().amax(1, keepdim=True).float(), how))
+    values = cast.numbers * cast.unit
+    steps = values / GRAIN
+    assert torch.equal(steps, steps.round())
+    assert bool((values[0] != matrix[0]).any())
+    assert torch.equal(values[1:], alone.numbers * alone.unit) == how.by_line

@@ -111,6 +111,17 @@ def test_a_cast_to_less_digits_than_the_layers_have_is_noted() -> None:
     assert not noted(None, WIDE.float)[0]
 
 
+def test_casts_in_the_context_for_casts_that_belong_to_a_computation_are_not_noted() -> None:
+    casts = NarrowingCasts(torch.float64, Perturbation(1))
+    value = torch.linspace(0.1, 1, 5, dtype=torch.float64)
+    with casts, casts.unnoted():
+        assert torch.equal(value.float(), value.clone().float())
+    assert not casts.found
+    with casts:
+        value.float()
+    assert casts.found
+
+
 def test_a_narrowing_cast_in_a_backward_is_noted() -> None:
     x = WIDE.float().requires_grad_()
     loss = (x.double() * WIDE).sum()

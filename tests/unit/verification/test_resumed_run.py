@@ -32,6 +32,7 @@ from plait.verification.verify import build_report
         (Plan(pp=2), Plan(dp=2)),
         (Plan(tp=2, precision="bf16", master_precision="fp32"), "full"),
         (Plan(dp=2), Plan(pp=2)),
+        (Plan(dp=2, linears="float8"), Plan(pp=2, linears="float8")),
         (Plan(dp=8), None),
         (Plan(cp=2, strategy="full"), "full"),
     ],

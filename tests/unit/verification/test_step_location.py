@@ -35,6 +35,9 @@ def edges(step: int, layers: int, layer: int, microbatch: int) -> Iterator[tuple
     yield (at(P.INPUT, -1) if first else at(P.MESSAGE, layer - 1)), at(P.ROUTING, layer, "router")
     yield at(P.ROUTING, layer, "router"), at(P.FORWARD, layer)
     yield at(P.FORWARD, layer), (at(P.LOSS) if last else at(P.MESSAGE, layer))
+    yield at(P.FORWARD, layer), at(P.SCALES, layer, "the input of a linear")
+    yield at(P.SCALES, layer, "the input"), (at(P.LOSS) if last else at(P.MESSAGE, layer))
+    yield at(P.WEIGHT_GRADIENT, layer, "weight"), at(P.GRADIENT_SCALES, layer, "the output's gradient")
     yield at(P.LOSS), at(P.LOSS_GRADIENT, layers - 1)
     yield at(P.LOSS), whole(P.MEAN_LOSS)
     given = at(P.LOSS_GRADIENT, layer) if last else at(P.GRADIENT_MESSAGE, layer)
@@ -45,6 +48,7 @@ def edges(step: int, layers: int, layer: int, microbatch: int) -> Iterator[tuple
     yield at(P.INPUT_GRADIENT, layer), at(P.WEIGHT_GRADIENT, layer, "weight")
     if not first:
         yield at(P.INPUT_GRADIENT, layer), at(P.GRADIENT_MESSAGE, layer - 1)
+        yield at(P.GRADIENT_SCALES, layer, "the input"), at(P.GRADIENT_MESSAGE, layer - 1)
         yield at(P.INPUT_GRADIENT, layer), at(P.INPUT_GRADIENT, layer - 1)
     yield at(P.WEIGHT_GRADIENT, layer, "weight"), whole(P.REDUCTION, "weight")
     yield whole(P.REDUCTION, "weight"), whole(P.NORM)

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.tensor.losses import cross_entropy
+from plait.verification.definitions.float8 import E5M2, LINES
 from plait.verification.reference.values_after_mistakes import (
     with_another_loss,
     with_local_positions,
     with_other_parameters,
+    with_other_scales,
 )
 
 OUTPUT = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -85,3 +87,16 @@ class _Refusing:
 
 def test_a_loss_that_raises_on_other_targets_explains_nothing() -> None:
     assert list(with_another_loss(_Refusing(), OUTPUT, TARGETS, 0, total(TARGETS[0]))) == []
+
+
+def test_scales_of_another_format_rounding_or_direction_are_recognised() -> None:
+    expected = torch.tensor([2.0**-9, 2.0**-7])
+    of_lines = dict(with_other_scales(torch.tensor([0.3, 0.5]), expected, LINES))
+    assert torch.equal(of_lines["it is that of e5m2, in which it is not cast"], expected * 448 / 57344)
+    assert of_lines["it is rounded up to a power of two, not down"].tolist() == [2.0**-10, 2.0**-8]
+    assert "it is not rounded to a power of two" in of_lines
+    assert "it is not rounded to a power of two" not in dict(with_other_scales(expected, expected, LINES))
+    of_gradients = dict(with_other_scales(expected, expected, E5M2))
+    assert torch.equal(of_gradients["it is that of e4m3, in which it is not cast"], expected * 57344 / 448)
+    assert of_gradients["it counts twice"].tolist() == [2.0**-18, 2.0**-14]
+    assert len(of_gradients) == 3

@@ -148,29 +148,40 @@ class InstructionChecker:
         """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
         users = self.blueprint.lowering_spec.units[unit]
         layer = min(self.blueprint.stage_layers[user.stage][user.layer] for user in users)
-        for name, parameter in self.runtime.units[unit].parameters.items():
-            self._compare_parameter(name, parameter, layer)
+        held = self.runtime.units[unit]
+        scales = held.scales_of(held.stages[0])
+        for name, parameter in held.parameters.items():
+            self._compare_parameter(name, parameter, layer, scales.get(id(parameter)))
 
-    def _compare_parameter(self, name: str, parameter: Tensor, layer: int) -> None:
+    def _compare_parameter(self, name: str, parameter: Tensor, layer: int, scale: Tensor | None) -> None:
+        """Compare a gathered parameter; `scale`: that of one in float8, which is compared in float64."""
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
         box, tolerance = self.weights.box(name), self.recording.tolerances[scope][key]
-        expected = box.of(self.recording.values[scope][key])
         if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
-            dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
-            expected, tolerance = expected.to(dtype), NO_TOLERANCE
+            tolerance = NO_TOLERANCE
+
+        def used(recorded: Tensor) -> Tensor:
+            """Return this rank's part of a recorded parameter, as layers use it."""
+            if self.comparison.resynchronizes:
+                dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
+                recorded = recorded.to(dtype)
+            return box.of(recorded if scale is None else self.scales.weight_in_float8(recorded))
 
         def mistakes() -> NamedTensors:
             before = self.recording.find(RecordScope(self.step - 2), key)
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
-                is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
-                yield text, torch.where(is_right, expected, box.of(before).to(expected))
+                is_right = (actual - expected).abs() <= tolerance.allowed
+                yield text, torch.where(is_right, expected, used(before))
 
+        actual, expected = parameter.detach(), used(self.recording.values[scope][key])
+        if scale is not None:
+            actual = actual.double() * scale.double()
         findings = self.comparison.findings
         location = Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating)
-        equal = findings.compare(location, parameter, expected, tolerance, box=box, alternatives=mistakes())
+        equal = findings.compare(location, actual, expected, tolerance, box=box, alternatives=mistakes())
         if not equal and self.isolate:
-            parameter.data.copy_(expected)
+            parameter.data.copy_(expected if scale is None else expected / scale)
 
     def _compare_layer(self, action: Action, number: int) -> None:
         layer = self.blueprint.stage_layers[action.stage][number]
@@ -329,7 +340,8 @@ class InstructionChecker:
 
     def _inner_difference(self, phase: StepPhase, layer: int, scope: RecordScope) -> InnerDifference | None:
         """Return the first difference inside the layer that has just run, if it is known."""
-        cast = self.scales.mistake(layer, scope, partial(self._is_given, scope, layer))
+        is_forward, is_given = phase is StepPhase.FORWARD, partial(self._is_given, scope, layer)
+        cast = self.scales.mistake(layer, scope, is_given, is_forward=is_forward)
         if cast is not None:
             return InnerDifference(-1, f"inside, {cast}")
         compared = self._compared_modules(layer, scope)

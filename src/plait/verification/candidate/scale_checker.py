@@ -22,7 +22,7 @@ from plait.tensor.autograd.float8_operands import LinearCasts, Operand
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.definitions.float8 import EightBits, operands_of, scales_of
+from plait.verification.definitions.float8 import EightBits, operands_of, quantised, scales_of
 from plait.verification.definitions.operand_scales import noted
 from plait.verification.findings import box_of
 from plait.verification.reference.recording import NO_TOLERANCE, largest_difference
@@ -90,6 +90,13 @@ class ScaleChecker:
         while self._noting:
             self._noting.pop().note = None
 
+    def weight_in_float8(self, weight: Tensor) -> Tensor:
+        """Return the values, in float64, that a whole weight with one scale has in float8."""
+        how = self.formats["weight"]
+        assert how is not None
+        cast = quantised(weight, how, 1)
+        return cast.numbers * cast.unit
+
     def _note(
         self, path: str, linear: nn.Module, operand: Operand, matrix: Tensor, cast: ScaledMatrix
     ) -> None:
@@ -126,11 +133,16 @@ class ScaleChecker:
                 self.comparison.findings.compare(at, actual, right, NO_TOLERANCE)
         self._cast.clear()
 
-    def mistake(self, layer: int, scope: RecordScope, is_given: Callable[[str], bool]) -> str | None:
+    def mistake(
+        self, layer: int, scope: RecordScope, is_given: Callable[[str], bool], *, is_forward: bool
+    ) -> str | None:
         """Return a sentence on the first wrong cast of the layer that has just run, if the cause is known.
 
         `is_given`: whether the linear at a path is given what it should be.
         """
+        left_out = next(self._left_out(layer, scope), None) if is_forward else None
+        if left_out is not None:
+            return f"{left_out} does not multiply in float8"
         for cast in self._cast:
             expected, how = self._expected(cast, layer, scope), self.formats[cast.operand]
             if how is None or not self._is_recorded(cast.path, scope):
@@ -153,6 +165,15 @@ class ScaleChecker:
                     return f"the scale of {cast.name} is another: {sentence}"
             return None
         return None
+
+    def _left_out(self, layer: int, scope: RecordScope) -> Iterator[str]:
+        """Yield linears of a layer that have cast nothing, where others have, and the reference has all."""
+        within = f"{self.comparison.sequence.layers[layer].path}."
+        found = {cast.path for cast in self._cast}
+        for key in self.comparison.recording.values[scope] if found else ():
+            path, _, operand = key.name.partition("|")
+            if key.kind == SCALE and operand == "weight" and path.startswith(within) and path not in found:
+                yield path
 
     def _is_recorded(self, path: str, scope: RecordScope) -> bool:
         """Return whether the reference has the linear at `path` in float8."""
@@ -188,7 +209,9 @@ class ScaleChecker:
         if axes and cast.of_part.shape == expected.shape and not torch.equal(cast.of_part, expected):
             over = " and ".join(axes)
             yield f"it is that of this rank's part: largest values are not reduced over {over}", cast.of_part
-        for number in range(recording.microbatches(scope.step)):
+        each = self.plan.microbatches
+        first = scope.microbatch - scope.microbatch % each
+        for number in range(first, first + each):
             other = recording.find(scope._replace(microbatch=number), _key(cast))
             if other is not None and number != scope.microbatch:
                 yield f"it is that of micro-batch {number}", self._part(cast, other, layer, scope)

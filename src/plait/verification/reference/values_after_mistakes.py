@@ -118,6 +118,8 @@ def with_other_scales(actual: Tensor, expected: Tensor, how: EightBits) -> Named
             yield f"it is that of {name}, in which it is not cast", expected * ratio
     yield "it is the factor of the cast in place of its reciprocal", expected.reciprocal()
     yield "it counts twice", expected.square()
+    if how.power_of_two:
+        yield "it is rounded up to a power of two, not down", expected / 2
     if how.power_of_two and bool((actual.log2() != actual.log2().round()).any()):
         yield "it is not rounded to a power of two", actual
 
