@@ -21,18 +21,18 @@ demo: install  ## train a small GPT on four local ranks; one or two minutes on t
 # Tests start many processes, which would compile every module anew without __pycache__.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two workers, each with ranks of its own.
+# Two workers, each with ranks of its own, and with files of its own (tests/conftest.py).
 test: install  ## run the tests, with few examples of each property; print the ten slowest
-	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1
+	$(BIN)/pytest -n 2 --durations 10 --durations-min 1
 
 # Those marked gpu: cpu, with Gloo, or cuda:8, of which 8 may share a GPU.
 GPU_TESTS_ON ?= cpu
 test-all: install  ## run the tests with all examples and the full products, those of GPUs on GPU_TESTS_ON=cpu
-	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1 -m '' --gpu-tests-on $(GPU_TESTS_ON)
+	$(BIN)/pytest -n 2 --durations 10 --durations-min 1 -m '' --gpu-tests-on $(GPU_TESTS_ON)
 
 SEED ?= 0
 test-share: install  ## run a twentieth of the full products, chosen by SEED=..., for at most three minutes
-	$(BIN)/pytest -n 2 --dist loadgroup -m full --twentieth $(SEED)
+	$(BIN)/pytest -n 2 -m full --twentieth $(SEED)
 
 COUNT ?= 60
 mutants: install  ## change COUNT=... random lines of src, chosen by SEED=..., and see which the tests notice; ten minutes for 70

@@ -10,6 +10,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ import pytest
 if TYPE_CHECKING:
     from plait.ranks.launch.rank_pool import RankPool
 
+ON_ONE_WORKER = ("transformers", "gpu")
+"""Marks whose tests share an import of seconds, or devices."""
 RANKS = {"rank_pool", "thread_ranks"}
 MOST_CASES = 2
 """Cases of a test that starts ranks which the quick run has; `quick_cases` sets another number."""
@@ -61,21 +64,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole files: their tests share references, results of meta runs and a pool of ranks.
+
+    Files that import transformers are on one worker, and so are those that take GPUs.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    @cache
+    def scope_of(file: str) -> str:
+        text = (config.rootpath / file).read_text()
+        return next((mark for mark in ON_ONE_WORKER if f"pytest.mark.{mark}" in text), file)
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid.partition("::")[0])
+
+    return FileScheduling(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Keep tests on one worker that share what it has to start or to import; choose a twentieth.
-
-    A module's tests that need processes share a pool, all tests that need transformers its import.
-    """
+    """Skip what needs a missing transformers; mark what only the full run has; choose a twentieth."""
     is_missing = find_spec("transformers") is None
     for item in items:
         if item.get_closest_marker("transformers"):
-            item.add_marker(pytest.mark.xdist_group("transformers"))
             item.add_marker(pytest.mark.skipif(is_missing, reason="transformers is not installed"))
-        elif item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
-        elif "rank_pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     for item in _beyond_quick(items):
         item.add_marker(pytest.mark.full)
     yield  # -m leaves tests out
@@ -93,7 +108,7 @@ def _beyond_quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     for own in cases.values():
         mark, last = own[0].get_closest_marker("quick_cases"), len(own) - 1
         most = MOST_CASES if mark is None else mark.args[0]
-        quick = {round(last * turn / (most - 1)) for turn in range(most)}
+        quick = {round(last * turn / max(most - 1, 1)) for turn in range(most)}
         yield from (item for number, item in enumerate(own) if last >= most and number not in quick)
 
 

@@ -52,6 +52,11 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
             [r"(9\d|100)% of unseen tokens", r"holds 49,968 of 77,616 parameters"],
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            "float8_linears",
+            [r"gathers 88,640 bytes on a rank, in bf16 170,816", r"14 linears in float8; not head\.output"],
+            marks=pytest.mark.full,
+        ),
         ("own_loss", [r"(9\d|100)% of unseen objects", r"micro-batches of rank 0: 0, "]),
     ],
 )

@@ -85,7 +85,7 @@ def outcome(row: str, python: str, folder: Path, arguments: Sequence[str]) -> Ou
     interpreter = installed(row, python, folder)
     report = folder / f"{row}-{Path(python).name}.xml"
     report.unlink(missing_ok=True)
-    options = ["-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    options = ["-n", "2", "-p", "no:cacheprovider", f"--junitxml={report}"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(
         [interpreter, "-m", "pytest", *options, *arguments], cwd=ROOT, env=environment, check=False

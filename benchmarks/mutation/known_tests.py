@@ -28,7 +28,7 @@ def run_with_coverage() -> None:
     """Run the quick suite with coverage; keep which lines each test ran, its time, and the sources."""
     shutil.rmtree(KEPT, ignore_errors=True)
     KEPT.mkdir(parents=True)
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
     command += [
         "--cov=src/plait",
         "--cov-context=test",

@@ -58,7 +58,7 @@ class HalfSpeed(Callback):
         """Slow the stages of the run's new engine."""
         if run.mesh.rank == self._rank:
             for stage in run.engine.runtime.pipeline.stages.values():
-                for name in ("forward", "backward_input", "backward_weight", "backward"):
+                for name in ("forward", "backward_input", "backward_weight"):  # which `backward` calls
                     setattr(stage, name, self._slowed(getattr(stage, name)))
 
     def before_step(self, run: TrainingLoop) -> None:

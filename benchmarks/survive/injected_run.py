@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from injections import Injection, Injector
 from torch import Tensor, nn
 
 import plait
+from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.checkpoint.folders import all_checkpoints
 from plait.ranks.transport.joined_world import current_ranks
 
 ROWS, CONTEXT, VOCAB = 12, 8, 64
@@ -39,6 +43,8 @@ class Case:
     every: int = 2
     """Steps between snapshots."""
     injections: tuple[Injection, ...] = ()
+    on_disk: bool = False
+    """Whether checkpoints on disk take the place of snapshots."""
 
     @property
     def ranks(self) -> int:
@@ -73,19 +79,58 @@ def train(folder: Path, case: Case, injector: Injector | None = None) -> dict[st
     plan, mesh = fitting[0], plait.Mesh(fitting[0], device="cpu", timeout=20.0)
     engine = plait.parallelize(model(), plan, mesh, loss=plait.cross_entropy)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2, eps=1e-3)  # gradients of noise stay small
-    with plait.Snapshots(engine, optimizer, every=case.every, name="run", folder=folder) as snapshots:
+    with _kept(folder, case, engine, optimizer) as snapshots:
         found = snapshots.restore()
-        for step in range(found.step if found else 0, case.steps):
+        first = found.step if found else 0
+        _write(folder / f"ready-{mesh.rank}.jsonl", first, time.monotonic())
+        for step in range(first, case.steps):
             injector.begin(step)
             loss = train_step(engine, optimizer, step)
             injector.at("optimizer")
-            with (folder / f"steps-{mesh.rank}.jsonl").open("a") as file:
-                file.write(json.dumps([step, *rows_of(mesh), loss.hex()]) + "\n")
+            _write(folder / f"steps-{mesh.rank}.jsonl", step, *rows_of(mesh), loss.hex(), time.monotonic())
             snapshots.step(step + 1)
         result = outcome(engine, optimizer)
     injector.begin(case.steps - 1)
     injector.at("end")
     return result
+
+
+def _kept(folder: Path, case: Case, engine: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """What keeps the run's state, as `plait.Snapshots` does."""
+    if case.on_disk:
+        return Checkpoints(folder / "checkpoints", engine, optimizer, case.every)
+    return plait.Snapshots(engine, optimizer, every=case.every, name="run", folder=folder)
+
+
+class Checkpoints:
+    """Checkpoints on disk, in place of snapshots."""
+
+    def __init__(self, folder: Path, engine: Any, optimizer: torch.optim.Optimizer, every: int) -> None:
+        self._folder, self._engine, self._optimizer, self._every = folder, engine, optimizer, every
+        self._manager = CheckpointManager(folder, keep_last=2)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.finish()
+
+    def restore(self) -> Any:
+        """Load the newest checkpoint; return its step, or None."""
+        for step, path in all_checkpoints(self._folder):
+            plait.load(self._engine, self._optimizer, path)
+            return SimpleNamespace(step=step)
+        return None
+
+    def step(self, number: int) -> None:
+        """Save after a multiple of steps."""
+        if number % self._every == 0:
+            self._manager.save(self._engine, self._optimizer, number, {})
+
+
+def _write(path: Path, *values: object) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(values) + "\n")
 
 
 def train_step(engine: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
@@ -124,7 +169,7 @@ def steps_of(folder: Path) -> Iterator[tuple[int, int, int, float]]:
     """What the ranks wrote of each step, also of those that were computed twice: step, rows, loss."""
     for path in sorted(folder.glob("steps-*.jsonl")):
         for line in path.read_text().splitlines():
-            step, first, last, loss = json.loads(line)
+            step, first, last, loss, _ = json.loads(line)
             yield step, first, last, float.fromhex(loss)
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,18 +61,19 @@ class Injection:
 def drawn(seed: int, kind: Kind, plan: Plan, *, steps: int, every: int) -> list[Injection]:
     """Return a failure drawn from a seed, of a run with a snapshot after `every` steps; for a restore two.
 
-    Places take turns, from seed to seed, so that consecutive ones have all that a plan has.
+    Places and steps take turns, from seed to seed, so that consecutive ones have all places of a plan, and no
+    rank is lost three times in one step, which would end the run.
     """
     dice, places = random.Random(seed), places_of(plan)
     place, rank = places[seed % len(places)], dice.randrange(plan.world)
-    step = dice.randrange(1, steps - 1)
+    step = 1 + seed % (steps - 2)
     if place == "end":
         step = steps - 1
     if place in ("snapshot", "commit"):
         step = min((step // every + 1) * every, (steps - 1) // every * every) - 1
     if place != "restore":
         return [Injection(kind, place, step, rank)]
-    before = Injection(kind, "norm", step, dice.randrange(plan.world))
+    before = Injection(kind, "norm", step, (rank + dice.randrange(1, plan.world)) % plan.world)
     return [before, Injection(kind, place, step, rank)]
 
 
@@ -124,9 +126,16 @@ class Injector:
         return self._folder / str(one).replace(" ", "-")
 
     def _happen(self, one: Injection) -> None:
+        self._mark(one).write_text(str(time.monotonic()))
         if one.kind == "error":
             raise Injected(str(one))
         os.kill(os.getpid(), signal.SIGKILL if one.kind == "kill" else signal.SIGSTOP)
+
+    def happened_at(self) -> dict[Injection, float]:
+        """Return the host's monotonic time of each injection that has happened."""
+        return {
+            one: float(mark.read_text()) for one in self._injections if (mark := self._mark(one)).exists()
+        }
 
     @property
     def left(self) -> list[Injection]:

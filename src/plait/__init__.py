@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from plait.optimizers.owned import Owned
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
-    from plait.ranks.launch.elastic.options import Elastic
     from plait.ranks.launch.launch import launch
     from plait.ranks.mesh import Mesh
     from plait.schedules.check import check
@@ -67,7 +66,6 @@ _HOME = {
     "CorruptionChecks": "plait.engine.corruption.corruption_checks",
     "Costs": "plait.schedules.costs",
     "Dropout": "plait.tensor.dropout",
-    "Elastic": "plait.ranks.launch.elastic.options",
     "Hardware": "plait.estimate.time.hardware",
     "Loader": "plait.app.data.loader",
     "Mesh": "plait.ranks.mesh",
@@ -103,7 +101,6 @@ __all__ = [
     "CorruptionChecks",
     "Costs",
     "Dropout",
-    "Elastic",
     "Hardware",
     "Loader",
     "Mesh",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("launchers")]
+pytestmark = pytest.mark.full
 HERE = Path(__file__).parent
 OPEN_MPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe")
 MPICH = ("mpirun.mpich",)

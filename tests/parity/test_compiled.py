@@ -157,7 +157,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shared", [2, 0])
 @pytest.mark.parametrize("name", SPARSE)
 def test_compiled_layers_with_experts_train_as_one_rank(thread_ranks, name, shared):

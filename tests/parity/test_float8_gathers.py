@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parity import woven
 from parity.case import Case
-from parity.cases import gpt2
+from parity.cases import GPT2_CONTEXT, gpt2
 from parity.pairs import in_quick
 from plait.engine.blueprint import build_blueprint
 from plait.plan.plan import Plan
@@ -111,12 +111,12 @@ def test_gathers_in_float8_under_nccl_stream_rules_give_the_bits_of_other_ranks(
         assert all(torch.equal(value, other[key]) for key, value in one.items())
 
 
-def traffic_over_shard(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Of a step of this rank: calls and bytes over `shard` of each kind."""
+def traffic_over(axis: str, plan: Plan) -> dict[str, tuple[int, int]]:
+    """Of a step of this rank: calls and bytes over an axis of each kind."""
     engine = woven.weave(CASE, plan)
     (batch,) = CASE.batches(2 * plan.microbatches, 1, torch.float32)
     engine.forward_backward(*batch)
-    return {kind: (one.calls, one.bytes) for kind, one in engine.traffic()["shard"].items()}
+    return {kind: (one.calls, one.bytes) for kind, one in engine.traffic()[axis].items()}
 
 
 def test_a_step_gathers_what_linears_hold_in_half_the_bytes_of_16_bit_weights(thread_ranks: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_step_gathers_what_linears_hold_in_half_the_bytes_of_16_bit_weights(th
         blueprint = build_blueprint(CASE.build(), plan)
         gathers = [one.unit for one in blueprint.programs.train[0] if isinstance(one, GatherParameters)]
         specs = [spec for unit in gathers for spec in blueprint.buffer_specs[unit]]
-        traffic, _ = thread_ranks.run(traffic_over_shard, plan, ranks=2)
+        traffic, _ = thread_ranks.run(traffic_over, "shard", plan, ranks=2)
         nbytes = sum(spec.whole.nbytes // 2 for spec in specs)
         assert traffic["all_gather"] == (len(specs), nbytes)
         assert traffic.get("all_reduce", (0, 0)) == ((1, 4 * 12) if linears else (0, 0))
@@ -138,3 +138,17 @@ def test_a_step_gathers_what_linears_hold_in_half_the_bytes_of_16_bit_weights(th
             )
         )
     assert bytes_of_weights == [2 * 2 * 98_304 // 2, 1 * 2 * 98_304 // 2], "each for a forward and a backward"
+
+
+@pytest.mark.parametrize("mode", in_quick(("keep", "regather"), "regather"))
+def test_parts_of_output_gradients_are_gathered_in_float8(thread_ranks: Any, mode: Any) -> None:
+    """Those of the four row-parallel linears of two blocks; once more for `W`, as are the inputs then."""
+    elements = 2 * GPT2_CONTEXT * 64 // 2
+    plans = [
+        Plan(tp=2, pp=1, sequence_parallel=mode, precision="bf16", linears=linears, overlap=False)
+        for linears in (None, "float8")
+    ]
+    plain, scaled = (thread_ranks.run(traffic_over, "tp", plan, ranks=2)[0]["all_gather"] for plan in plans)
+    assert scaled[0] == plain[0]
+    again = 8 if mode == "regather" else 0
+    assert plain[1] - scaled[1] == (4 + again) * elements

@@ -141,6 +141,7 @@ def test_sequence_parallelism_with_stages_cut_between_any_two_layers_equals_one_
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_schedules_under_sequence_parallelism_give_the_same_bits(thread_ranks: Any, mode: Any) -> None:
     case = of_length(gpt2(tied=True), 7)

@@ -18,7 +18,7 @@ from plait.errors import PlaitError
 from plait.ranks.launch.elastic.options import Elastic
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "survive"
-STEPS, EVERY = 8, 2
+STEPS = 8
 LIMIT = 4.0
 """Seconds after which a rank hangs."""
 NAMES = ("full", "both", "pipeline", "tensor", "all")
@@ -62,13 +62,13 @@ def undisturbed(survive: Any, thread_ranks: Any, tmp_path_factory: pytest.TempPa
     return run
 
 
-def case_of(survive: Any, name: str, kinds: Sequence[str], seeds: range) -> Any:
+def case_of(survive: Any, name: str, kinds: Sequence[str], seeds: range, every: int) -> Any:
     """A run with a failure of each seed, of one of the `kinds` in turns."""
     drawn = [
-        survive.drawn(seed, kinds[seed % len(kinds)], survive.PLANS[name], steps=STEPS, every=EVERY)
+        survive.drawn(seed, kinds[seed % len(kinds)], survive.PLANS[name], steps=STEPS, every=every)
         for seed in seeds
     ]
-    return survive.Case((name,), STEPS, EVERY, tuple(dict.fromkeys(chain.from_iterable(drawn))))
+    return survive.Case((name,), STEPS, every, tuple(dict.fromkeys(chain.from_iterable(drawn))))
 
 
 @pytest.mark.quick_cases(10)
@@ -76,7 +76,7 @@ def case_of(survive: Any, name: str, kinds: Sequence[str], seeds: range) -> Any:
 def test_errors_anywhere_change_no_bit(
     survive: Any, thread_ranks: Any, undisturbed: Undisturbed, tmp_path: Path, name: str, turn: int
 ) -> None:
-    case = case_of(survive, name, ["error"], range(9 * turn, 9 * turn + 9))
+    case = case_of(survive, name, ["error"], range(9 * turn, 9 * turn + 9), 2)
     injector, results = survive.Injector(tmp_path, case.injections), None
     with injector.patched():
         for _ in range(len(case.injections) + 1):  # at most one generation for each failure, and the last
@@ -93,7 +93,7 @@ def test_signals_anywhere_change_no_bit(
     survive: Any, undisturbed: Undisturbed, tmp_path: Path, name: str, turn: int
 ) -> None:
     """With a spare: it takes the place of the first lost rank, new processes those of the others."""
-    case = case_of(survive, name, ["kill"] * 5 + ["stop"], range(6 * turn, 6 * turn + 6))
+    case = case_of(survive, name, ["kill"] * 5 + ["stop"], range(6 * turn, 6 * turn + 6), 1)
     results = plait.launch(
         survive.train,
         tmp_path,
@@ -114,7 +114,7 @@ def test_runs_on_fewer_and_fewer_ranks_compute_the_same(
 ) -> None:
     """4, 3 and 2 ranks."""
     kills = tuple(survive.Injection("kill", "norm", step, rank) for step, rank in ((2, 3), (5, 0)))
-    case = survive.Case(names, STEPS, EVERY, kills)
+    case = survive.Case(names, STEPS, 2, kills)
     results = plait.launch(
         survive.train, tmp_path, case, ranks=4, device="cpu", timeout=LIMIT, elastic=Elastic(replace=False)
     )

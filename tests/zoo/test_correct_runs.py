@@ -98,14 +98,15 @@ def test_the_selected_plans_cover_each_layout_with_each_schedule(ranks):
 @pytest.mark.parametrize(
     ("name", "ranks", "turns"),
     [
-        ("gpt2", 2, slice(0, None, 2)),
-        ("llama", 2, slice(1, None, 2)),
+        pytest.param("gpt2", 2, slice(0, None, 2), marks=pytest.mark.full),
+        pytest.param("llama", 2, slice(1, None, 2), marks=pytest.mark.full),
         pytest.param("gpt2", 3, slice(None), marks=pytest.mark.full),
         pytest.param("llama", 4, slice(0, None, 2), marks=pytest.mark.full),
         pytest.param("gpt2", 4, slice(1, None, 2), marks=pytest.mark.full),
     ],
 )
 def test_plans_with_cp_are_equal(thread_ranks, name, ranks, turns):
+    """In the quick run `unit/verification/test_verify_context.py` has some, in all modes."""
     model = gpt2(layers=3, hidden=24, heads=6) if ranks == 3 else model_of(name, ranks)
     for report in verified(thread_ranks, model, with_cp(ranks)[turns], ranks):
         assert report, report

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from plait.ranks.group import Group as Group
     from plait.ranks.group import Traffic as Traffic
     from plait.ranks.handle import Handle as Handle
+    from plait.ranks.launch.elastic.options import Elastic as Elastic
     from plait.ranks.mesh import GridMesh as GridMesh
     from plait.ranks.mesh import Mesh as Mesh
     from plait.ranks.point_to_point import receive as receive
@@ -43,6 +44,7 @@ _HOMES = {
     ),
     "plait.ranks.group": ("Count", "Group", "Traffic"),
     "plait.ranks.handle": ("Handle",),
+    "plait.ranks.launch.elastic.options": ("Elastic",),
     "plait.ranks.mesh": ("GridMesh", "Mesh"),
     "plait.ranks.point_to_point": ("receive", "send"),
 }

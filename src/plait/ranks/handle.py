@@ -44,7 +44,7 @@ class GroupOperation:
         """
         group, timed_out = self.group, _is_timeout(cause)
         trace, log = FailureTrace({}, self.suspects), group.failure_log
-        if log is not None and log.progress is None and (timed_out or _is_closed(cause)):
+        if log is not None and log.activity is None and (timed_out or _is_closed(cause)):
             patience = _PATIENCE_AFTER_TIMEOUT if timed_out else _PATIENCE
             trace = log.search(self.suspects, patience)
         reason = _reason(cause, group.timeout, self.suspects, trace)
@@ -144,17 +144,17 @@ class Handle(Generic[T]):
             try:
                 if self._work is not None:
                     traffic, log = self._group.traffic, self._group.failure_log
-                    progress = None if log is None else log.progress
-                    if progress is not None:
-                        progress.begin_wait(self._awaited + self._about)
+                    activity = None if log is None else log.activity
+                    if activity is not None:
+                        activity.begin_wait(self._awaited + self._about)
                     start = time.perf_counter_ns()
                     before = traffic.stamp() if traffic.stamp else None
                     self._work.wait(self._awaited + self._about)
                     traffic.record_wait(self._group.name, start, time.perf_counter_ns())
                     if traffic.stamp:
                         traffic.stamped_waits.append((before, traffic.stamp()))
-                    if progress is not None:
-                        progress.end_wait()
+                    if activity is not None:
+                        activity.end_wait()
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:

@@ -64,7 +64,7 @@ class Started:
 
 def watched_group() -> Any:
     """A group whose failure log, transport and watch only note their calls."""
-    log = Mock(search=Mock(return_value=FailureTrace({}, ())))
+    log = Mock(search=Mock(return_value=FailureTrace({}, ())), activity=None)
     return Group("dp", (4, 1, 7), 1, Mock(), Traffic(), 1.0, log, operation_watch=Mock())
 
 
@@ -87,6 +87,14 @@ def test_a_result_is_made_once_by_a_wait_that_is_counted_and_watched() -> None:
     assert Handle.done("at once", group).wait() == "at once"
     assert len(group.traffic.waits) == 1
     group.failure_log.record.assert_not_called()
+
+
+def test_a_supervisor_is_told_when_a_wait_begins_and_ends() -> None:
+    group = watched_group()
+    told = group.failure_log.activity = Mock()
+    Handle(lambda: told.started, lambda: 5, "a sum over dp", group).about("the loss").wait()
+    about = "a sum over dp (the loss)"
+    assert told.mock_calls == [call.begin_wait(about), call.started.wait(about), call.end_wait()]
 
 
 @pytest.mark.parametrize("when", ["start", "wait"])

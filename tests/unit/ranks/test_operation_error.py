@@ -64,6 +64,8 @@ REASONS: list[tuple[Exception, tuple[int, ...], FailureTrace, str]] = [
 class Log:
     """Stands in for a failure log, and for the transport."""
 
+    activity: Any = None
+
     def __init__(self, trace: FailureTrace) -> None:
         self.trace, self.calls = trace, list[Any]()
 
@@ -97,6 +99,10 @@ def test_a_failed_operations_error_names_the_cause_and_the_first_failed_rank(
             told.partition(" ")[0]
         )  # ranks time out at many moments
         assert log.calls == ([] if patience is None else [("search", suspects, patience)])
+        supervised = Log(trace)
+        supervised.activity = object()  # a supervisor, which sees all ranks, does not wait for this one
+        operation(supervised, suspects).error_of(cause)
+        assert supervised.calls == []
 
 
 def test_without_a_failure_log_an_error_names_the_peers() -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
+import time
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from plait.ranks.launch.rank_connections import shut_connections
 from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
@@ -55,3 +61,23 @@ def test_connections_within_the_host_are_shut_but_that_to_the_store_and_those_of
     after = {"tcp": False, "channel": False, "other": True, "pair": True, "later": True}
     assert rank_pool.run(shut, True, ranks=1) == [after | {"store": True}]
     assert rank_pool.run(shut, False, ranks=1) == [after | {"store": False}]
+
+
+def freed(folder: Path) -> str:
+    """The error of a receive from a rank that lives and never sends."""
+    if dist.get_rank() == 1:
+        while not (folder / "freed").exists():
+            time.sleep(0.01)
+        return ""
+    threading.Timer(0.1, shut_connections, (None,)).start()
+    try:
+        dist.recv(torch.ones(1), 1)
+    except RuntimeError as error:
+        (folder / "freed").touch()
+        return str(error)
+    return "received"
+
+
+def test_a_receive_from_a_living_rank_ends_when_connections_are_shut(rank_pool: Any, tmp_path: Path) -> None:
+    error, _ = rank_pool.run(freed, tmp_path, ranks=2, timeout=20.0)
+    assert "closed" in error

@@ -111,6 +111,7 @@ def test_an_error_that_happens_three_times_ends_the_run_and_the_processes_live_u
         assert processes == processes[:1] * 3
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
     began = time.monotonic()
     results = launched(tmp_path, {(0, 1): freeze}, timeout=3.0)

@@ -57,9 +57,9 @@ class WrongBits(Callback):
 
     def replanned(self, run: TrainingLoop) -> None:
         """Check the run's new engine from now on."""
-        if self._checks is not None:
+        if self._checks is not None:  # else `begin` is still to come
             self._checks.close()
-        self.begin(run)
+            self.begin(run)
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
         """Compare a last time, unless an error ended the run, and end the checks."""

@@ -24,6 +24,8 @@ from plait.schedules.search.stage_cuts import StageCut
 OWN_WINDOWS, ELAPSED_WINDOWS = 3, 20
 """The fewest windows after which a rank is named: by its own times, which other processes on its host do not
 change; and by those that passed, which they do."""
+OF_PEERS = 0.02
+"""The part of its peers' time that a kind of action takes at least to be told."""
 LEAST_GAIN = 0.03
 """The part of a step that another cut or order has to save."""
 
@@ -249,7 +251,8 @@ def _ratios_of_kinds(rank: int, peers: Sequence[int], times: WindowTimes) -> str
     }
     kinds["optimizer"] = times.optimizer
     usual = {name: median(seconds[peer] for peer in peers) for name, seconds in kinds.items()}
-    return ", ".join(f"{name} {kinds[name][rank] / one:.3g}" for name, one in usual.items() if one)
+    least = OF_PEERS * sum(usual.values())
+    return ", ".join(f"{name} {kinds[name][rank] / one:.3g}" for name, one in usual.items() if one > least)
 
 
 def _divided(seconds: Sequence[float], parts: Sequence[float]) -> list[float]:

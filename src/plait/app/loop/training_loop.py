@@ -101,7 +101,10 @@ class Callback:
         """Called after each step; `run.done` steps are finished."""
 
     def replanned(self, run: TrainingLoop) -> None:
-        """Called between two steps, when `run.engine` is another one, or has another order of actions."""
+        """Called when `run.engine` is another one, or has another order of actions, between two steps.
+
+        Also before `begin`, where a callback before it resumes a run with another plan.
+        """
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
         """Called after the last step, or after an `error` that other ranks may not have raised."""

@@ -95,7 +95,7 @@ class Snapshots:
             require_instance("the name of a run", name, str, "give a text", CheckpointError)
         elif not agent:
             raise CheckpointError(
-                "snapshots have no name, and neither torchrun nor launch(…, elastic=True) restarts these ranks: "
+                "snapshots have no name, and neither torchrun nor launch(…, elastic=True) restarts ranks: "
                 "give Snapshots a name, by which a later run finds them."
             )
         self._engine, self._optimizer, self._every = engine, optimizer, every

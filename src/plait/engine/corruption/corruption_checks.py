@@ -103,10 +103,12 @@ class CorruptionChecks:
 
     def end_pass(self, runner: Runner) -> None:
         """Called by the engine when the gradients of `forward_backward` are final."""
-        if self._layers is not None:
-            self._layers.end_pass(runner.gatherer)
         if self._memory is not None:
             self._memory.end_pass(runner.gatherer)
+        if self._layers is not None:
+            self._layers.end_pass(runner.gatherer, self.compare)
+        if self._memory is not None:
+            self._memory.record_gradients()
 
     def before_clipping(self) -> None:
         """Called by the engine before it scales the gradients."""

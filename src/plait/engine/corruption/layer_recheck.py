@@ -17,7 +17,7 @@ import json
 import random
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -73,10 +73,11 @@ class LayerRecheck:
                 if drawn.random() < self._rate
             }
 
-    def end_pass(self, gatherer: Gatherer) -> None:
+    def end_pass(self, gatherer: Gatherer, compare_memory: Callable[[], None]) -> None:
         """Compute the drawn runs of the rank before this one. Raises CorruptionError where bits differ.
 
-        On all ranks of the stage. Communication: over `dp` what each run has read and written, where any was
+        On all ranks of the stage; before, `compare_memory` is called, which raises it on a rank whose memory
+        is the reason. Communication: over `dp` what each run has read and written, where any was
         drawn 8 bytes over `dp_cp` and `tp`; where bits differ that run once more over `dp`.
         """
         rerun, group = LayerRerun(self._runtime, gatherer), self._mesh.group("dp")
@@ -90,6 +91,7 @@ class LayerRecheck:
             code = torch.tensor(wrong, device=self._mesh.device)
             wrong = int(all_reduce(code, self._mesh.group(axis), "max", checked=False).wait())
         if wrong:
+            compare_memory()
             number, source = divmod(wrong - 1, group.size)
             self._raise(rerun, every[number], source)
 

@@ -1,8 +1,10 @@
 """Check that what a rank's memory holds between steps is what was written to it.
 
-optimizer's update ──▶ record parameters, state …      …  compare ──▶ the next update
-reduction ──▶ record gradients … compare ──▶ clipping, or the update
-between two passes: compare with the ranks that hold the same
+update    ──▶  record parameters, optimizer state  …  compare  ──▶  the next update
+gather    ──▶  record what layers read             …  compare  ──▶  end of the backward
+reduction ──▶  record gradients                    …  compare  ──▶  clipping, the update
+
+In each pass what was recorded is compared with the ranks that hold the same.
 """
 
 from __future__ import annotations
@@ -83,16 +85,21 @@ class MemoryCheck:
 
     def compare_now(self) -> None:
         """Raise CorruptionError where anything has changed; waits for the device, and for no other rank."""
+        self._forget_gradients()
         for optimizer in self._optimizers:
             self.compare(optimizer)
         self._read_changes()
 
     def compare_gradients(self) -> None:
         """Compare the gradients that there are, which are about to be clipped or added to."""
-        if next(self._held.gradients(), None) is None:
-            self._gradients.forget()
+        self._forget_gradients()
         self._compare_gradients("they were clipped or added to")
         self._read_finished()
+
+    def _forget_gradients(self) -> None:
+        """Record no gradients where the optimizers have none any more."""
+        if not self._held.have_gradients:
+            self._gradients.forget()
 
     def _compare_gradients(self, before: str) -> None:
         self._start(
@@ -104,26 +111,29 @@ class MemoryCheck:
         self._gathered.clear()
         gatherer.observer = self._record_gathered
         if self._replicas.are_needed:
-            recorded = [*self._of_optimizers.values(), self._others, self._gradients]
+            gradients = [self._gradients] if self._gradients.are_recorded else []
+            recorded = [*self._of_optimizers.values(), self._others, *gradients]
             self._of_replicas = self._steps, self._replicas.compare(recorded)
 
     def _record_gathered(self, buffer: FlatBuffer) -> None:
         """Record what layers read of parameters, if it stays allocated until the end of the pass."""
         if not buffer.spec.whole.freed:
             sums = RecordedSums()
-            sums.record(NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
+            named = (NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
+            sums.record([one for one in named if one.tensor.numel()])
             self._gathered.append(sums)
 
     def end_pass(self, gatherer: Gatherer) -> None:
-        """Read the comparisons that began before, compare gathered parameters, and record gradients."""
+        """Read the comparisons that began before, and compare what layers have read of parameters."""
         self.read()
         gatherer.observer, step = None, self._steps + 1
         for sums in self._gathered:
-            self._start(
-                step - 1, f"after it was gathered in step {step}, before the end of its backward", sums
-            )
+            self._start(step, f"after it was gathered in step {step}, before its backward ended", sums)
         self._gathered.clear()
         self._read_finished()
+
+    def record_gradients(self) -> None:
+        """Record the gradients that a pass has left, and buffers that its forward has written."""
         self._gradients.record(self._held.gradients())
         if any(self._others.are_written):  # as running means are, in a forward
             self._start(self._steps, f"before the end of step {self._steps + 1}", self._others)

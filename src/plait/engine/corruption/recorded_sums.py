@@ -6,7 +6,8 @@ program writes, leaves the count as it was: so a tensor of another sum and the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -63,32 +64,40 @@ class RecordedSums:
         self.tensors: Sequence[NamedTensor] = ()
         self.parts: Sequence[RecordedNumbers] = ()
         """One for each device."""
+        self.are_recorded = False
+        self._each: Sequence[Tensor] = ()
         self._addresses: Sequence[int] = ()
         self._versions: Sequence[int] = ()
 
-    def record(self, tensors: Iterable[NamedTensor]) -> None:
+    def record(self, tensors: Sequence[NamedTensor]) -> None:
         """Compute the sums of `tensors`, which take the place of those that were recorded before."""
-        given = [one for one in tensors if one.tensor.numel()]
-        addresses = [one.tensor.data_ptr() for one in given]
-        pairs = zip(given, self.tensors, strict=False)
-        stay = addresses == self._addresses and all(one.tensor is other.tensor for one, other in pairs)
-        self._addresses, self._versions = addresses, [version_of(one.tensor) for one in given]
-        self.tensors = given if not stay else self.tensors
-        parts = self.parts if stay else _parts_of(given)
-        self.parts = [part._replace(numbers=self._compute(part)) for part in parts]
-        if any(one.moves for one in given):
+        each = [one.tensor for one in tensors]
+        addresses = list(map(Tensor.data_ptr, each))
+        stay = addresses == self._addresses and all(map(is_, each, self._each))
+        if not stay:
+            self.tensors, self._each, self._addresses = tensors, each, addresses
+            self.parts = _parts_of(tensors)
+        self._versions = list(map(version_of, each))
+        self.parts = [part._replace(numbers=self._compute(part)) for part in self.parts]
+        self.are_recorded = True
+        if any(one.moves for one in tensors):
             self.parts = [part._replace(words=None) for part in self.parts]
 
     def forget(self) -> None:
-        """Record no tensors."""
-        self.tensors, self.parts, self._addresses, self._versions = (), (), (), ()
+        """Compare nothing before sums are recorded again."""
+        self.are_recorded = False
 
     @property
     def are_written(self) -> list[bool]:
         """Of each tensor whether the program has written to it since, or has replaced its memory."""
+        versions, addresses = list(map(version_of, self._each)), list(map(Tensor.data_ptr, self._each))
+        if versions == self._versions and addresses == self._addresses:
+            return [False] * len(versions)
+        now = zip(self.tensors, versions, addresses, strict=True)
+        recorded = zip(self._versions, self._addresses, strict=True)
         return [
-            version_of(one.tensor) != version or (one.tensor.data_ptr() != address and not one.moves)
-            for one, version, address in zip(self.tensors, self._versions, self._addresses, strict=True)
+            version != before[0] or (address != before[1] and not one.moves)
+            for (one, version, address), before in zip(now, recorded, strict=True)
         ]
 
     def compare(self) -> Callable[[], list[ChangedTensor]]:
@@ -96,6 +105,8 @@ class RecordedSums:
 
         Tensors that the program has written to are left out.
         """
+        if not self.are_recorded:
+            return list
         written, tensors, waiting = self.are_written, self.tensors, []
         for part in self.parts:
             if not all(written[place] for place in part.places):
@@ -118,7 +129,7 @@ class RecordedSums:
         return read
 
     def _compute(self, part: RecordedNumbers) -> Tensor:
-        words = part.words or WordSums([self.tensors[place].tensor for place in part.places])
+        words = part.words or WordSums([self._each[place] for place in part.places])
         return words.compute()
 
 

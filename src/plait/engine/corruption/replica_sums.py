@@ -18,7 +18,7 @@ from plait.engine.sharding.replica_check import salt_of
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.shard_plan import replica_ranks
 from plait.ranks.collectives import all_gather
-from plait.ranks.device import moved_later, read_later
+from plait.ranks.device import is_accelerator, moved_later, read_later
 from plait.ranks.mesh import Mesh
 
 
@@ -68,8 +68,11 @@ class ReplicaSums:
         group, count = self._mesh.group("world"), self._count
         gathered = all_gather(totals[:count], group, checked=False).about("sums of replicas")
 
+        # On a GPU copied now, and not after all that the pass will compute; a CPU waits for ranks later.
+        copied = read_later(gathered.wait()) if is_accelerator(device) else gathered.wait
+
         def read() -> list[tuple[int, ...]]:
-            everyone = read_later(gathered.wait())().view(-1, count)
+            everyone = copied().view(-1, count)
             held = ((alike, everyone[list(alike), row]) for row, alike in self._replicas)
             return [tuple(alike) for alike, numbers in held if (numbers != numbers[0]).any()]
 

@@ -34,7 +34,7 @@ class WordSums:
         self._copied: list[Tensor] = []
         """Tensors with gaps, which are copied to be added up."""
         self._kept: list[Tensor] = []
-        """Views of bytes that are kept, with zeros after each up to a whole word."""
+        """Views of bytes that are kept, with zeros after each up to a whole word where there is none."""
         owners: tuple[list[int], list[int], list[int]] = ([], [], [])
         for number, tensor in enumerate(tensors):
             flat = flat_view(tensor.detach())
@@ -47,9 +47,9 @@ class WordSums:
                 self._sums.append(words)
                 owners[0].append(number)
             for edge in edges:
-                padding = edge.new_zeros(-len(edge) % WORD_BYTES)
-                self._kept += [edge, padding]
-                owners[2].extend([number] * ((len(edge) + len(padding)) // WORD_BYTES))
+                missing = -len(edge) % WORD_BYTES
+                self._kept += [edge, edge.new_zeros(missing)] if missing else [edge]
+                owners[2].extend([number] * ((len(edge) + missing) // WORD_BYTES))
         self.owners = [*owners[0], *owners[1], *owners[2]]
         """For each number, the tensor that it belongs to, by its place."""
 

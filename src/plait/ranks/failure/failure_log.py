@@ -20,7 +20,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from plait.errors import CommunicationError, PlaitError, RankError
-from plait.ranks.failure.progress import progress_of_rank
+from plait.ranks.failure.rank_activity import activity_file_of_rank
 from plait.ranks.run_store import is_gone, within
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class FailureLog:
         self.prefix = f"plait/{store.add(f'plait/{rank}', 1)}"
         """The beginning of its keys in the store: another for each mesh, the same on all ranks."""
         self._own: FailureRecord | None = None
-        self.progress = progress_of_rank()
+        self.activity = activity_file_of_rank()
         """Where this rank writes what it waits for; None without a supervisor."""
 
     def record(self, awaited: str, suspects: tuple[int, ...]) -> None:

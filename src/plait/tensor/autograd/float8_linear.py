@@ -129,22 +129,38 @@ class _Float8Linear(torch.autograd.Function):
         refuse_other_orders(ctx, "a linear")
         casts, queue, needs_input = ctx.casts, ctx.queue, ctx.needs_input_grad[0]
         of_bias = rows_of(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        whole = gradient if ctx.output_sum is None else ctx.output_sum.gradient(gradient)
-        rows = rows_of(whole)
-        for_input = casts.gradient(rows) if needs_input else None
+        whole, for_input, for_weight = _cast_gradient(ctx, gradient)
         if ctx.trains:
             data, scale = ctx.saved_tensors
             saved = SavedInput(data.detach(), scale, ctx.gather)
-            kept = casts.gradient_for_weight(rows, for_input)
-            operands = _gradient_operand(whole, kept, queue), _input_operand(saved, queue)
+            operands = _gradient_operand(whole, for_weight, queue), _input_operand(saved, queue)
             queue.add(partial(_add_weight_gradient, queue, ctx.weight, ctx.transposed, *operands))
         of_input = None
-        if for_input is not None:
+        if needs_input:
+            assert for_input is not None
             weight = ctx.weight.detach()
             by_rows = weight.t() if ctx.transposed else weight
             made = product(for_input, casts.weight_for_input(by_rows, ctx.weight_scale), wide(gradient.dtype))
             of_input = made.view(*whole.shape[:-1], made.shape[1])
         return of_input, None, of_bias, None, None, None
+
+
+def _cast_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, ScaledMatrix | None, ScaledMatrix | None]:
+    """Return the gradient of a linear's outputs, whole, and its casts for the input and the weight gradient.
+
+    Where ranks have parts of it, and one cast serves both, the parts are cast before they are gathered, and
+    the whole is returned as bytes.
+    """
+    casts, output_sum = ctx.casts, ctx.output_sum
+    if output_sum is not None and output_sum.is_in_parts and casts.casts_gradient_once:
+        part = casts.gradient(rows_of(gradient), (output_sum.group,))
+        whole = output_sum.gradient(part.data.view(torch.uint8).view(gradient.shape))
+        cast = ScaledMatrix(rows_of(whole).view(part.data.dtype), part.scale)
+        return whole, cast, cast
+    whole = gradient if output_sum is None else output_sum.gradient(gradient)
+    rows = rows_of(whole)
+    for_input = casts.gradient(rows) if ctx.needs_input_grad[0] else None
+    return whole, for_input, casts.gradient_for_weight(rows, for_input) if ctx.trains else None
 
 
 Operand = Callable[[], Tensor | ScaledMatrix]

@@ -110,10 +110,17 @@ class LinearCasts:
             return for_output
         return self._cast("input_for_weight", rows, form, 0, (dims.tokens, dims.inputs), once=True)
 
-    def gradient(self, rows: Tensor) -> ScaledMatrix:
-        """Return G, `[tokens, outputs]`, for the input gradient."""
-        dims = self.divided
-        return self._cast("gradient", rows, self.recipe.gradient, 1, (dims.tokens, dims.outputs))
+    @property
+    def casts_gradient_once(self) -> bool:
+        """Whether both products with G take it cast with one scale, so that ranks can gather it cast."""
+        return (
+            self.recipe.gradient == self.recipe.gradient_for_weight and self.recipe.gradient.per == "tensor"
+        )
+
+    def gradient(self, rows: Tensor, parts: Groups = ()) -> ScaledMatrix:
+        """Return G, `[tokens, outputs]`, for the input gradient; `parts`: who has other tokens of it."""
+        tokens, outputs = (*parts, *self.divided.tokens), self.divided.outputs
+        return self._cast("gradient", rows, self.recipe.gradient, 1, (tokens, outputs))
 
     def gradient_for_weight(self, rows: Tensor, for_input: ScaledMatrix | None) -> ScaledMatrix | None:
         """Return G, `[tokens, outputs]`, for the weight gradient; None: as it is.

@@ -138,6 +138,11 @@ class SumOfSummands:
     registry: GatherRegistry | None = None
     """Records the all-gather of the gradient, so that linears save only a part of it."""
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether each rank gets a part of the sum."""
+        return self.dim is not None and self.group.size > 1
+
     def total(self, summand: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, written to `summand`, or this rank's part of it.
 

@@ -24,6 +24,7 @@ from plait.app.cli.data import run
 from plait.app.data import preparation
 from plait.app.data.document_sources import SourceRange, divided, field_names, files_of, read_texts
 from plait.app.data.preparation import PreparationProgress, portion_size, prepare_corpus
+from plait.app.data.preparation_folder import locked_folder
 from plait.app.data.token_shards import Corpus, TokenShard, corpus_of, open_corpus
 from plait.errors import ConfigError, DataError
 
@@ -451,6 +452,10 @@ def killed_again_and_again(tmp_path: Path, times: int) -> None:
             process.send_signal(signal.SIGKILL)
             process.wait()
             killed += 1
+            with locked_folder(
+                tmp_path / "killed", 60
+            ):  # its processes live a little longer, and have the lock
+                pass
     assert started("killed").wait(60) == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert os.listdir(tmp_path / "killed") != []

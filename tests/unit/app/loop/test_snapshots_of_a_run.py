@@ -17,7 +17,12 @@ from plait.app.loop import checkpoint_callback
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.errors import CheckpointError
 from plait.loop import Checkpoints, History
-from plait.ranks.supervised_rank import go_on_before, restored_step, variables_of_supervisor
+from plait.ranks.supervised_rank import (
+    go_on_before,
+    removed_at_end,
+    restored_step,
+    variables_of_supervisor,
+)
 
 PLAN = plait.Plan(pp=2)
 
@@ -128,6 +133,8 @@ def test_a_run_goes_on_from_the_last_step_without_wrong_bits(
     go_on_before(str(tmp_path), 5)
     assert thread_ranks.run(train_on, tmp_path, 9, ranks=2) == [rows[5:]] * 2
     assert restored_step(str(tmp_path)) == 5
+    kept = [*(tmp_path / "memory").iterdir()]  # a rank may still fail, although this one has ended
+    assert [*removed_at_end(str(tmp_path))] == kept != []
 
 
 def test_a_run_that_starts_over_goes_on_only_where_its_ranks_were_restarted(

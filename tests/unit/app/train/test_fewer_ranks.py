@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -110,9 +109,9 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     "is_replaced", [True, pytest.param(False, marks=pytest.mark.full)], ids=["replaced", "fewer"]
 )
 def test_a_run_outlives_killed_ranks_with_the_losses_of_the_run_that_lost_none(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_replaced: bool
+    thread_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], is_replaced: bool
 ) -> None:
-    def run(folder: Path, killed: dict[int, int]) -> list[tuple[int, float]]:
+    def config(folder: Path) -> Config:
         own = {"elastic": True, "replace": is_replaced, "snapshot_every": 2, "snapshot_folder": tmp_path}
         own |= {
             "dir": folder / "run",
@@ -121,15 +120,15 @@ def test_a_run_outlives_killed_ranks_with_the_losses_of_the_run_that_lost_none(
             "timeout": 60,
             "report": False,
         }
-        config = make(run=own, dp=2, strategy="full")
-        call = partial(launch_by_config, config, mortal, folder, killed)
-        assert set(call(elastic=elastic_settings(config))) == {8}
-        return losses(folder)
+        folder.mkdir()
+        return make(run=own, dp=2, strategy="full")
 
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    whole = run(tmp_path / "whole", {})
-    again = run(tmp_path / "killed", {5: 1})
+    undisturbed, disturbed = config(tmp_path / "whole"), config(tmp_path / "killed")
+    thread_ranks.run(train, undisturbed, ranks=2)
+    settings = elastic_settings(disturbed)
+    done = launch_by_config(disturbed, mortal, tmp_path / "killed", {5: 1}, elastic=settings)
+    assert set(done) == {8}
+    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "killed")
     assert again == whole if is_replaced else dict(again) == pytest.approx(dict(whole), rel=1e-6)
     assert [step for step, _ in again] == [*range(1, 9)]
     steps = [int(step) for step in (tmp_path / "killed" / "steps").read_text().split()]

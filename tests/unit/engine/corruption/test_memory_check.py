@@ -159,9 +159,10 @@ def train_with_writes(plan: Plan, maker: str, folder: Path, options: dict[str, A
     """Train with all that a program does, with checks and without; return whether the bits are equal."""
     ends = []
     for checked in (False, True):
-        if options.get("lora"):
-            model = plait.models.llama(**SIZES)
-            plait.lora(model, rank=2)
+        if options:
+            model = plait.models.llama(**SIZES, **options.get("model", {}))
+            if options.get("lora"):
+                plait.lora(model, rank=2)
             engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
             optimizer = MAKERS[maker](engine)
         else:
@@ -189,6 +190,11 @@ PLANS: dict[str, tuple[Plan, str, dict[str, Any]]] = {
     "offload all": (Plan(dp=2, strategy="optimizer", offload="full"), "adamw", {}),
     "gradients": (Plan(dp=4, replicate=2, strategy="gradients", reduce="each"), "muon", {"calls": 2}),
     "lora": (Plan(dp=2, tp=2, strategy="optimizer"), "adamw", {"lora": True}),
+    "experts": (
+        Plan(dp=2, ep=2, strategy="full", microbatches=2),
+        "adamw",
+        {"model": {"experts": 4, "top_k": 2}},
+    ),
     "fp16": (Plan(dp=2, precision="fp16", loss_scale=8.0), "adamw", {}),
     "zero bubble": (Plan(pp=2, dp=2, microbatches=4, schedule="zb-v", strategy="full"), "adamw", {}),
     "context": (Plan(cp=2, dp=2, strategy="full", recompute="full"), "adamw", {}),

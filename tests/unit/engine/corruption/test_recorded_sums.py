@@ -14,7 +14,7 @@ from plait.engine.corruption.recorded_sums import NamedTensor, RecordedSums, is_
 
 def recorded(*tensors: Tensor, moves: bool = False) -> RecordedSums:
     sums = RecordedSums()
-    sums.record(NamedTensor(f"p{number}", "value", one, moves) for number, one in enumerate(tensors))
+    sums.record([NamedTensor(f"p{number}", "value", one, moves) for number, one in enumerate(tensors)])
     return sums
 
 

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from plait.ranks.failure.failure_log import RankFailure, from_exit
-from plait.ranks.failure.progress import Activity, RankProgress
+from plait.ranks.failure.rank_activity import Activity, ActivityFile
 from plait.ranks.launch.rank_job import RankJob, stack_file
 from plait.ranks.launch.rank_process import END, READY, STOP
 from plait.ranks.world import is_stopped
@@ -34,7 +34,7 @@ class Member:
         self.is_busy = False
         """Whether it has a job, or has not left the world of one that failed."""
         self.has_ended = False
-        self._progress: RankProgress | None = None
+        self._activity: ActivityFile | None = None
 
     @property
     def handles(self) -> tuple[Connection, int]:
@@ -44,7 +44,7 @@ class Member:
     def start(self, job: RankJob) -> None:
         """Let the process run a job."""
         self._job, self.report, self.is_busy = job, None, True
-        self._progress = RankProgress.begin(progress_file(job.folder, job.world.rank))
+        self._activity = ActivityFile.begin(activity_path(job.folder, job.world.rank))
         self._send(job)
 
     def stop(self) -> None:
@@ -55,14 +55,17 @@ class Member:
     def idle_for(self, seconds: float) -> Activity | None:
         """Return what the rank has done since so long ago; None where it has done something else since then.
 
-        None also where it has no job, or has ended it. A process that is stopped does not wait.
+        None also where it has no job, or has ended it.
         """
-        if self._progress is None or self.report is not None:
+        if self._activity is None or self.report is not None:
             return None
-        activity = self._progress.read()
-        if time.monotonic() - activity.since < seconds:
-            return None
-        return activity._replace(waits=activity.waits and not is_stopped(self.process.pid or 0))
+        activity = self._activity.read()
+        return None if time.monotonic() - activity.since < seconds else activity
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, as SIGSTOP does."""
+        return is_stopped(self.process.pid or 0)
 
     def fail(self, summary: str) -> None:
         """Kill the process, as the one whose failure ends the job; `summary` completes "rank 2 ..."."""
@@ -98,8 +101,9 @@ class Member:
     def close(self) -> None:
         """Kill the process, if it has not ended, and release what it takes here."""
         self.process.kill()
-        self.process.join()
-        self.process.close()
+        self.process.join(_GRACE)
+        if self.process.exitcode is not None:  # else the system does not end it
+            self.process.close()
         self._connection.close()
         os.close(self._pidfd)
 
@@ -112,9 +116,9 @@ class Member:
             self._connection.send_bytes(pickle.dumps(message))
 
 
-def progress_file(folder: str, rank: int) -> Path:
+def activity_path(folder: str, rank: int) -> Path:
     """Return the file in which a rank writes what it does, for its supervisor."""
-    return Path(folder, f"progress-{rank}")
+    return Path(folder, f"activity-{rank}")
 
 
 def _stack(folder: str, rank: int) -> str:

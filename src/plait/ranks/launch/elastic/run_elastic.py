@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 
-from plait.ranks.failure.progress import variables_of_progress
-from plait.ranks.launch.elastic.member import Member, progress_file
+from plait.ranks.failure.rank_activity import variables_of_activity
+from plait.ranks.launch.elastic.member import Member, activity_path
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervisor import Supervisor
@@ -68,7 +68,7 @@ def run_elastic(
                 ranks_per_gpu=ranks_per_gpu,
                 goes_on=True,
                 variables=variables_of_supervisor(folder)
-                | variables_of_progress(progress_file(str(own), rank)),
+                | variables_of_activity(activity_path(str(own), rank)),
             )
 
         supervisor = Supervisor(ranks, elastic, rendezvous, start_member, make_job, folder, timeout)

@@ -107,7 +107,7 @@ class Supervisor(SimpleElasticAgent):
 
     def _take_places(self, size: int) -> None:
         """Let `size` processes be ranks: the living keep their places, spares and new ones fill the gaps."""
-        others = iter([*self._running[size:], *self._spares])
+        before, others = [*self._running, *self._spares], iter([*self._running[size:], *self._spares])
         places = [*self._running[:size], *[None] * (size - len(self._running))]
         self._running = [
             one
@@ -116,6 +116,9 @@ class Supervisor(SimpleElasticAgent):
             for one in places
         ]
         self._spares = [one for one in others if not one.has_ended]
+        for lost in before:
+            if lost.has_ended:
+                lost.close()
 
     def _may_start(self, processes: int) -> bool:
         """Return whether another process may be started beside so many."""
@@ -176,24 +179,26 @@ class Supervisor(SimpleElasticAgent):
             self._update(left, waiting)
 
     def _fail_hanging(self) -> None:
-        """Kill the ranks that hang: they have done nothing for the limit, and do not wait for others.
+        """Kill the ranks that hang: for the limit they are stopped, or others wait for them in vain.
 
         Where all wait for each other, the one that has waited longest counts as the one that failed.
         """
         idle = [(found, one) for one in self._running if (found := one.idle_for(self._limit)) is not None]
-        alone = [one for found, one in idle if not found.waits]
-        waiting = [found.awaited for found, _ in idle if found.waits]
-        for member in alone:
-            others = f", while another waits for {waiting[0]}" if waiting else ""
-            member.fail(f"made no progress for {self._limit:g} s{others}")
-        if idle and not alone and len(idle) == sum(one.report is None for one in self._running):
-            (_, _, awaited), member = min(idle, key=lambda pair: pair[0].since)
+        waiting = [(found, one) for found, one in idle if found.waits and not one.is_stopped]
+        others = f", while another waits for {waiting[0][0].awaited}" if waiting else ""
+        are_all = len(waiting) == sum(one.report is None for one in self._running)
+        for _, member in (pair for pair in idle if pair not in waiting):
+            if waiting or member.is_stopped:
+                member.fail(f"made no progress for {self._limit:g} s{others}")
+        if waiting and are_all:
+            (_, _, awaited), member = min(waiting, key=lambda pair: pair[0].since)
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
         """Tell the user of a failure. Raises its error where it has happened too often at one place."""
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
-        same = cause.summary if cause.traceback else what, step  # all ranks may raise one error
+        # All ranks may raise one error, and a lost connection is told with other numbers each time.
+        same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
         self._seen[same] += 1
         if self._seen[same] >= _SAME_FAILURES:
             place = "" if step is None else f" after step {step}, from which the run went on"

@@ -1,4 +1,4 @@
-"""`RankProgress`: what a rank does, in a file in memory that its supervisor reads, to find ranks that hang.
+"""`ActivityFile`: what a rank does, in a file in memory that its supervisor reads, to find ranks that hang.
 
 The rank writes a time whenever it begins or ends a wait for other ranks: so a rank that is stopped, or loops
 for ever, does not look alive as it would by messages of a thread.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-_VARIABLE = "PLAIT_PROGRESS"
+_VARIABLE = "PLAIT_ACTIVITY"
 _HEAD = struct.Struct("=d?H")  # monotonic time, whether it waits, bytes of the text
 _MOST_TEXT = 240
 _BYTES = _HEAD.size + _MOST_TEXT
@@ -31,7 +31,7 @@ class Activity(NamedTuple):
     """What it waits for, or has waited for last; completes "it waits for ..."."""
 
 
-class RankProgress:
+class ActivityFile:
     """A file that one rank writes and its supervisor reads."""
 
     def __init__(self, path: Path) -> None:
@@ -41,10 +41,10 @@ class RankProgress:
         self._text = b""
 
     @staticmethod
-    def begin(path: Path) -> RankProgress:
+    def begin(path: Path) -> ActivityFile:
         """Make a new file for a rank that has done nothing yet, which is no sign that it hangs; return it."""
         path.write_bytes(_HEAD.pack(math.inf, False, 0).ljust(_BYTES, b"\0"))
-        return RankProgress(path)
+        return ActivityFile(path)
 
     def begin_wait(self, awaited: str) -> None:
         """Write that the rank waits from now on, and for what."""
@@ -65,12 +65,12 @@ class RankProgress:
         self._memory[: len(data)] = data
 
 
-def progress_of_rank() -> RankProgress | None:
+def activity_file_of_rank() -> ActivityFile | None:
     """Return the file in which this rank's supervisor reads what it does; None without a supervisor."""
     path = os.environ.get(_VARIABLE)
-    return RankProgress(Path(path)) if path else None
+    return ActivityFile(Path(path)) if path else None
 
 
-def variables_of_progress(path: Path) -> dict[str, str]:
+def variables_of_activity(path: Path) -> dict[str, str]:
     """Return the environment variables of a rank that writes to the file at `path`."""
     return {_VARIABLE: str(path)}

@@ -12,17 +12,17 @@ import torch
 
 import plait
 from plait.ranks.collectives import all_reduce
-from plait.ranks.failure.progress import RankProgress, progress_of_rank, variables_of_progress
+from plait.ranks.failure.rank_activity import ActivityFile, activity_file_of_rank, variables_of_activity
 
 
 def test_a_rank_that_has_done_nothing_yet_does_not_hang(tmp_path: Path) -> None:
-    activity = RankProgress.begin(tmp_path / "a").read()
+    activity = ActivityFile.begin(tmp_path / "a").read()
     assert (activity.since, activity.waits, activity.awaited) == (math.inf, False, "")
 
 
 def test_a_wait_and_its_end_are_read_with_their_time(tmp_path: Path) -> None:
-    reader = RankProgress.begin(tmp_path / "a")
-    writer = RankProgress(tmp_path / "a")
+    reader = ActivityFile.begin(tmp_path / "a")
+    writer = ActivityFile(tmp_path / "a")
     before = time.monotonic()
     writer.begin_wait("3F1 from rank 2")
     waiting = reader.read()
@@ -37,8 +37,8 @@ def test_a_wait_and_its_end_are_read_with_their_time(tmp_path: Path) -> None:
 
 def waited(folder: Path) -> tuple[str, bool]:
     path = folder / str(os.getpid())
-    reader = RankProgress.begin(path)
-    os.environ |= variables_of_progress(path)
+    reader = ActivityFile.begin(path)
+    os.environ |= variables_of_activity(path)
     mesh = plait.Mesh(dp=2)
     all_reduce(torch.ones(1), mesh.group("dp")).about("a sum").wait()
     return reader.read().awaited, reader.read().waits
@@ -49,4 +49,4 @@ def test_waits_of_a_mesh_are_written_where_there_is_a_supervisor(rank_pool: Any,
         ("all_reduce over dp with 1 (a sum)", False),
         ("all_reduce over dp with 0 (a sum)", False),
     ]
-    assert progress_of_rank() is None
+    assert activity_file_of_rank() is None

@@ -1,0 +1,95 @@
+"""Which ranks a supervisor takes to hang, and which failures it takes to be the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plait.errors import CorruptionError, RankError
+from plait.ranks.failure.failure_log import RankFailure, from_exception
+from plait.ranks.failure.rank_activity import Activity
+from plait.ranks.launch.elastic.supervisor import Supervisor
+from plait.ranks.supervised_rank import go_on_before, note_restored, variables_of_supervisor
+
+
+class Rank:
+    """Stands in for a member: since when it waits or computes, whether it is stopped, or has ended."""
+
+    def __init__(self, since: float, *, waits: bool, stopped: bool = False, ended: bool = False) -> None:
+        self._activity, self.is_stopped = Activity(since, waits, "3F1 from rank 2"), stopped
+        self.report = b"done" if ended else None
+        self.failed: list[str] = []
+
+    def idle_for(self, seconds: float) -> Activity | None:
+        return self._activity if self.report is None and self._activity.since <= 10 - seconds else None
+
+    def fail(self, summary: str) -> None:
+        self.failed.append(summary)
+
+
+def failed(*ranks: Rank) -> list[list[str]]:
+    """At 10 s, with a limit of 3 s."""
+    Supervisor._fail_hanging(SimpleNamespace(_running=ranks, _limit=3.0))  # type: ignore[arg-type]
+    return [rank.failed for rank in ranks]
+
+
+def test_a_rank_hangs_that_computes_while_others_wait_for_the_limit() -> None:
+    told = "made no progress for 3 s, while another waits for 3F1 from rank 2"
+    assert failed(Rank(6, waits=True), Rank(5, waits=False), Rank(6, waits=True)) == [[], [told], []]
+    assert failed(Rank(6, waits=True), Rank(8, waits=False)) == [[], []]  # it did something at 8
+    assert failed(Rank(8, waits=True), Rank(5, waits=False)) == [[], []]  # nobody has waited so long yet
+    assert failed(Rank(0, waits=False), Rank(0, waits=False)) == [[], []]
+    assert failed(Rank(0, waits=False), Rank(0, waits=True, ended=True)) == [[], []]
+
+
+def test_a_stopped_rank_hangs_whatever_it_was_doing_and_whether_or_not_others_wait() -> None:
+    told = "made no progress for 3 s"
+    assert failed(Rank(5, waits=True, stopped=True), Rank(0, waits=False, ended=True)) == [[told], []]
+    assert failed(Rank(5, waits=False, stopped=True)) == [[told]]
+    waiting = f"{told}, while another waits for 3F1 from rank 2"
+    assert failed(Rank(5, waits=True, stopped=True), Rank(6, waits=True)) == [[waiting], []]
+
+
+def test_of_ranks_that_all_wait_the_one_that_has_waited_longest_has_failed() -> None:
+    told = "has waited for 3F1 from rank 2 for 3 s, and no rank made progress"
+    ended = Rank(0, waits=False, ended=True)
+    assert failed(Rank(6, waits=True), Rank(4, waits=True), ended) == [[], [told], []]
+    assert failed(Rank(6, waits=True), Rank(8, waits=True)) == [[], []]
+
+
+def test_failures_are_the_same_at_one_step_whichever_rank_raises_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables_of_supervisor(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    told: list[str] = []
+    fake: Any = SimpleNamespace(_folder=str(tmp_path), _seen=Counter(), _tell=told.append)
+    killed = [RankFailure(rank, "was killed by SIGKILL") for rank in range(3)]
+    for failure in (*killed, *killed):
+        Supervisor._note(fake, failure)  # other ranks, twice each
+    note_restored(10)
+    for failure in (*killed, *killed):
+        Supervisor._note(fake, failure)
+    with pytest.raises(RankError, match=r"(?s)rank 1 was killed.* 3 times after step 10, from which"):
+        Supervisor._note(fake, killed[1])
+    error = from_exception(0, ValueError("bad"))
+    Supervisor._note(fake, error)
+    Supervisor._note(fake, replace(error, rank=2))
+    with pytest.raises(RankError, match="ValueError: bad"):
+        Supervisor._note(fake, replace(error, rank=1))
+    assert len(told) == 14
+    assert told[-1] == "rank 2 failed: ValueError: bad; the ranks go on from where the run was kept last"
+
+
+def test_after_wrong_bits_ranks_go_on_from_the_last_good_step(tmp_path: Path) -> None:
+    fake: Any = SimpleNamespace(_folder=str(tmp_path), _seen=Counter(), _tell=lambda text: None)
+    Supervisor._note(fake, from_exception(1, CorruptionError("a bit flipped", 7)))
+    expected = tmp_path / "expected"
+    expected.mkdir()
+    go_on_before(str(expected), 7)
+    assert (tmp_path / "newest_good").read_text() == (expected / "newest_good").read_text()
