@@ -162,7 +162,7 @@ class ReferenceRun:
         self.is_exact = options.mode == "exact"
 
     def _install_definitions(self, sequence: LayerSequence, rules: Rules | None, linears: str | None) -> None:
-        """Make layers whose forward is written out compute by that, and linears by a float8 recipe, if any."""
+        """Make layers compute by their definitions, and linears by a float8 recipe, if any."""
         forwards = {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
         self.definitions.install((layer.module for layer in self.layers), forwards)
         if linears is not None:
