@@ -2,8 +2,8 @@
 
 .venv/bin/python examples/gallery/float8_linears.py
 
-Each sequence counts on by a pattern of its own, which its first tokens show. Sizes of linears are multiples of
-16; the head stays in bf16.
+Each sequence counts on by a pattern of its own, which its first tokens show. Sizes of linears are multiples
+of 16; the head stays in bf16.
 """
 
 from dataclasses import replace
