@@ -247,10 +247,8 @@ def test_a_rank_that_only_waits_for_cores_is_named_after_twenty_comparisons(thre
     plan = Plan(dp=2, microbatches=2, precision="fp64")
     run = trained(thread_ranks, Training(plan, 1, steps=24, layers=1, waits=True, every=1))[0]
     assert "rank 1 (host " in run.lines[0]
-    assert (
-        "waits for cores of its host, which others use, and takes 2 times as long as rank 0 with the same work, since"
-        in run.lines[0]
-    )
+    assert " waits for cores of its host, which others use, and takes 2 times as long as " in run.lines[0]
+    assert "rank 0 with the same work, since" in run.lines[0]  # no ratios of its own times
     assert f"since about step {SLOW_FROM};" in run.lines[0]
     assert len(run.lines) == 2
     early = trained(thread_ranks, Training(plan, 1, steps=20, layers=1, waits=True, every=1))[0]
