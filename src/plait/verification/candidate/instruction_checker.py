@@ -53,6 +53,9 @@ from plait.verification.reference.values_after_mistakes import (
 )
 from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 
+OF_A_LAYER = (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT, StepPhase.WEIGHT_GRADIENT)
+"""Phases in which what a layer has computed is compared."""
+
 
 class InstructionChecker:
     """Compares the result of each instruction of one rank with the recording of the reference run."""
@@ -153,7 +156,9 @@ class InstructionChecker:
         for name, parameter in held.parameters.items():
             self._compare_parameter(name, parameter, layer, scales.get(id(parameter)))
 
-    def _compare_parameter(self, name: str, parameter: Tensor, layer: int, scale: Tensor | None) -> None:
+    def _compare_parameter(
+        self, name: str, parameter: Tensor, layer: int, scale: Tensor | None = None
+    ) -> None:
         """Compare a gathered parameter; `scale`: that of one in float8, which is compared in float64."""
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
         box, tolerance = self.weights.box(name), self.recording.tolerances[scope][key]
@@ -280,7 +285,7 @@ class InstructionChecker:
             box=box,
             alternatives=self._alternatives(phase, scope, key, actual),
             base=base,
-            inside=lambda: None if layer is None else self._inner_difference(phase, layer, scope),
+            inside=lambda: self._inner_difference(phase, layer, scope),
         )
         if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
@@ -338,8 +343,12 @@ class InstructionChecker:
             ]
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
-    def _inner_difference(self, phase: StepPhase, layer: int, scope: RecordScope) -> InnerDifference | None:
-        """Return the first difference inside the layer that has just run, if it is known."""
+    def _inner_difference(
+        self, phase: StepPhase, layer: int | None, scope: RecordScope
+    ) -> InnerDifference | None:
+        """Return the first difference inside the layer that has just run, if one has and it is known."""
+        if layer is None or phase not in OF_A_LAYER:
+            return None
         is_forward, is_given = phase is StepPhase.FORWARD, partial(self._is_given, scope, layer)
         cast = self.scales.mistake(layer, scope, is_given, is_forward=is_forward)
         if cast is not None:

@@ -29,6 +29,9 @@ from plait.verification.reference.recording import NO_TOLERANCE, largest_differe
 from plait.verification.reference.values_after_mistakes import NamedTensors, with_other_scales
 from plait.verification.step_location import SCALE, Location, RecordKey, RecordScope, StepPhase
 
+FEATURES = "tp"
+POSITIONS = "cp"
+"""The axes whose ranks may each hold a part of an operand."""
 OF_TOKENS = ("input", "gradient")
 """Operands with a scale for each token, if not with one for the tensor."""
 OF_OUTPUTS = ("weight", "gradient_for_weight")
@@ -205,7 +208,7 @@ class ScaleChecker:
         """Yield the scales that an operand has after common mistakes."""
         how, recording = self.formats[cast.operand], self.comparison.recording
         assert how is not None
-        axes = [axis for axis in ("tp", "cp") if self.runtime.mesh.size(axis) > 1]
+        axes = [axis for axis in (FEATURES, POSITIONS) if self.runtime.mesh.size(axis) > 1]
         if axes and cast.of_part.shape == expected.shape and not torch.equal(cast.of_part, expected):
             over = " and ".join(axes)
             yield f"it is that of this rank's part: largest values are not reduced over {over}", cast.of_part

@@ -173,7 +173,7 @@ class Computation:
             return product(left, right, how, self.note, names)
 
 
-class _Linear(torch.autograd.Function):
+class _QuantisedLinear(torch.autograd.Function):
     """X Wᵀ, with X `[tokens, in]` and W `[out, in]`."""
 
     @staticmethod
@@ -193,6 +193,6 @@ class _Linear(torch.autograd.Function):
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, computation: Computation) -> Tensor:
     """Return `input @ weight.T + bias`, by the recipe of `computation` also in the backward."""
     rows = input.reshape(-1, input.shape[-1])
-    result: Tensor = _Linear.apply(rows, weight, computation)  # type: ignore[no-untyped-call]
+    result: Tensor = _QuantisedLinear.apply(rows, weight, computation)  # type: ignore[no-untyped-call]
     result = result.view(*input.shape[:-1], len(weight))
     return result if bias is None else result + bias

@@ -142,12 +142,7 @@ class ReferenceRun:
         self.dropout.attach_to(layer.module for layer in self.layers)
         compute = formats.compute
         self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
-        self.definitions.install(
-            (layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
-        )
-        if linears is not None:
-            paths = linears_in_float8(sequence.layers, rules or {})
-            quantise_linears(self.definitions, self.layers, paths, linears, self.casts.unnoted)
+        self._install_definitions(sequence, rules, linears)
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -165,6 +160,14 @@ class ReferenceRun:
         """By layer, the experts `[rows, positions, k]` of the step's batch, a tensor for each call."""
         self.epsilon_of_loss, self.resumed_steps = 0.0, options.resumed_steps
         self.is_exact = options.mode == "exact"
+
+    def _install_definitions(self, sequence: LayerSequence, rules: Rules | None, linears: str | None) -> None:
+        """Make layers compute by their definitions, and linears by a float8 recipe, if any."""
+        forwards = {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
+        self.definitions.install((layer.module for layer in self.layers), forwards)
+        if linears is not None:
+            paths = linears_in_float8(sequence.layers, rules or {})
+            quantise_linears(self.definitions, self.layers, paths, linears, self.casts.unnoted)
 
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
@@ -276,6 +279,7 @@ class ReferenceRun:
         """Context: layers run by definition, on whole sequences; yield their input and document ids."""
         value, ids = separated(inputs)
         self.definitions.microbatches_at_once = microbatches
+        self.definitions.scales.begin()
         (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
         with running(sequence), self.definitions.running(ids):
             yield value, ids
@@ -305,7 +309,6 @@ class ReferenceRun:
             self._reset(perturbed, scope, key)
             return perturbed
 
-        self.definitions.scales.begin()
         is_first = scope == RecordScope(0, 0) and not self.perturbation.number
         calls, sources = list[RouterCall](), list[tuple[int, Value]]()
         value, last = boundary(inputs, -1), len(self.layers) - 1
@@ -339,8 +342,11 @@ class ReferenceRun:
             added = self.router_losses.losses(calls, self.ids.get(scope), len(next(tensors_of(inputs))))
             records |= self._of_routers(sources, added)
             self._backward(total, weight, [one for one in added if one.requires_grad])
-        scales = {RecordKey(SCALE, name=name): unit for name, unit in self.definitions.scales.found.items()}
-        return records | scales | self._contributions(scope)
+        return records | self._scales() | self._contributions(scope)
+
+    def _scales(self) -> Records:
+        """Return the scales of the operands of linears in float8 in a micro-batch."""
+        return {RecordKey(SCALE, name=name): unit for name, unit in self.definitions.scales.found.items()}
 
     def _after_mistakes(self, scope: RecordScope, layer: NamedLayer, number: int, value: Value) -> Records:
         """Return sums of a layer's output as common mistakes give it; none in exact and perturbed runs."""
