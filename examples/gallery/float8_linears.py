@@ -1,9 +1,9 @@
-"""A Llama whose linears multiply in float8, and whose weights are gathered in 8 bits, beside the same in bf16.
+"""A Llama whose linears multiply in float8 and whose weights are gathered in 8 bits, beside one in bf16.
 
 .venv/bin/python examples/gallery/float8_linears.py
 
-Each sequence counts on by a pattern of its own, which its first tokens show. Sizes of linears are multiples of 16;
-the head stays in bf16.
+Each sequence counts on by a pattern of its own, which its first tokens show. Sizes of linears are multiples
+of 16; the head stays in bf16.
 """
 
 from dataclasses import replace

@@ -5,10 +5,8 @@ No GPU has run these yet; on CPUs recorded operations take the place of graphs.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ from plait.engine.cuda_graphs.segment_graphs import GraphCounts
 from plait.engine.parallelize import build_engine
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator
-from plait.tensor import losses as softmax_terms
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks
@@ -65,16 +62,10 @@ def recording_engine(case: Case, plan: Plan) -> Engine:
     return engine
 
 
-def targets_are_not_read() -> AbstractContextManager[object]:
-    """Return a context in which a CPU, too, leaves targets unread on the host."""
-    return patch.object(softmax_terms, "is_accelerator", lambda _: True)
-
-
 def trained(case: Case, plan: Plan) -> tuple[Outcome, GraphCounts]:
     """What the recipe gives with graphs, and how many there were."""
     engine = recording_engine(case, plan)
-    with targets_are_not_read():
-        return on_cpu(woven.carry_out(RECIPE, engine, case)), graphs_of(engine).counts
+    return on_cpu(woven.carry_out(RECIPE, engine, case)), graphs_of(engine).counts
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -101,12 +92,11 @@ def checked(case: Case, plan: Plan) -> list[str]:
     """The differences between replayed and eager segments, in a step with another loss scale."""
     engine = recording_engine(case, plan)
     batches = woven.shares(case, engine, 4)
-    with targets_are_not_read():
-        for batch in batches[:3]:
-            engine.forward_backward(*batch)
-        graphs_of(engine).check = check = ReplayCheck(engine.runtime.units, engine.runtime.dropout)
-        engine._runner.scale.value = 4.0
-        engine.forward_backward(*batches[3])
+    for batch in batches[:3]:
+        engine.forward_backward(*batch)
+    graphs_of(engine).check = check = ReplayCheck(engine.runtime.units, engine.runtime.dropout)
+    engine._runner.scale.value = 4.0
+    engine.forward_backward(*batches[3])
     return list(map(str, check.differences))
 
 

@@ -22,16 +22,16 @@ PARTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 
 
 class WorkClock:
-    """Seconds that pass only as work is done."""
+    """Seconds that pass only as work is done, and as the rank waits for a core."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.own = 0.0
 
-    def stamp(self) -> float:
-        return self.now
+    def stamp(self) -> tuple[float, float]:
+        return self.own, self.now
 
-    def seconds(self, start: float, end: float) -> tuple[float, float]:
-        return end - start, end - start
+    def seconds(self, start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
+        return end[0] - start[0], end[1] - start[1]
 
 
 def seconds_of(segment: Segment, engine: Engine) -> float:
@@ -47,8 +47,9 @@ def seconds_of(segment: Segment, engine: Engine) -> float:
 class Slowed(Callback):
     """Lets actions last as long as their layers cost, and longer on slow ranks. After `Stragglers`."""
 
-    def __init__(self, factor: Factor) -> None:
-        self.factor = factor
+    def __init__(self, factor: Factor, *, waits: bool = False) -> None:
+        """`waits`: whether slow ranks wait for a core in the time that they take longer."""
+        self.factor, self._waits = factor, waits
         self.seconds: list[float] = []
         """For how long this rank computed in each step."""
         self._clock, self._step = WorkClock(), 0
@@ -73,7 +74,9 @@ class Slowed(Callback):
 
         def lasting(calls: Calls) -> None:
             call(calls)
-            self._clock.now += seconds * self.factor(run.mesh.rank, self._step)
+            factor = self.factor(run.mesh.rank, self._step)
+            self._clock.now += seconds * factor
+            self._clock.own += seconds * (1 if self._waits else factor)
 
         return lasting
 

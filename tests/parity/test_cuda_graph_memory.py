@@ -16,14 +16,7 @@ from parity.rows import name_of, plan_of
 from parity.test_cuda_graphs import FACTORS, allowed
 from plait.engine import Engine
 from plait.plan.plan import Plan
-from plait.tensor import losses
 from plait.tensor.layer_values import list_of_tensors
-
-
-@pytest.fixture(autouse=True)
-def _targets_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, for which the recorder stands."""
-    monkeypatch.setattr(losses, "is_accelerator", lambda _: True)
 
 
 def sent_by(case: Case, plan: Plan) -> tuple[int, int]:

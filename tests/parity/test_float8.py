@@ -26,6 +26,7 @@ from parity.parity import TWO_STEPS, compare
 from parity.rows import name_of
 from plait.models.llama import RULES
 from plait.plan.plan import Plan
+from plait.plan.rules import column, row, sequence
 from plait.tensor.autograd import cast_inputs, float8_linear, float8_operands
 from plait.tensor.float8.cast import factor_of
 from plait.tensor.float8.recipes import RECIPES, CastFormat
@@ -130,6 +131,40 @@ def test_every_layout_equals_one_rank_for_every_pair_of_factors(
     (pp, schedule), (dp, strategy, reduce) = fields.pop("pipeline"), fields.pop("data")
     fields |= {"pp": pp, "schedule": schedule, "dp": dp, "strategy": strategy, "reduce": reduce}
     check(thread_ranks, case, Plan(**fields, microbatches=2, precision="fp64"))
+
+
+class PostNorm(nn.Module):
+    """An MLP whose norm comes last, and saves what the row-parallel linear returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of `x`."""
+        result: Tensor = x + self.norm(self.down(functional.gelu(self.up(x))))
+        return result
+
+
+def post_norm() -> Case:
+    """Layers that run on parts of the sequence."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(GPT2_VOCAB, 32), PostNorm(), PostNorm(), nn.Linear(32, GPT2_VOCAB))
+        model.rules = {"*.up": column, "*.down": row, "1": sequence.along(1), "2": sequence.along(1)}  # type: ignore[assignment]
+        return model.double()
+
+    return Case("post_norm", build, draw_contexts(GPT2_VOCAB))
+
+
+@pytest.mark.parametrize("mode", ["keep", "regather"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_layer_that_reads_a_row_parallel_output_again_equals_one_rank(
+    thread_ranks: Any, recompute: Any, mode: Any
+) -> None:
+    fields = {"tp": 2, "sequence_parallel": mode, "recompute": recompute, "linears": "float8"}
+    check(thread_ranks, post_norm(), Plan(**fields, precision="fp64"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", tuple(RECIPES))

@@ -85,6 +85,9 @@ class Training:
     in_memory: bool = False
     """Whether snapshots are taken every second step, and no checkpoints."""
     fails_after: int = 0
+    waits: bool = False
+    """Whether the slow rank only waits for a core for as long as it computes."""
+    every: int = 4
     layers: int = 6
 
     def factor(self, rank: int, step: int) -> float:
@@ -98,7 +101,7 @@ def model(layers: int) -> nn.Sequential:
 def train(training: Training) -> Trained:
     folder = training.folder
     told, history = Told(), History()
-    slowed = Slowed(training.factor)
+    slowed = Slowed(training.factor, waits=training.waits)
     checkpoints: list[Callback] = [] if folder is None else [Checkpoints(folder)]
     if folder is not None and training.in_memory:
         snapshots = partial(plait.Snapshots, every=2, name="stragglers", folder=folder)
@@ -108,7 +111,13 @@ def train(training: Training) -> Trained:
         steps=training.steps,
         learning_rate=1e-2,
         clip=0.5,
-        callbacks=[told, Stragglers(rebalance=training.rebalance), slowed, history, *checkpoints],
+        callbacks=[
+            told,
+            Stragglers(every=training.every, rebalance=training.rebalance),
+            slowed,
+            history,
+            *checkpoints,
+        ],
     )
     values = result.engine.state_dict(everywhere=True)
     named = [
@@ -232,3 +241,15 @@ def test_without_rebalance_the_gain_is_said_and_nothing_moves(thread_ranks: Any)
     assert run.cut == undisturbed.cut
     assert run.lines[1].startswith("With stages of ")
     assert run.lines[1].endswith("by simulation: rebalance moves them.")
+
+
+def test_a_rank_that_only_waits_for_cores_is_named_after_twenty_comparisons(thread_ranks: Any) -> None:
+    plan = Plan(dp=2, microbatches=2, precision="fp64")
+    run = trained(thread_ranks, Training(plan, 1, steps=24, layers=1, waits=True, every=1))[0]
+    assert "rank 1 (host " in run.lines[0]
+    assert " waits for cores of its host, which others use, and takes 2 times as long as " in run.lines[0]
+    assert "rank 0 with the same work, since" in run.lines[0]  # no ratios of its own times
+    assert f"since about step {SLOW_FROM};" in run.lines[0]
+    assert len(run.lines) == 2
+    early = trained(thread_ranks, Training(plan, 1, steps=20, layers=1, waits=True, every=1))[0]
+    assert not early.lines

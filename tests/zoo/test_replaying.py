@@ -15,15 +15,8 @@ from parity.recorded_steps import graphs_of, recording_engine
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.errors import PlanError
 from plait.plan.plan import Plan
-from plait.tensor import losses
 from plait.tensor.layer_values import map_tensors
 from zoo.replaying import REPLAYING, SHARDED, TWO_STAGES, ReplayRow
-
-
-@pytest.fixture(autouse=True)
-def _targets_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, for which the recorder stands."""
-    monkeypatch.setattr(losses, "is_accelerator", lambda _: True)
 
 
 def differences(case: Case, plan: Plan, shortens: bool = False) -> tuple[list[Any], int]:

@@ -1,31 +1,36 @@
-"""The cross-entropy of whole logits whose gradient is written over them, in the pass that computes the loss.
+"""The cross-entropy of a model's last logits whose gradient is written over them, as the loss is computed.
 
-    logits    ──▶   exp(s)   ──▶   gradient        in the same memory: nothing else of this size is allocated
+    logits  ──▶  log-probabilities  ──▶  probabilities  ──▶  gradient       all in the memory of the logits
 
 `functional.cross_entropy` allocates log-probabilities, their gradient and that of the logits, each as large
-as the logits, and writes them once. Logits in 16 bits are converted to float32 some rows at a time.
+as the logits, and writes them once. Logits in 16 bits are converted to float32 some rows at a time. With
+label smoothing, z-loss or partitioned classes the formulas of `plait.tensor.losses` take torch's place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from plait.tensor.losses import (
     CrossEntropy,
     LossOverVocabulary,
     local_targets,
     overwrite_logits,
-    token_losses_over_vocabulary,
+    require_target_of_each_row,
     wide,
 )
 from plait.tensor.parallel.partition import Vocabulary
 
 CHUNK_BYTES = 1 << 26
 """Of 16-bit logits that are converted to float32 at once, in float32; more hide the host's time on a GPU."""
+Overwrite: TypeAlias = Callable[[Tensor, slice], Tensor]
+"""Overwrites the logits of a chunk of rows by their gradient, and returns the chunk's summed loss."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,9 @@ class CrossEntropyInPlace:
 
         Communication and errors as `gradient`.
         """
-        if self.vocabulary is not None:
-            return LossOverVocabulary(self.loss, self.vocabulary).total(output, targets)
-        vocabulary = Vocabulary.of_one_rank(output.shape[-1])
-        return token_losses_over_vocabulary(output, targets, vocabulary, self.loss).sum()
+        if self.vocabulary is None:
+            return self.loss.total(output, targets)
+        return LossOverVocabulary(self.loss, self.vocabulary).total(output, targets)
 
     @torch.no_grad()
     def gradient(self, output: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,23 +56,47 @@ class CrossEntropyInPlace:
 
         `output`: the logits `[..., classes]` of this rank. Logits that are not contiguous are copied.
         Communication where classes are partitioned: the two all-reduces of `softmax_terms`. Raises DataError
-        as `local_targets`, ModelError where the last dim has not the size of this rank's classes.
+        where there is not a class number for each row, ModelError where the last dim has not the size of this
+        rank's classes.
         """
-        vocabulary = self.vocabulary or Vocabulary.of_one_rank(output.shape[-1])
-        logits = vocabulary.require_vocabulary_shard(output)
-        found = local_targets(targets, logits.shape, vocabulary, self.loss.ignore_index)
+        logits = output if self.vocabulary is None else self.vocabulary.require_vocabulary_shard(output)
+        require_target_of_each_row(targets, logits.shape)
         rows = logits.detach().reshape(-1, logits.shape[-1]).contiguous()
-        losses = []
+        overwrite, losses = self._overwrite(logits.shape, targets, scale), []
         for start in range(0, max(len(rows), 1), step := self._rows_at_once(rows)):
             chunk = slice(start, start + step)
             part = wide(rows[chunk])
-            losses.append(overwrite_logits(part, found.rows(chunk), vocabulary, self.loss, scale))
+            losses.append(overwrite(part, chunk))
             if part.dtype != rows.dtype:
                 rows[chunk] = part
-        return torch.stack(losses).sum(), rows.view(output.shape)
+        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return total, rows.view(output.shape)
+
+    def _overwrite(self, shape: torch.Size, targets: Tensor, scale: Tensor) -> Overwrite:
+        """Return what overwrites a chunk: few operations of torch, if they compute this loss."""
+        terms = self.loss
+        if self.vocabulary is None and not terms.label_smoothing and not terms.z_loss:
+            numbers = targets.reshape(-1).long()
+            return lambda part, chunk: _overwrite_whole(part, numbers[chunk], terms.ignore_index, scale)
+        vocabulary = self.vocabulary or Vocabulary.of_one_rank(shape[-1])
+        found = local_targets(targets, shape, vocabulary, terms.ignore_index)
+        return lambda part, chunk: overwrite_logits(part, found.rows(chunk), vocabulary, terms, scale)
 
     def _rows_at_once(self, rows: Tensor) -> int:
         """Return how many rows are computed at once: all, if nothing is copied, or each has an all-reduce."""
         if self.vocabulary is not None or wide(rows[:0]).dtype == rows.dtype:
             return max(len(rows), 1)
         return max(CHUNK_BYTES // (torch.float32.itemsize * max(rows.shape[1], 1)), 1)
+
+
+def _overwrite_whole(part: Tensor, numbers: Tensor, ignore_index: int, scale: Tensor) -> Tensor:
+    """Overwrite logits `[n, classes]` with the gradient of their cross-entropy; return the summed loss.
+
+    Both have the bits of torch's, but for the rounding of the gradient's products.
+    """
+    torch.log_softmax(part, 1, out=part)  # reads a row before, and each element as, it writes them
+    total = functional.nll_loss(part, numbers, ignore_index=ignore_index, reduction="sum")
+    counted = numbers != ignore_index
+    part.exp_().scatter_(1, (numbers * counted)[:, None], -1.0, reduce="add")  # one element a row: no order
+    part.mul_((counted * scale.to(part.dtype))[:, None])
+    return total

@@ -43,32 +43,48 @@ def wide(logits: Tensor) -> Tensor:
 class LocalTargets:
     """Of `n` target classes, which ones this rank has logits of, and in which column."""
 
-    counted: Tensor
-    """bool `[n]`: not `ignore_index`."""
-    known: Tensor
-    """bool `[n]`: a class, or ignored."""
-    here: Tensor
-    """bool `[n]`: counted, and one of this rank's classes."""
+    ignored: Tensor
+    """bool `[n]`: `ignore_index`."""
+    unknown: Tensor | None
+    """bool `[n]`: neither a class nor ignored; None where the targets were looked at, and there are none."""
+    elsewhere: Tensor | None
+    """bool `[n]`: ignored, or a class of another rank; None where this rank has all classes."""
     columns: Tensor
-    """int64 `[n, 1]`: the column in this rank's part, 0 for targets that are not here; `[n, 0]` for an
-    empty part."""
+    """int64 `[n, 1]`: the column in this rank's part, 0 for targets that are elsewhere; `[n, 0]` for an empty
+    part."""
 
     def rows(self, chunk: slice) -> LocalTargets:
         """Return the targets of a chunk of the rows, as views."""
-        return LocalTargets(self.counted[chunk], self.known[chunk], self.here[chunk], self.columns[chunk])
+        unknown = None if self.unknown is None else self.unknown[chunk]
+        elsewhere = None if self.elsewhere is None else self.elsewhere[chunk]
+        return LocalTargets(self.ignored[chunk], unknown, elsewhere, self.columns[chunk])
 
     def pick(self, part: Tensor) -> Tensor:
-        """Return, for each row, the element of `part` in its target's column: `[n]`.
+        """Return, for each row, the element of `part` in its target's column, `[n]`.
 
-        0 where the target belongs to another rank or is ignored. `part` is `[n, len(own)]`.
+        0 where the target belongs to another rank. `part` is `[n, len(own)]`.
         """
-        return part.gather(1, self.columns).masked_fill(~self.here[:, None], 0).sum(1)
+        found = part.gather(1, self.columns)
+        if self.elsewhere is None:
+            return found.squeeze(1)
+        return found.masked_fill(self.elsewhere[:, None], 0).sum(1)
 
     def subtract(self, part: Tensor, amounts: Tensor) -> None:
-        """Subtract each row's amount from its element of `part` at its target's column, in place."""
+        """Subtract each row's amount, 0 if ignored, from its element of `part` at its target's column."""
         # Not scatter_add_, which is not deterministic on CUDA; each row has at most one element here.
-        amounts = amounts.where(self.here, 0)[:, None]
-        part.scatter_(1, self.columns, part.gather(1, self.columns) - amounts)
+        if self.elsewhere is not None:
+            amounts = amounts.masked_fill(self.elsewhere, 0)
+        part.scatter_(1, self.columns, part.gather(1, self.columns).sub_(amounts[:, None]))
+
+
+def require_target_of_each_row(targets: Tensor, shape: torch.Size) -> None:
+    """Raise DataError unless there is a class number for each row of logits of `shape`, `[..., classes]`."""
+    if targets.numel() != shape[:-1].numel() or targets.is_floating_point():
+        dtype = str(targets.dtype).removeprefix("torch.")
+        raise DataError(
+            f"the targets are {dtype}{list(targets.shape)} and the logits {list(shape)}: "
+            "give one class number for each row of logits."
+        )
 
 
 def local_targets(
@@ -79,29 +95,36 @@ def local_targets(
     `shape`: of the logits, `[..., classes]`. Raises DataError for targets of a wrong shape, and (not on an
     accelerator) for numbers that are no class.
     """
-    if targets.numel() != shape[:-1].numel() or targets.is_floating_point():
-        dtype = str(targets.dtype).removeprefix("torch.")
-        raise DataError(
-            f"the targets are {dtype}{list(targets.shape)} and the logits {list(shape)}: "
-            "give one class number for each row of logits."
-        )
-    flat, own = targets.reshape(-1).long(), vocabulary.own
-    counted = flat != ignore_index
-    known = ((flat >= 0) & (flat < vocabulary.classes)) | ~counted
-    if not is_accelerator(flat) and not known.all():
-        raise DataError(
-            f"the target {int(flat[~known][0])} is no class: give numbers from 0 to "
-            f"{vocabulary.classes - 1}, or {ignore_index} for targets to ignore."
-        )
-    here = counted & (flat >= own.start) & (flat < own.stop)
-    columns = (flat - own.start).where(here, 0)[:, None]
-    return LocalTargets(counted, known, here, columns[:, : len(own)])
+    require_target_of_each_row(targets, shape)
+    own = vocabulary.own
+    flat = targets.reshape(-1).long()
+    ignored = flat == ignore_index
+    numbers, unknown = flat.masked_fill(ignored, own.start), None
+    if is_accelerator(flat) or flat.is_meta:
+        unknown = (numbers < 0) | (numbers >= vocabulary.classes)
+    else:
+        _require_classes(numbers, vocabulary.classes, ignore_index)
+    if vocabulary.group.size == 1:
+        return LocalTargets(ignored, unknown, None, numbers[:, None])
+    elsewhere = ignored | (numbers < own.start) | (numbers >= own.stop)
+    columns = (numbers - own.start).masked_fill_(elsewhere, 0)[:, None]
+    return LocalTargets(ignored, unknown, elsewhere, columns[:, : len(own)])
+
+
+def _require_classes(numbers: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise DataError unless all `numbers` are from 0 to below `classes`. The host reads them."""
+    for found in map(int, numbers.aminmax() if len(numbers) else ()):
+        if not 0 <= found < classes:
+            raise DataError(
+                f"the target {found} is no class: give numbers from 0 to {classes - 1}, or {ignore_index} "
+                "for targets to ignore."
+            )
 
 
 def softmax_terms(
     part: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's cross-entropy (0 if ignored), and the factor of its softmax gradient: `[n]`.
+    """Return each row's cross-entropy, and the factor of its softmax gradient, `[n]`; both 0 if ignored.
 
     Overwrites `part` `[n, len(own)]` with exp(s). Communication: the two all-reduces above.
     """
@@ -110,12 +133,16 @@ def softmax_terms(
     all_reduce(largest, vocabulary.group, "max", checked=False).wait()
     part.sub_(largest[:, None])
     sums = [found.pick(part), *([part.sum(1)] if smoothing else [])]
-    packed = torch.stack([part.exp_().sum(1), *sums])
-    all_reduce(packed, vocabulary.group, checked=False).wait()
-    normalizer, at_target, *whole = packed.unbind()
-    normalizer.masked_fill_(~found.known, torch.nan)
+    sums.insert(0, part.exp_().sum(1))
+    if vocabulary.group.size > 1:
+        packed = torch.stack(sums)
+        all_reduce(packed, vocabulary.group, checked=False).wait()
+        sums = list(packed.unbind())
+    normalizer, at_target, *whole = sums
+    if found.unknown is not None:
+        normalizer.masked_fill_(found.unknown, torch.nan)
     log_normalizer = normalizer.log()
-    losses = log_normalizer - (1 - smoothing) * at_target
+    losses = log_normalizer.sub(at_target, alpha=1 - smoothing)
     if smoothing:
         losses.sub_(whole[0], alpha=smoothing / vocabulary.classes)
     factor = normalizer.reciprocal()
@@ -123,7 +150,7 @@ def softmax_terms(
         log_sum = largest + log_normalizer
         losses.add_(log_sum.square(), alpha=z_loss)
         factor.mul_(1 + 2 * z_loss * log_sum)
-    return losses.where(found.counted, 0), factor
+    return losses.masked_fill_(found.ignored, 0), factor.masked_fill_(found.ignored, 0)
 
 
 def overwrite_with_gradient(
@@ -133,9 +160,9 @@ def overwrite_with_gradient(
 
     Times `scale`, 0-d or `[n]`: one for all rows, or one each.
     """
-    scales = scale.where(found.counted, 0)
+    scales = scale * ~found.ignored
     part.mul_((scales * factor)[:, None])
-    found.subtract(part, scales * (1 - smoothing))
+    found.subtract(part, scales * (1 - smoothing) if smoothing else scales)
     if smoothing:
         part.sub_((scales * (smoothing / classes))[:, None])
 

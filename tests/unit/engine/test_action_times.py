@@ -89,6 +89,7 @@ def measured(plan: Plan) -> dict[str, Any]:
     for _ in range(2):
         engine.forward_backward(tokens, tokens)
         engine.step(optimizer, 1.0)
+        segments, waits = len(times._notes), sum(len(note.waits) for note in times._notes)
         found.append(times.take()())
         engine.evaluate(tokens, tokens)
     engine.evaluate(tokens, tokens)
@@ -98,6 +99,8 @@ def measured(plan: Plan) -> dict[str, Any]:
         "kinds": [key for key, seconds in zip(keys, found[1].own, strict=True) if seconds > 0],
         "sums": found[1].elapsed > 0 and found[1].elapsed >= sum(found[1].own[:-1]) * 0.5,
         "evaluated": evaluated,
+        "segments": segments,
+        "waits": waits,
     }
 
 
@@ -110,3 +113,12 @@ def test_actions_of_each_stage_and_the_optimizer_are_measured_and_evaluations_ar
     for one in (first, last):
         assert one["sums"]
         assert one["evaluated"] == ([0.0] * 5, 0.0)
+
+
+def test_waits_of_collectives_within_actions_are_stamped_and_those_between_are_not(thread_ranks: Any) -> None:
+    """Two actions of each micro-batch, and the optimizer's step, are measured on the first stage."""
+    alone = thread_ranks.run(measured, Plan(pp=2, microbatches=2), ranks=2)
+    assert [one["waits"] for one in alone] == [0, 0]
+    assert alone[0]["segments"] == 2 * 2 + 1
+    for one in thread_ranks.run(measured, Plan(tp=2, microbatches=2), ranks=2):
+        assert one["waits"] >= 2 * 2 * 4  # two micro-batches, two blocks, and in each four sums over tp

@@ -83,12 +83,13 @@ def test_gradient_buffers_are_set_to_zero_once_and_none_is_copied_onto_itself(
 ) -> None:
     """Masters are copied to what layers use: a buffer for each layer, and one of the tied parameter.
 
-    A CPU copies the first bf16 product of each weight to its fp32 gradient, and adds the others.
+    A CPU copies the first bf16 product of each weight to its fp32 gradient, and adds the others. The gradient
+    of bf16 logits is copied to their place.
     """
     buffers, weights = 2 * BLOCKS + 2, 4 * BLOCKS + 1
     names = of_plait("gpt2", **options)
     assert (names["zero_"], names["_foreach_zero_"]) == (0, 1)
-    assert names["copy_"] == (buffers + weights if options else 0)
+    assert names["copy_"] == (buffers + weights + MICROBATCHES if options else 0)
     assert names["add_"] == (weights * (MICROBATCHES - 1) if options else 0)
 
 

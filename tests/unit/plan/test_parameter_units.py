@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from plait.plan.parameter_units import PRECISIONS, Dtype, ModelParameter, UnitTiming, kind_of, timing_of
+from plait.plan.parameter_units import (
+    FLOAT8,
+    PRECISIONS,
+    Dtype,
+    ModelParameter,
+    UnitTiming,
+    kind_of,
+    resolve_units,
+    timing_of,
+)
 from plait.plan.plan import Plan
 
 OPTIMIZER = UnitTiming(gathers="once", scatters="last")
@@ -88,6 +97,29 @@ def test_precisions_are_for_floating_point_numbers() -> None:
 def test_a_frozen_parameter_has_no_master() -> None:
     kind = kind_of(Plan(precision="bf16"), ModelParameter(OWN, trains=False))
     assert (kind.compute, kind.master) == (HALF, HALF)
+
+
+def test_weights_that_linears_cast_once_are_gathered_in_float8_where_layers_have_copies() -> None:
+    weight = ModelParameter(takes_float8=True)
+    for plan, gather in (
+        (Plan(dp=2, strategy="full"), FLOAT8),
+        (Plan(precision="bf16"), FLOAT8),
+        (Plan(dp=2), SINGLE),
+        (Plan(precision="bf16", master_precision="bf16"), HALF),
+    ):
+        kind = kind_of(plan, weight)
+        assert kind.gather == gather
+        assert kind.has_master == (kind.master != gather)
+    frozen = replace(weight, trains=False)
+    assert kind_of(Plan(dp=2, strategy="optimizer"), frozen).gather == SINGLE, "it is not sharded"
+    assert kind_of(Plan(dp=2, strategy="full"), frozen).gather == FLOAT8
+    units = resolve_units(
+        Plan(precision="bf16"),
+        {"w": weight, "b": ModelParameter()},
+        {"0": "w", "1": "b"},
+        {"0": (0,), "1": (1,)},
+    )
+    assert [units[name].timing.scales for name in "01"] == [True, False]
 
 
 def test_gradients_are_summed_once_over_each_data_axis() -> None:

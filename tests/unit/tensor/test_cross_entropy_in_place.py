@@ -50,29 +50,31 @@ def test_loss_and_gradient_equal_those_of_torch_and_lie_where_the_logits_did(los
     evaluated = CrossEntropyInPlace(loss, None).total(logits, targets)
     assert torch.equal(logits, kept)  # not written without a gradient
     total, gradient = CrossEntropyInPlace(loss, None).gradient(logits, targets, SCALE)
-    assert torch.equal(evaluated, total)
+    assert torch.equal(evaluated, expected)
     assert abs(total - expected) <= 1e-12 * expected
     assert (gradient - wanted).abs().max() <= 1e-12 * wanted.abs().max()
     assert gradient.data_ptr() == logits.data_ptr()
     assert torch.equal(gradient, logits)
 
 
+@pytest.mark.parametrize("loss", [LOSSES[0], LOSSES[2]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_in_16_bits_are_converted_some_rows_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, loss: CrossEntropy
 ) -> None:
     logits, targets = batch(dtype)
-    expected, wanted = of_torch(CrossEntropy(), logits, targets)
+    expected, wanted = of_torch(loss, logits, targets)
     sizes: list[int] = []
-    original = cross_entropy_in_place.overwrite_logits
+    name = "_overwrite_whole" if loss == CrossEntropy() else "overwrite_logits"
+    original = getattr(cross_entropy_in_place, name)
 
     def overwrite(part: Tensor, *arguments: object) -> Tensor:
         sizes.append(len(part))
-        return original(part, *arguments)  # type: ignore[arg-type]
+        return original(part, *arguments)
 
-    monkeypatch.setattr(cross_entropy_in_place, "overwrite_logits", overwrite)
+    monkeypatch.setattr(cross_entropy_in_place, name, overwrite)
     monkeypatch.setattr(cross_entropy_in_place, "CHUNK_BYTES", 5 * CLASSES * 4)
-    total, gradient = CrossEntropyInPlace(CrossEntropy(), None).gradient(logits, targets, SCALE)
+    total, gradient = CrossEntropyInPlace(loss, None).gradient(logits, targets, SCALE)
     assert sizes == [5, 5, 2]
     assert total.dtype == torch.float32
     assert torch.allclose(total, expected, rtol=1e-6)
@@ -100,8 +102,26 @@ def test_no_rows_and_a_single_row_have_a_loss(shape: tuple[int, ...]) -> None:
     assert gradient.shape == shape
 
 
-def test_numbers_that_are_no_class_are_refused() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [1, 2, 31, 32, 33, 257, 1025, 5000])
+def test_log_probabilities_written_over_logits_have_the_bits_of_others(
+    classes: int, dtype: torch.dtype
+) -> None:
+    """What `_overwrite_whole` relies on: torch does not say that the result may take the argument's place."""
+    logits = torch.randn(37, classes, dtype=dtype, generator=torch.Generator().manual_seed(classes)) * 8
+    logits[3, 0] = -torch.inf if classes > 1 else 0
+    expected = torch.log_softmax(logits, 1)
+    assert torch.log_softmax(logits, 1, out=logits).equal(expected)
+    assert logits.equal(expected)
+
+
+def test_targets_that_are_no_classes_are_refused() -> None:
     logits, targets = batch()
+    for given in (targets.flatten()[:-1], targets.double()):
+        with pytest.raises(DataError, match="give one class number for each row of logits"):
+            CrossEntropyInPlace(CrossEntropy(), None).gradient(logits, given, SCALE)
     targets[2, 3] = CLASSES
     with pytest.raises(DataError, match=f"the target {CLASSES} is no class: give numbers from 0 to 6"):
+        CrossEntropyInPlace(CrossEntropy(z_loss=1.0), None).gradient(logits.clone(), targets, SCALE)
+    with pytest.raises(IndexError, match=f"Target {CLASSES} is out of bounds"):
         CrossEntropyInPlace(CrossEntropy(), None).gradient(logits, targets, SCALE)

@@ -147,10 +147,7 @@ def help_text(parser: CommandParser, argv: Sequence[str]) -> str:
 
 def configuration_overview() -> str:
     """Return a text that lists all configuration fields by section, and says how to read about them."""
-    lines = [
-        "Fields by section; `plait train --help SECTION` describes those of one,",
-        "`plait train --help all` all:",
-    ]
+    lines = ["Fields; `plait train --help SECTION`, or `--help all`, describes them:"]
     for section in sections():
         own = [name.removeprefix(f"{section}.") for name in fields() if name.startswith(f"{section}.")]
         text = fill(

@@ -52,6 +52,8 @@ class Stragglers(Callback):
         require_flag("Stragglers' rebalance", rebalance)
         self._every, self._rebalance = every, rebalance
         self._hosts: list[str] = []
+        self._places: list[int] = []
+        """Of each rank its index along `pp`."""
         self._times: RankTimes | None = None
         self._gathered: Callable[[], WindowTimes] | None = None
         self._own = self._elapsed = SlowRanks([], [], OWN_WINDOWS)
@@ -73,27 +75,27 @@ class Stragglers(Callback):
         return {**self._elapsed.slow, **self._own.slow}
 
     def begin(self, run: TrainingLoop) -> None:
-        """Begin to measure; go on with the stages of a run that was rebalanced before it was resumed."""
+        """Begin to measure; go on with the stages of a run that was rebalanced, if it had as many ranks."""
         if run.mesh.world == 1:
             return
         self._hosts = all_gather_text(socket.gethostname(), run.mesh.group("world"), run.mesh.device)
-        places = [run.mesh.coordinate_of(rank)["pp"] for rank in range(run.mesh.world)]
+        self._places = places = [run.mesh.coordinate_of(rank)["pp"] for rank in range(run.mesh.world)]
         costs = rank_costs(layer_costs_of(run.engine).total, run.engine)
         self._own = SlowRanks(places, costs, OWN_WINDOWS)
         self._elapsed = SlowRanks(places, costs, ELAPSED_WINDOWS)
         self._times = RankTimes(run.engine, self._every)
         saved, self._saved = self._saved, {}
-        if saved and len(saved["layers_per_stage"]) == run.engine.schedule.stages:
+        stages = run.engine.schedule.stages
+        if saved and saved["pp_of_ranks"] == places and len(saved["layers_per_stage"]) == stages:
             for ranks, name in ((self._own, "own"), (self._elapsed, "elapsed")):
-                ranks.slow = {
-                    rank: SlowRank(rank, *rest) for rank, *rest in saved[name] if rank < len(places)
-                }
+                ranks.slow = {rank: SlowRank(rank, *rest) for rank, *rest in saved[name]}
             self._cut_anew(run, tuple(saved["layers_per_stage"]), saved["layer_costs"])
 
     def replanned(self, run: TrainingLoop) -> None:
         """Measure the run's new engine from now on."""
         if self._times is not None:
             self._times, self._gathered = RankTimes(run.engine, self._every), None
+            self._received.clear()
 
     def submitted(self, run: TrainingLoop) -> None:
         """End the measurement of the step."""
@@ -152,8 +154,9 @@ class Stragglers(Callback):
         peers = self._own.peers(one.rank)
         than = "the costs of its layers and the other ranks let expect"
         if peers:
-            kinds = _ratios_of_kinds(one.rank, peers, times)
-            than = f"rank{'s' * (len(peers) > 1)} {listed([*map(str, peers)])} with the same work ({kinds})"
+            than = f"rank{'s' * (len(peers) > 1)} {listed([*map(str, peers)])} with the same work"
+            if one.rank in self._own.slow:
+                than += f" ({_ratios_of_kinds(one.rank, peers, times)})"
         simulation, cut = self._simulation(run, times), run.engine.blueprint.layers_per_stage
         with_it, without = simulation.seconds(cut), simulation.seconds_without_slow_ranks(cut)
         return (
@@ -236,6 +239,7 @@ class Stragglers(Callback):
         return {
             "layers_per_stage": list(self._cut),
             "layer_costs": list(self._layer_costs),
+            "pp_of_ranks": self._places,
             **{name: [[*vars(one).values()] for one in ranks.values()] for name, ranks in slow.items()},
         }
 

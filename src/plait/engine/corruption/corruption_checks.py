@@ -97,14 +97,14 @@ class CorruptionChecks:
         """Called by the engine when `forward_backward` begins."""
         if self._memory is not None:
             self._memory.compare_gradients()
-            self._memory.begin_pass(runner.gatherer)
+            self._memory.begin_pass(runner)
         if self._layers is not None:
             self._layers.begin_pass()
 
     def end_pass(self, runner: Runner) -> None:
         """Called by the engine when the gradients of `forward_backward` are final."""
         if self._memory is not None:
-            self._memory.end_pass(runner.gatherer)
+            self._memory.end_pass(runner)
         if self._layers is not None:
             self._layers.end_pass(runner.gatherer, self.compare)
         if self._memory is not None:
@@ -137,7 +137,7 @@ def _checked(
     optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     for one in optimizers:
         require_instance("the optimizer", one, Optimizer, "give one of torch.optim, or a list", PlanError)
-    if engine.plan.cuda_graphs:
+    if engine.plan.cuda_graphs and (memory or rate):
         raise PlanError(
             "plan.cuda_graphs is True, and a graph's replay calls no check: leave plan.cuda_graphs out, or "
             "plait.CorruptionChecks."

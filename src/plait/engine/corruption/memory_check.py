@@ -19,9 +19,8 @@ from plait.checkpoint.optimizer_set import whole_states
 from plait.engine.corruption.held_tensors import HeldTensors
 from plait.engine.corruption.recorded_sums import ChangedTensor, NamedTensor, RecordedSums
 from plait.engine.corruption.replica_sums import ReplicaSums
-from plait.engine.runner import Runtime
+from plait.engine.runner import Runner, Runtime
 from plait.engine.sharding.flat_buffer import FlatBuffer
-from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.replica_check import check_replicas
 from plait.errors import CorruptionError, ReplicaError
 from plait.ranks.device import is_accelerator
@@ -49,6 +48,8 @@ class MemoryCheck:
         self._others, self._gradients = RecordedSums(), RecordedSums()
         self._gathered: list[RecordedSums] = []
         """What layers read of parameters in this pass, where it is kept beside the optimizer's."""
+        self._scattered: dict[int, RecordedSums] = {}
+        """Gradients of shards, by the `id` of the buffer, as the last reduction in this pass left them."""
         self._recorded = dict.fromkeys(optimizers, 0)
         """After how many steps the state of each optimizer was recorded."""
         self._unread: list[_Comparison] = []
@@ -106,10 +107,11 @@ class MemoryCheck:
             self._steps, f"after the reductions of step {self._steps}, before {before}", self._gradients
         )
 
-    def begin_pass(self, gatherer: Gatherer) -> None:
+    def begin_pass(self, runner: Runner) -> None:
         """Start to compare this rank's sums with those of the ranks that hold the same."""
         self._gathered.clear()
-        gatherer.observer = self._record_gathered
+        self._scattered.clear()
+        runner.gatherer.observer, runner.reducer.observer = self._record_gathered, self._record_scattered
         if self._replicas.are_needed:
             gradients = [self._gradients] if self._gradients.are_recorded else []
             recorded = [*self._of_optimizers.values(), self._others, *gradients]
@@ -123,13 +125,23 @@ class MemoryCheck:
             sums.record([one for one in named if one.tensor.numel()])
             self._gathered.append(sums)
 
-    def end_pass(self, gatherer: Gatherer) -> None:
-        """Read the comparisons that began before, and compare what layers have read of parameters."""
+    def _record_scattered(self, buffer: FlatBuffer) -> None:
+        """Record the gradient of a shard, which may be complete."""
+        sums = self._scattered.setdefault(id(buffer), RecordedSums())
+        named = (NamedTensor(name, "gradient", one) for name, one in buffer.shard_gradients.items())
+        sums.record([one for one in named if one.tensor.numel()])
+
+    def end_pass(self, runner: Runner) -> None:
+        """Read the comparisons that began before, and compare what was gathered and scattered since."""
         self.read()
-        gatherer.observer, step = None, self._steps + 1
+        runner.gatherer.observer = runner.reducer.observer = None
+        step = self._steps + 1
         for sums in self._gathered:
             self._start(step, f"after it was gathered in step {step}, before its backward ended", sums)
+        for sums in self._scattered.values():
+            self._start(step, f"after its reduction in step {step}, before its backward ended", sums)
         self._gathered.clear()
+        self._scattered.clear()
         self._read_finished()
 
     def record_gradients(self) -> None:

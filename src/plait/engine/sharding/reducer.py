@@ -53,6 +53,8 @@ class Reducer:
         self._arriving: tuple[Tensor, Callable[[], Tensor]] | None = None
         """The last offloaded gradient that is being copied from the GPU, and its sum on the CPU."""
         self._reduced: list[tuple[FlatBuffer, Handle[Tensor]]] = []
+        self.observer: Callable[[FlatBuffer], None] | None = None
+        """Called with each buffer to whose shard's gradient a reduce-scatter was added."""
         self._stale: list[tuple[FlatBuffer, Handle[Tensor]]] = []
         """Reductions of a failed step, whose input a backend may still read."""
 
@@ -151,6 +153,8 @@ class Reducer:
             elif summed is not buffer.shard_gradient:
                 buffer.shard_gradient.copy_(summed)
             buffer.release_gradients()
+            if self.observer is not None and not buffer.offloads_gradients:
+                self.observer(buffer)
 
     def _add_arrived(self) -> None:
         """Wait for the last gradient's copy to the CPU, and add it to the gradient of its shard."""
@@ -190,6 +194,7 @@ class Reducer:
     def clear(self) -> None:
         """Clean up after an exception within a step: restore the gradients from before the step."""
         self._queue.unwritten.clear()
+        self.observer = None
         started = [*self._reduced, *(pair for pairs in self._scattered.values() for pair in pairs)]
         self._stale += [(buffer, handle) for buffer, handle in started if not handle.abandon()]
         still_read = [buffer for buffer, _ in self._stale]

@@ -41,8 +41,14 @@ class _Activations(NamedTuple):
     """What all layers keep until their input gradients."""
     head: float
     """What the head keeps."""
-    temporary: float
+    forward: float
+    """What the head's forward and the loss allocate beside it."""
+    backward: float
     """What the head's backward allocates."""
+
+    def temporary(self, *, buffers: bool) -> float:
+        """Return what the head allocates; where `buffers` hold whole gradients, in its backward."""
+        return self.backward if buffers else max(self.forward, self.backward)
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,8 @@ class MemoryBounds:
             both = shards + added - (0.0 if gathered else state[1])
             after = self._held_at_once(shape, policy, both, buffers=buffers, after_backward=True)
             least = max(least, after)
-        alone = (
-            sum(state_bytes(shape, _in_a_row(parameters.head))[:3]) + activations.head + activations.temporary
-        )
+        alone = sum(state_bytes(shape, _in_a_row(parameters.head))[:3]) + activations.head
+        alone += activations.temporary(buffers=buffers)
         alone += _buffers(shape, parameters.head, policy) if buffers else 0.0
         return max(least, alone)
 
@@ -97,7 +102,7 @@ class MemoryBounds:
         """
         ranks, held = shape.plan.pp, shape.plan.microbatches - after_backward
         activations, every = self._kept(shape), 0.0
-        one = activations.temporary
+        one = activations.temporary(buffers=buffers)
         if buffers:
             every, largest = (
                 _buffers(shape, count, policy, after_backward=after_backward)
@@ -130,7 +135,8 @@ class MemoryBounds:
             layers = {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
             kept = sum(layers[kind].until_inputs for kind in self.model.kinds)
             head = layers["head"]
-            self._activations[key] = _Activations(kept, head.until_inputs, head.backward)
+            forward = head.forward - head.until_inputs
+            self._activations[key] = _Activations(kept, head.until_inputs, forward, head.backward)
         return self._activations[key]
 
     def parameters(self, tp: int) -> ModelParameters:

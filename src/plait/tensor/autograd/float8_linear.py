@@ -10,7 +10,7 @@ input gradients that are summands of several ranks of `tp` are summed in fp32 fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,7 +120,8 @@ class _Float8Linear(torch.autograd.Function):
         ctx.weight, ctx.casts, ctx.queue, ctx.transposed = weight, call.casts, call.queue, call.transposed
         ctx.weight_scale, ctx.output_sum, ctx.ran = call.weight_scale, call.output_sum, False
         if is_late:
-            shape = *call.input.shape[:-1], call.weight.shape[0]
+            shape: Sequence[int] = (*call.input.shape[:-1], call.weight.shape[0])
+            shape = shape if call.output_sum is None else call.output_sum.shape(shape)
             return call.input.new_empty_strided(shape, (0,) * len(shape))  # `float8_linear` sets the memory
         return call.output(cast.for_output, bias)
 

@@ -21,7 +21,7 @@ differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -161,11 +161,11 @@ class SumOfSummands:
             return gradient
         return _registered_whole(Gather(self.group, self.dim, self.size), self.registry, gradient)
 
-    def shape(self, summand: Tensor) -> list[int]:
-        """Return the shape of what `total` returns."""
-        shape = list(summand.shape)
+    def shape(self, summand: Sequence[int]) -> list[int]:
+        """Return the shape of what `total` returns for summands of the shape `summand`."""
+        shape = list(summand)
         if self.dim is not None:
-            shape[self.dim] = _own_size(summand, self.group, self.dim)
+            shape[self.dim] = len(divide(shape[self.dim], self.group.size)[self.group.index])
         return shape
 
 

@@ -48,7 +48,7 @@ def traced_float8_linear(
     output: Tensor = made.view(shape)
     if output_sum is not None:
         numbers = trace.numbers(output_sum.total, output_sum.gradient)
-        output = _TracedSum.apply(output, output_sum.shape(output), *numbers, input.dtype)  # type: ignore[no-untyped-call]
+        output = _TracedSum.apply(output, output_sum.shape(output.shape), *numbers, input.dtype)  # type: ignore[no-untyped-call]
     return output if bias is None else output + bias
 
 

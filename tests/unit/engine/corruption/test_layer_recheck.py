@@ -69,6 +69,33 @@ PLANS: dict[str, tuple[Plan, Callable[[], nn.Module]]] = {
 }
 
 
+def train_on_documents(plan: Plan, rate: float) -> tuple[int, dict[str, Tensor]]:
+    """Train on packed rows whose documents begin elsewhere on each rank and in each micro-batch."""
+    engine = engine_of(plan, partial(plait.models.llama, **SIZES))
+    optimizer = adamw(engine)
+    with CorruptionChecks(engine, optimizer, recheck_rate=rate) as checks:
+        for step in range(2):
+            tokens, targets = batch(engine, step)
+            first = 1 + engine.mesh.index("dp")
+            ids = torch.arange(8).expand(4, 8).gt(torch.arange(first, first + 4)[:, None]).long()
+            engine.forward_backward({"tokens": tokens, "document_ids": ids}, targets)
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+        count = checks.rechecked
+    return count, engine.state_dict(everywhere=True)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(dp=2, microbatches=2), pytest.param(Plan(dp=2, cp=2), marks=pytest.mark.full)]
+)
+def test_runs_on_other_documents_have_the_same_bits(thread_ranks: Any, plan: Plan) -> None:
+    (none, expected), *_ = thread_ranks.run(train_on_documents, plan, 0.0, ranks=plan.world)
+    (count, found), *_ = thread_ranks.run(train_on_documents, plan, 1.0, ranks=plan.world)
+    assert none == 0
+    assert count > 0
+    assert all(torch.equal(found[key], one) for key, one in expected.items())
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_runs_that_are_computed_again_have_the_same_bits(thread_ranks: Any, name: str) -> None:
     plan, build = PLANS[name]

@@ -18,7 +18,7 @@ from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.errors import CorruptionError
 from plait.plan.plan import Plan
 from plait.ranks.consistency_check import all_numbers
-from plait.schedules.lowering.program import ComputeLoss
+from plait.schedules.lowering.program import AwaitScatter, ComputeLoss
 
 
 def muon(engine: Engine) -> Optimizer:
@@ -345,3 +345,64 @@ def test_what_layers_read_is_compared_where_it_is_kept(thread_ranks: Any, plan: 
     )
     with pytest.raises(CorruptionError, match=f"{expected}after it was gathered in step 2, "):
         thread_ranks.run(flip_what_is_gathered, plan, ranks=2)
+
+
+def flip_what_is_scattered(plan: Plan) -> None:
+    """A bit of a shard's gradient flips on rank 1, while other layers still run backward."""
+    engine, optimizer = engine_of(plan)
+    gradients = [
+        one for one in engine.runtime.units["head"].buffers[0].shard_gradients.values() if one.numel()
+    ]
+
+    def spoil(instruction: Any, runtime: Any) -> None:
+        last = isinstance(instruction, AwaitScatter) and instruction.unit == "blocks.0.mlp"
+        if last and engine.mesh.rank == 1 and engine.passes == 1:
+            flip(gradients[-1], 6, 3)
+
+    engine.observe(spoil)
+    with CorruptionChecks(engine, optimizer):
+        for step in range(2):
+            engine.forward_backward(*batch(engine, step))
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(dp=2, strategy="gradients")])
+def test_a_reduced_gradient_is_compared_from_its_own_reduction_on(thread_ranks: Any, plan: Plan) -> None:
+    told = "rank 1 on host .*: the gradient of (head|embedding)[.].* changed in memory by one bit, "
+    with pytest.raises(CorruptionError, match=f"{told}after its reduction in step 2, before its backward"):
+        thread_ranks.run(flip_what_is_scattered, plan, ranks=2)
+
+
+def test_checks_end_where_another_engine_takes_over(thread_ranks: Any) -> None:
+    def moved(plan: Plan) -> list[bool]:
+        engine, optimizer = engine_of(plan)
+        checks = CorruptionChecks(engine, optimizer)
+        engine.forward_backward(*batch(engine, 0))
+        engine.step(optimizer, 1.0)
+        optimizer.zero_grad()
+        engine, optimizer = plait.reshard(engine, optimizer, other, plait.Mesh(other))
+        checks.compare()
+        with CorruptionChecks(engine, optimizer):
+            engine.forward_backward(*batch(engine, 1))
+            engine.step(optimizer, 1.0)
+            return [one is checks for one in engine.watches]
+
+    other = Plan(tp=2)
+    assert thread_ranks.run(moved, Plan(dp=2, strategy="full"), ranks=2) == [[False], [False]]
+
+
+def test_several_optimizers_are_checked_each_at_its_own_update() -> None:
+    engine, _ = engine_of(Plan())
+    every = list(engine.parameters())
+    both = [torch.optim.AdamW(every[:5], lr=1e-3), torch.optim.SGD(every[5:], lr=1e-3)]
+    with CorruptionChecks(engine, both):
+        for step in range(3):
+            engine.forward_backward(*batch(engine, step))
+            both[0].step()
+            if step < 2:
+                both[1].step()
+        flip(every[7], 3, 3)
+        with pytest.raises(CorruptionError, match="after the update of step 2, before that of step 3"):
+            both[1].step()
+        flip(every[7], 3, 3)

@@ -21,6 +21,7 @@ from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import insert_gathers, lower
 from plait.schedules.lowering.program import (
     ComputeLoss,
+    ComputeScales,
     GatherParameters,
     LayerIndex,
     LoweringSpec,
@@ -47,6 +48,20 @@ def test_parameters_are_gathered_while_the_layer_before_runs() -> None:
         seed 0I1; await b; gather a; 0B1.1; release b; reduce b;  await a; 0B1.0; release a; reduce a
         release 0B1; finish
     """)
+
+
+def test_a_step_computes_the_scales_of_matrices_in_float8_once_before_it_gathers_any() -> None:
+    timings = {"a": GATHERS, "b": replace(GATHERS, scales=True)}
+    for schedule, rank in ((policy_schedule("gpipe", 1, 2), 0), (policy_schedule("1f1b", 2, 2), 1)):
+        layers = (2,) if schedule.stages == 1 else (1, 1)
+        units = AB if schedule.stages == 1 else {"a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)}
+        program = lower(schedule, LoweringSpec(layers, units, timings=timings))[rank]
+        places = [place for place, one in enumerate(program) if isinstance(one, ComputeScales)]
+        gathers = [place for place, one in enumerate(program) if isinstance(one, GatherParameters)]
+        assert len(places) == 1
+        assert places[0] < gathers[0]
+    without = lower(policy_schedule("1f1b", 2, 2), LoweringSpec((1, 1), units, timings=timings))[0]
+    assert not any(isinstance(one, ComputeScales) for one in without), "the rank has no such matrix"
 
 
 def test_units_gathered_once_a_step_are_gathered_before_their_first_use() -> None:

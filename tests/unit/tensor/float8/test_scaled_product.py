@@ -66,7 +66,7 @@ def test_operands_may_be_stored_in_any_order_and_sums_over_any_size(monkeypatch:
     few = product(ScaledMatrix(a.data[:, :19], a.scale), ScaledMatrix(b.data[:19], b.scale), torch.float32)
     assert given == [(True, True, 0)] * 2
     left, right = values(a)[:, :19], values(b)[:19]
-    assert ((few - left @ right).abs() <= 40 * 2**-24 * (left.abs() @ right.abs())).all()
+    assert ((few.double() - left @ right).abs() <= 40 * 2**-24 * (left.abs() @ right.abs())).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

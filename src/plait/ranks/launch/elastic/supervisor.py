@@ -43,7 +43,10 @@ _GRACE = 1.0
 _SAME_FAILURES = 3
 """Times that one failure happens without new snapshots, after the last of which the run ends."""
 _LEAST_PATIENCE, _SHARE_OF_LIMIT = 1.0, 0.05
-"""Seconds for a rank to leave a failed world; then its process is killed. Also as a share of the limit."""
+"""Seconds that a rank is given to leave a failed world, at least, and as a share of the limit.
+
+Where nothing would take its place, it is given the whole limit.
+"""
 
 MakeJob = Callable[[Worker, int], RankJob]
 """Returns the job of a rank in a generation."""
@@ -74,7 +77,10 @@ class Supervisor(SimpleElasticAgent):
         super().__init__(spec)
         self._wanted, self._settings, self._host = ranks, settings, rendezvous
         self._start_member, self._make_job, self._folder = start_member, make_job, folder
-        self._limit, self._patience = limit, max(_LEAST_PATIENCE, _SHARE_OF_LIMIT * limit)
+        self._limit = limit
+        share = _SHARE_OF_LIMIT if settings.replace else 1.0
+        self._patience = max(_LEAST_PATIENCE, share * limit)
+        """Seconds for a rank to leave a failed world; then its process is killed."""
         self._started = 0
         """The number of processes that were started."""
         self._running: list[Member] = []
