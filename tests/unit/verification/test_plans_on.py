@@ -267,6 +267,13 @@ def test_plans_that_cannot_be_are_given_with_the_reason() -> None:
     assert four.findings.differences == []
 
 
+def test_plans_in_and_without_float8_have_references_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5))
+    case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1), device="cpu")
+    outcomes = verify_plans(case, [Plan(), Plan(linears="float8"), Plan(linears="float8-rowwise")])
+    assert [one.findings.differences for one in outcomes if isinstance(one, RankOutcome)] == [[], [], []]
+
+
 def test_after_a_plan_that_was_refused_the_next_one_runs(thread_ranks: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
     case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
