@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plait.plan.decoder_sizes import LOSS_CHUNK_BYTES
 from plait.tensor.losses import (
     CrossEntropy,
     LossOverVocabulary,
@@ -27,8 +28,6 @@ from plait.tensor.losses import (
 )
 from plait.tensor.parallel.partition import Vocabulary
 
-CHUNK_BYTES = 1 << 26
-"""Of 16-bit logits that are converted to float32 at once, in float32; more hide the host's time on a GPU."""
 Overwrite: TypeAlias = Callable[[Tensor, slice], Tensor]
 """Overwrites the logits of a chunk of rows by their gradient, and returns the chunk's summed loss."""
 
@@ -86,7 +85,7 @@ class CrossEntropyInPlace:
         """Return how many rows are computed at once: all, if nothing is copied, or each has an all-reduce."""
         if self.vocabulary is not None or wide(rows[:0]).dtype == rows.dtype:
             return max(len(rows), 1)
-        return max(CHUNK_BYTES // (torch.float32.itemsize * max(rows.shape[1], 1)), 1)
+        return max(LOSS_CHUNK_BYTES // (torch.float32.itemsize * max(rows.shape[1], 1)), 1)
 
 
 def _overwrite_whole(part: Tensor, numbers: Tensor, ignore_index: int, scale: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def test_logits_in_16_bits_are_converted_some_rows_at_a_time(
         return original(part, *arguments)
 
     monkeypatch.setattr(cross_entropy_in_place, name, overwrite)
-    monkeypatch.setattr(cross_entropy_in_place, "CHUNK_BYTES", 5 * CLASSES * 4)
+    monkeypatch.setattr(cross_entropy_in_place, "LOSS_CHUNK_BYTES", 5 * CLASSES * 4)
     total, gradient = CrossEntropyInPlace(loss, None).gradient(logits, targets, SCALE)
     assert sizes == [5, 5, 2]
     assert total.dtype == torch.float32

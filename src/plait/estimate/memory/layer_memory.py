@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.estimate.time.decoder_operations import MicrobatchShape, context_method, keys_read
-from plait.plan.decoder_sizes import LayerKind
+from plait.plan.decoder_sizes import LOSS_CHUNK_BYTES, LayerKind
 from plait.plan.plan import Recompute
-from plait.tensor.cross_entropy_in_place import CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _copy_for_loss(shape: MicrobatchShape, elements: float) -> float:
     """Return the bytes of the float32 copy of 16-bit logits: of all at once if classes are partitioned."""
     if shape.item >= 4:
         return 0.0
-    return 4 * elements if shape.plan.tp > 1 else min(4 * elements, CHUNK_BYTES)
+    return 4 * elements if shape.plan.tp > 1 else min(4 * elements, LOSS_CHUNK_BYTES)
 
 
 def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
