@@ -25,7 +25,7 @@ INNER_MULTIPLE = 256
 TOP_K = 2
 """Experts of a token, if not given, as in Mixtral."""
 LOSS_CHUNK_BYTES = 1 << 26
-"""Of 16-bit logits that the loss converts to float32 at once, in float32; more hide the host's time on a GPU."""
+"""Of 16-bit logits that the loss converts to float32 at once; more hide the time of the host on a GPU."""
 OPTIONAL = ("kv_heads", "inner", "experts")
 """Sizes that may be None."""
 MOST_BLOCKS, MOST_SIZE = 10_000, 2**31 - 1
