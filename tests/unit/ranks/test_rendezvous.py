@@ -229,8 +229,8 @@ def participant(rank: int, token: str) -> Participant:
 
 
 def report(store: dist.Store, own: Participant, deadline: float = 20.0) -> Meeting:
-    until = time.monotonic() + deadline
-    return rendezvous._ask(store, own, until, until, replaces=True)
+    now = time.monotonic()
+    return rendezvous._ask(store, own, now + 20, now + deadline, replaces=True)
 
 
 def gather(store: dist.Store, own: Participant) -> Meeting:
