@@ -9,12 +9,16 @@ sizes that are no multiple of 16. Routers are no linears.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from plait.errors import PlanError, listed
+from plait.errors import ModelError, PlanError, listed
 from plait.models.lora import LoraLinear
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.rules import Rule, join
@@ -22,10 +26,12 @@ from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.float8.scaled_product import MULTIPLE, is_multiple
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.layer_values import NamedLayer, Value, map_tensors
 
 OTHER_RULES = {"vocabulary": "head", "replicated": "replicated", "partitioned": "partitioned"}
 """By rule why a linear stays as it is."""
+FREE_OF_VALUES = frozenset({"shape", "size", "dim", "ndim", "numel", "__len__", "device", "requires_grad"})
+"""Attributes and methods of a tensor that are the same whatever its numbers and its dtype are."""
 MOST_LISTED = 3
 """Paths that a sentence lists for each reason."""
 
@@ -137,3 +143,59 @@ def require_multipliable(choice: LinearChoice, layouts: Mapping[str, Layout], re
                 f"{path}, each with a summand of their gradient, which float8 would round before the sum: "
                 "choose a tp that divides the heads of keys and values, or set plan.linears to None."
             )
+
+
+def refuse_other_readers(layer: NamedLayer, weights: Collection[str], value: Value, length: int) -> None:
+    """Raise ModelError where `layer` reads one of `weights` outside of the linear that has it.
+
+    `weights`: names, in the layer, of those that it gets in 8 bits, without their scale. `layer` is on the
+    meta device, and is changed: give a copy. `value` and `length`: as to `NamedLayer.run`.
+    """
+    linears = {name: layer.module.get_submodule(name.rpartition(".")[0]) for name in weights}
+    reads = _OtherReads(linears)
+    for module in dict.fromkeys(linears.values()):
+        module.forward = partial(reads.call, module.forward)
+    try:
+        with torch.device("meta"), torch.enable_grad(), reads:
+            layer.run(map_tensors(Tensor.clone, value), length)
+    except Exception:  # it has run before, when its operations were not followed
+        return
+    for name, operation in reads.found.items():
+        raise ModelError(
+            f"layer {layer.path!r} reads {join(layer.path, name)} by {operation}, outside of its linear, "
+            "but with plan.linears = 'float8' it is in 8 bits there, without its scale: call the linear in "
+            "place of that, or set plan.linears to 'float8-rowwise', whose weights stay in the precision."
+        )
+
+
+class _OtherReads(TorchFunctionMode):
+    """Records which operation reads the weight of a linear while that linear does not run."""
+
+    def __init__(self, linears: Mapping[str, Any]) -> None:
+        """`linears`: by the name of the weight."""
+        super().__init__()
+        self._names = {id(module.weight): name for name, module in linears.items()}
+        self._running = 0
+        self.found: dict[str, str] = {}
+        """The operation by the name of the weight."""
+
+    def call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the `forward` of a linear does."""
+        self._running += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running -= 1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, and record it if it reads such a weight."""
+        kwargs = kwargs or {}
+        if not self._running:
+            name = func.__name__
+            name = getattr(func.__self__, "__name__", name) if name == "__get__" else name
+            read = [self._names[id(one)] for one in (*args, *kwargs.values()) if id(one) in self._names]
+            if name not in FREE_OF_VALUES:
+                self.found |= dict.fromkeys(read, name)
+        return func(*args, **kwargs)

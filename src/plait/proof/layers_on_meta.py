@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, listed
+from plait.models.float8_linears import refuse_other_readers
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.models.layers.stateful_layers import refuse_carried_values
@@ -63,6 +64,7 @@ class MetaLayers:
         frozen = {name for name, kind in kinds.items() if not kind.trains}
         self._sharded, self._frozen = _names(sequence, sharded), _names(sequence, frozen)
         self._summed = _names(sequence, {name for name, kind in kinds.items() if kind.summands > 1})
+        self._scaled = _names(sequence, {name for name, kind in kinds.items() if kind.scaled})
 
     @cached_property
     def layers(self) -> list[NamedLayer]:
@@ -122,6 +124,8 @@ class MetaLayers:
             run: InferredLayer = self._results[key][1]
             counting = () if proves else self._counting(number, given)
             run = replace(run, info=replace(run.info, counting=counting)) if counting else run
+            if self._scaled[number] and not proves:
+                self._refuse_other_readers(number, given)
             yield run
             given = run.next_input()
         while len(self._results) > MOST_RESULTS:
@@ -181,6 +185,20 @@ class MetaLayers:
                 )
         return counting
 
+    def _refuse_other_readers(self, number: int, given: LayerInput) -> None:
+        """Raise ModelError where a layer reads weights that it gets in float8 other than by their linears.
+
+        Looked at as `_counting` does.
+        """
+        trains = torch.is_grad_enabled()
+        key = "weights in float8", self.structures[number], trains
+        if key not in self._results:
+            (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
+            if not trains:
+                copied.module.eval()
+            refuse_other_readers(copied, self._scaled[number], given.value, given.length)
+            self._results[key] = True
+
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
         """Return what the proof of layer `number` has to confirm; `layer`: a copy with rules applied."""
         dims = self._rules.sequence_dims[layer.path]
@@ -218,7 +236,7 @@ class MetaLayers:
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
                 _expert_degrees(layer.module, rules.experts),
-                (self._sharded[number], self._summed[number], self._frozen[number]),
+                (self._sharded[number], self._summed[number], self._frozen[number], self._scaled[number]),
                 self._output_inside and number == last,
                 self._output_linear if number == last else None,
             )

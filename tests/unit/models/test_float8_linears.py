@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 import plait
 from plait.engine import parallelize
 from plait.engine.blueprint import build_blueprint
-from plait.errors import PlanError
+from plait.errors import ModelError, PlanError
 from plait.models.float8_linears import choose_linears
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.plan import Plan
@@ -103,3 +105,61 @@ def test_a_device_without_such_products_is_refused_by_name(monkeypatch: pytest.M
     plan = Plan(linears="float8")
     with pytest.raises(PlanError, match=r"plan.linears is 'float8', but cpu has no products in float8"):
         plait.parallelize(plait.models.llama(**LLAMA), plan, plait.Mesh(plan), plait.cross_entropy)
+
+
+class ReadsAWeight(nn.Module):
+    """A linear, and one of the ways in which its weight may be read by itself."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.up, self.down = way, nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.up.forward(input)
+        if self.way == "dtype" or (self.way == "evaluation" and not self.training):
+            hidden = hidden.to(self.down.weight.dtype)
+        if self.way == "linear":
+            return functional.linear(hidden, self.down.weight, bias=self.down.bias)
+        if self.way == "detach":
+            hidden = hidden * self.down.weight.detach().float().norm()
+        if self.way == "shape":
+            hidden = hidden * self.down.weight.shape[0]
+        return self.down(hidden)  # type: ignore[no-any-return]
+
+
+def engine_that_reads(way: str, linears: Any) -> tuple[Any, Tensor, Tensor]:
+    plan = Plan(linears=linears, precision="bf16")
+    model = nn.Sequential(ReadsAWeight(way), nn.Linear(32, 4))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    return engine, torch.ones(2, 32), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("way", ["dtype", "linear", "detach"])
+def test_a_layer_that_reads_a_weight_in_8_bits_by_itself_is_refused(way: str) -> None:
+    engine, inputs, targets = engine_that_reads(way, "float8")
+    with pytest.raises(ModelError, match=rf"layer '0' reads 0\.down\.weight by {way}, outside of its linear"):
+        engine.forward_backward(inputs, targets)
+
+
+def test_a_layer_that_reads_a_weight_in_8_bits_only_in_evaluations_is_refused_there() -> None:
+    engine, inputs, targets = engine_that_reads("evaluation", "float8")
+    engine.forward_backward(inputs, targets)
+    with pytest.raises(ModelError, match=r"layer '0' reads 0\.down\.weight by dtype"):
+        engine.evaluate(inputs, targets)
+
+
+@pytest.mark.parametrize(("way", "linears"), [("shape", "float8"), ("detach", "float8-rowwise")])
+def test_shapes_and_weights_that_stay_in_the_precision_may_be_read(way: str, linears: str) -> None:
+    engine, inputs, targets = engine_that_reads(way, linears)
+    assert engine.forward_backward(inputs, targets).isfinite()
+
+
+@pytest.mark.parametrize("recipe", ["float8", "float8-rowwise"])
+def test_evaluations_of_an_encoder_layer_of_torch_multiply_in_float8_as_training_does(recipe: Any) -> None:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    plan = Plan(linears=recipe, precision="fp64")
+    model = nn.Sequential(layer, nn.Linear(32, 4))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    inputs = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).double()
+    targets = torch.zeros(2, 5, dtype=torch.int64)
+    torch.testing.assert_close(engine.evaluate(inputs, targets), engine.forward_backward(inputs, targets))

@@ -96,12 +96,12 @@ class CastInputs:
         default_factory=WeakTensorKeyDictionary
     )
     """By input: its version counter, and its casts by how its dims are divided."""
-    _carriers: MutableMapping[Tensor, Tensor] = field(default_factory=WeakTensorKeyDictionary)
-    """By input of a region: the carrier whose gradient is summed over the ranks."""
+    _carriers: MutableMapping[Tensor, tuple[int, Tensor]] = field(default_factory=WeakTensorKeyDictionary)
+    """By input of a region: its version counter, and the carrier whose gradient is summed over the ranks."""
 
     def enter(self, input: Tensor, carrier: Tensor) -> None:
         """Register the carrier of a region's input, whose gradient the region's entrance takes."""
-        self._carriers[input] = carrier
+        self._carriers[input] = version_of(input), carrier
 
     def of(self, input: Tensor, casts: LinearCasts) -> CastInput:
         """Return the casts of `input` by `casts`, made for the first linear that reads it."""
@@ -110,8 +110,8 @@ class CastInputs:
             known = {}
             self._known[input] = version_of(input), known
         if casts.divided not in known:
-            carrier = self._carriers.get(input)
-            if carrier is None:
+            version, carrier = self._carriers.get(input, (-1, None))
+            if carrier is None or version != version_of(input):  # else a write in place would get no gradient
                 carrier = apply_function(_Carrier, input)
             known[casts.divided] = CastInput(input, casts, carrier)
         return known[casts.divided]

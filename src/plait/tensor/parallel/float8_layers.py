@@ -49,6 +49,9 @@ class Float8Layers:
                 # A buffer, so that graphs of equal layers take it as an argument.
                 module.register_buffer(WEIGHT_SCALE, scales.get(id(module.weight)), persistent=False)
                 self._apply(module, queue, on_parts=on_parts)
+        if any(casts_in(layer.module)):
+            for module in layer.module.modules():
+                _without_fast_path(module)
 
     def _apply(self, module: Any, queue: WeightGradientQueue, *, on_parts: bool) -> None:
         tokens, own = _of_several(self.cp), _of_several(self.tp)
@@ -68,6 +71,12 @@ def casts_in(layer: nn.Module) -> list[LinearCasts]:
     """Return the casts of the linears in `layer` that multiply in float8."""
     found = (getattr(module, CASTS, None) for module in layer.modules())
     return [one for one in found if one is not None]
+
+
+def _without_fast_path(module: nn.Module) -> None:
+    """Make torch's encoder layer call its linears in evaluations, too, in place of a kernel of its own."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0  # what its forward asks for the kernel's activation
 
 
 def _run(module: Any, queue: WeightGradientQueue, is_transposed: bool, input: Tensor) -> Tensor:

@@ -207,3 +207,15 @@ def test_compiled_linears_with_transposed_weights_equal_eager_ones(recipe: Any) 
         gradients.append({name: one.clone() for name, one in engine.named_gradients()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_the_carrier_of_a_region_is_left_when_its_input_has_been_written_to() -> None:
+    inputs, casts = cast_inputs.CastInputs(), LinearCasts(RECIPES["float8"])
+    entered = torch.randn(2, 16, requires_grad=True) * 1
+    carrier = cast_inputs.carrier_like(entered)
+    inputs.enter(entered, carrier)
+    assert inputs.of(entered, casts).carrier is carrier
+    entered.relu_()
+    later = inputs.of(entered, casts).carrier
+    assert later is not carrier
+    assert later.grad_fn is not None, "the gradient passes through relu"
