@@ -68,7 +68,7 @@ def test_connections_within_the_host_are_shut_but_that_to_the_store_and_those_of
 def user_connections(port: int) -> dict[str, bool]:
     """Which connections to a server of the user's, and to a worker that a rank has forked, stay open."""
     logger = socket.create_connection(("127.0.0.1", port))
-    listener, client, worker_end = connected(socket.AF_INET, ("127.0.0.1", 0))
+    _listener, client, worker_end = connected(socket.AF_INET, ("127.0.0.1", 0))
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     worker.start()
     worker_end.close()  # from now on the worker has it alone, as that of a rank that was lost
