@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 from plait.ranks.world import process_identity
@@ -39,6 +41,28 @@ def note_restored(step: int) -> None:
         path.with_suffix(".part").write_text(str(step))
         path.with_suffix(".part").replace(path)
         path.with_name(_NEWEST_GOOD).unlink(missing_ok=True)
+
+
+def note_begun_anew() -> None:
+    """Tell the supervisor, if there is one, that the run begins anew. On one rank."""
+    if supervisor_of_rank():
+        for name in (_RESTORED, _NEWEST_GOOD):
+            Path(os.environ[_FOLDER], name).unlink(missing_ok=True)
+
+
+def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
+    """Return what was in a folder when this was first called for it in this launch: then `now`. On one rank.
+
+    Without a supervisor, `now`.
+    """
+    if not supervisor_of_rank():
+        return set(now)
+    key = sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    file = Path(os.environ[_FOLDER], f"found-{key}")
+    if not file.exists():
+        file.with_suffix(".part").write_text(json.dumps(sorted(now)))
+        file.with_suffix(".part").replace(file)
+    return set(json.loads(file.read_text()))
 
 
 def restored_step(folder: str) -> int | None:

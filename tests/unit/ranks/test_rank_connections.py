@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import secrets
 import socket
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.ranks.launch.rank_connections import shut_connections
+from plait.ranks.launch.rank_connections import RankConnections
 from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
 
 
@@ -46,8 +47,9 @@ def shut(spared: bool) -> dict[str, bool]:
         "pair": (None, *socket.socketpair()),
     }
     store = connected(socket.AF_INET, ("127.0.0.1", 0))
+    connections = RankConnections(store[0].getsockname()[1])
     for _ in range(2):  # as it is done again and again
-        shut_connections(store[0].getsockname()[1] if spared else None)
+        connections.shut(with_store=not spared)
     again = socket.create_connection(ours["tcp"][0].getsockname())  # it still listens
     return {kind: is_open(ends[1]) for kind, ends in ours.items()} | {
         "store": is_open(store[1]),
@@ -63,13 +65,34 @@ def test_connections_within_the_host_are_shut_but_that_to_the_store_and_those_of
     assert rank_pool.run(shut, False, ranks=1) == [after | {"store": False}]
 
 
+def user_connections(port: int) -> dict[str, bool]:
+    """Which connections to a server of the user's, and to a worker that a rank has forked, stay open."""
+    logger = socket.create_connection(("127.0.0.1", port))
+    _listener, client, worker_end = connected(socket.AF_INET, ("127.0.0.1", 0))
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    worker_end.close()  # from now on the worker has it alone, as that of a rank that was lost
+    RankConnections(None).shut()
+    worker.kill()
+    worker.join()
+    return {"logger": is_open(logger), "worker": is_open(client)}
+
+
+def test_connections_to_other_programs_stay_open_and_those_to_workers_of_lost_ranks_do_not(
+    rank_pool: Any,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = rank_pool.run(user_connections, server.getsockname()[1], ranks=1)
+    assert found == [{"logger": True, "worker": False}]
+
+
 def freed(folder: Path) -> str:
     """The error of a receive from a rank that lives and never sends."""
     if dist.get_rank() == 1:
         while not (folder / "freed").exists():
             time.sleep(0.01)
         return ""
-    threading.Timer(0.1, shut_connections, (None,)).start()
+    threading.Timer(0.1, RankConnections(None).shut).start()
     try:
         dist.recv(torch.ones(1), 1)
     except RuntimeError as error:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from plait.ranks.supervised_rank import (
+    found_at_start,
     go_on_before,
     newest_good_step,
+    note_begun_anew,
     note_restored,
     remove_at_end,
     removed_at_end,
@@ -22,6 +24,9 @@ def test_without_a_supervisor_nothing_is_told(tmp_path: Path) -> None:
     assert supervisor_of_rank() == ""
     assert not remove_at_end(tmp_path)
     note_restored(3)
+    note_begun_anew()
+    assert found_at_start(tmp_path, ["one"]) == {"one"}
+    assert found_at_start(tmp_path, ["two"]) == {"two"}
     assert restored_step(str(tmp_path)) is None
     assert [*removed_at_end(str(tmp_path))] == []
     assert newest_good_step() is None
@@ -44,3 +49,9 @@ def test_folders_to_remove_and_the_restored_step_reach_the_supervisor(
     assert newest_good_step() == 5
     note_restored(4)
     assert newest_good_step() is None
+    go_on_before(str(tmp_path), 5)
+    note_begun_anew()
+    assert (newest_good_step(), restored_step(str(tmp_path))) == (None, None)
+    assert found_at_start(tmp_path, ["one"]) == {"one"}
+    assert found_at_start(tmp_path, ["one", "two"]) == {"one"}
+    assert found_at_start(tmp_path / "other", ["two"]) == {"two"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 import plait
 from plait.errors import DataError, MeshError, RankError
 from plait.ranks.collectives import all_reduce
+from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.point_to_point import receive, send
 
@@ -121,6 +123,18 @@ def test_a_rank_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
         True, False, True,
     ]  # fmt: skip
     assert time.monotonic() - began < 60
+
+
+def test_a_second_interrupt_while_ranks_end_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(member: Member) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Member, "end", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launched(tmp_path, {}, ranks=2)
+    assert not [one for one in multiprocessing.active_children() if one.pid in first_processes(tmp_path)]
 
 
 def test_elastic_ranks_are_refused_where_a_launcher_started_them(monkeypatch: pytest.MonkeyPatch) -> None:

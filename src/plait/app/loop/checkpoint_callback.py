@@ -30,7 +30,12 @@ from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
-from plait.ranks.supervised_rank import newest_good_step, note_restored
+from plait.ranks.supervised_rank import (
+    found_at_start,
+    newest_good_step,
+    note_begun_anew,
+    note_restored,
+)
 from plait.ranks.text_collectives import broadcast_result
 
 T = TypeVar("T")
@@ -108,17 +113,10 @@ class Checkpoints(Callback):
         if self._make_snapshots is not None:
             make = partial(self._make_snapshots, run.engine, run.optimizer)
             self._snapshots = self._unless_failed(make)
-        if source != "auto":
-            if self._resume_from_memory(run, own_launch=True):
-                return
-            if source != "no":
-                self._load(Path(source).expanduser(), run)
-            if self._snapshots is not None:  # else a later start would find those of another run
-                self._unless_failed(self._snapshots.clear)
-            return
+        own = source != "auto"  # only what ranks of this launch have saved, before they were restarted
         damaged: list[str] = []
-        for step, path in self._saved(run):
-            if self._resume_from_memory(run, after=step - 1):
+        for step, path in self._saved(run, own_launch=own):
+            if self._resume_from_memory(run, own_launch=own, after=step - 1):
                 return
             try:
                 self._load(path, run)
@@ -128,14 +126,26 @@ class Checkpoints(Callback):
                     raise
                 self._tell(f"WARNING: {error}")
                 damaged.append(path.name)
-        if self._resume_from_memory(run):
+        if self._resume_from_memory(run, own_launch=own):
             return
-        if damaged:
+        if damaged and not own:
             raise CheckpointError(
                 f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start over "
                 f"with {self._start_over}."
             )
-        self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
+        self._begin(run, source)
+
+    def _begin(self, run: TrainingLoop, source: str) -> None:
+        """Begin the run anew, or from the checkpoint that it was given."""
+        if run.mesh.rank == 0:
+            note_begun_anew()
+        if source == "auto":
+            self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
+            return
+        if source != "no":
+            self._load(Path(source).expanduser(), run)
+        if self._snapshots is not None:  # else a later start would find those of another run
+            self._unless_failed(self._snapshots.clear)
 
     def replanned(self, run: TrainingLoop) -> None:
         """Take snapshots of the run's new engine from now on."""
@@ -278,12 +288,19 @@ class Checkpoints(Callback):
         tell_differences(run, loaded)
         return True
 
-    def _saved(self, run: TrainingLoop) -> list[tuple[int, Path]]:
-        """Return on every rank the checkpoints that rank 0 finds, with their steps, newest first."""
+    def _saved(self, run: TrainingLoop, *, own_launch: bool) -> list[tuple[int, Path]]:
+        """Return on every rank the checkpoints that rank 0 finds, with their steps, newest first.
+
+        `own_launch`: only those that were saved since a supervisor first started these ranks.
+        """
 
         def find() -> str:
             try:
                 found, most = all_checkpoints(self._folder), newest_good_step()
+                if own_launch:
+                    names = {path: _name_of_version(path) for _, path in found}
+                    before = found_at_start(self._folder, names.values())
+                    found = [(step, path) for step, path in found if names[path] not in before]
                 return json.dumps([(step, str(path)) for step, path in found if most is None or step <= most])
             except OSError:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
@@ -316,6 +333,12 @@ class Checkpoints(Callback):
         if self._manager.error and not self._warned:
             self._warned = True
             self._tell(f"WARNING: {self._manager.error}")
+
+
+def _name_of_version(path: Path) -> str:
+    """Return a name of a checkpoint that another one at the same path does not have."""
+    status = path.stat()
+    return f"{path.name} {status.st_ino} {status.st_mtime_ns}"
 
 
 def _require_arguments(

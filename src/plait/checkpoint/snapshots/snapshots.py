@@ -42,6 +42,7 @@ from plait.plan.argument_checks import require_instance, require_path, require_w
 from plait.ranks.launch.rank_threads import join_thread
 from plait.ranks.supervised_rank import (
     newest_good_step,
+    note_begun_anew,
     note_restored,
     remove_at_end,
     supervisor_of_rank,
@@ -215,6 +216,8 @@ class Snapshots:
 
         found = self.load_newest(options, tell, own_launch=own_launch)
         if found is None:
+            if is_first:  # those with wrong bits are withdrawn: the limit is not for what comes now
+                note_begun_anew()
             return None
         step, loaded = found
         if loaded.options:

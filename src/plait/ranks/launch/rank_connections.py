@@ -8,33 +8,109 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
+from plait.ranks.world import parent_of
 
-_DESCRIPTORS = Path("/proc/self/fd")
+_PROCESSES = Path("/proc")
+_TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
+_LISTENS = 0
+"""The port of the other end of a socket that listens."""
 
 
-def shut_connections(spared_port: int | None) -> None:
-    """Shut all connections of this process over TCP within the host, and the channels of shared memory.
+class RankConnections:
+    """Finds and shuts the connections of this process to other ranks on this host, of TCP or shared memory.
 
-    The other end sees that they are closed, too. Those to other hosts, and pipes, are left as they are, and
-    those to `spared_port`: the store's.
+    Those to other hosts, to other programs, and pipes are left as they are.
     """
-    for entry in os.listdir(_DESCRIPTORS):
-        with suppress(OSError):  # closed meanwhile, not connected yet, or not any more
-            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
-                if _leads_to_rank(connection, spared_port):
-                    connection.shutdown(socket.SHUT_RDWR)
+
+    def __init__(self, store_port: int | None) -> None:
+        """`store_port`: where the store listens, which is no rank; None: nowhere."""
+        self._store_port = store_port
+        self._leads_to_rank: dict[int, bool] = {}
+        """Of each connection that was seen, by its inode, whether its other end is a rank."""
+
+    def shut(self, *, with_store: bool = False) -> None:
+        """Shut the connections; the other end sees that they are closed, too.
+
+        `with_store`: also those to the store.
+        """
+        table = _SocketsOfRanks()
+        for entry in os.listdir(_PROCESSES / "self" / "fd"):
+            with suppress(OSError):  # closed meanwhile, not connected yet, or not any more
+                status = os.fstat(int(entry))
+                if not stat.S_ISSOCK(status.st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                    if self._is_shut(connection, status.st_ino, table, with_store):
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def _is_shut(
+        self, connection: socket.socket, inode: int, table: _SocketsOfRanks, with_store: bool
+    ) -> bool:
+        """Return whether a socket is connected to a rank on this host, or to the store and that counts."""
+        own, peer = connection.getsockname(), connection.getpeername()
+        if connection.family == socket.AF_UNIX:
+            return any(isinstance(name, bytes) and name.startswith(LISTENER_PREFIX) for name in (own, peer))
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or own[0] != peer[0]:
+            return False
+        if self._store_port in (own[1], peer[1]):
+            return with_store
+        if inode not in self._leads_to_rank:
+            self._leads_to_rank[inode] = table.have_end(peer[1], own[1])
+        return self._leads_to_rank[inode]
 
 
-def _leads_to_rank(connection: socket.socket, spared_port: int | None) -> bool:
-    """Return whether a socket is connected within this host by TCP, or to a listener of shared memory."""
-    own, peer = connection.getsockname(), connection.getpeername()
-    if connection.family == socket.AF_UNIX:
-        return any(isinstance(name, bytes) and name.startswith(LISTENER_PREFIX) for name in (own, peer))
-    is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
-    return is_tcp and own[0] == peer[0] and spared_port not in (own[1], peer[1])
+class _SocketsOfRanks:
+    """The sockets of this host's ranks, read when they are asked for."""
+
+    def have_end(self, port: int, of_other_end: int) -> bool:
+        """Return whether a rank has the end of a connection at `port`, or listens there."""
+        # Before the listener accepts a connection, no process has its end.
+        ends = self._by_ports[port, of_other_end] | self._by_ports[port, _LISTENS]
+        return not ends.isdisjoint(self._inodes)
+
+    @cached_property
+    def _by_ports(self) -> dict[tuple[int, int], set[str]]:
+        """The inodes of all TCP sockets on this host, by own port and that of the other end."""
+        found = defaultdict(set)
+        for table in _TABLES:
+            with suppress(OSError):  # a host without IPv6
+                for line in table.read_text().splitlines()[1:]:
+                    fields = line.split()
+                    own, other = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
+                    found[own, other].add(fields[9])
+        return found
+
+    @cached_property
+    def _inodes(self) -> set[str]:
+        """The inodes of all sockets that ranks have, or processes that ranks have forked."""
+        found = set()
+        for process in _processes_of_ranks():
+            with suppress(OSError):  # it has ended
+                for entry in (process / "fd").iterdir():
+                    with suppress(OSError):
+                        kind, _, inode = os.readlink(entry).partition(":")
+                        if kind == "socket":
+                            found.add(inode.strip("[]"))
+        return found
+
+
+def _processes_of_ranks() -> Iterator[Path]:
+    """Yield this process and others of the same parent, the fork server, and what was forked from them.
+
+    A data loader's worker has the connections of the rank that forked it, also when that rank is lost, and
+    the command line of the fork server.
+    """
+    parent, command = os.getppid(), (_PROCESSES / "self" / "cmdline").read_bytes()
+    for process in _PROCESSES.iterdir():
+        with suppress(OSError):  # it has ended, or is another user's
+            if process.name.isdecimal() and (
+                (process / "cmdline").read_bytes() == command or parent_of(int(process.name)) == parent
+            ):
+                yield process

@@ -25,7 +25,7 @@ from plait.errors import PlaitError
 from plait.ranks.device import finish_queued_work, has_used_accelerator
 from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.process_watch import end_orphan, end_process
-from plait.ranks.launch.rank_connections import shut_connections
+from plait.ranks.launch.rank_connections import RankConnections
 from plait.ranks.launch.rank_job import RankJob, dumps_result, loads_call, stack_file
 from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.rank_device import explained_sharing
@@ -117,9 +117,9 @@ def _shut_until_ready(connection: Connection, busy: threading.Event, store_port:
 
     At first not those to the store, where ranks look up which one failed first.
     """
-    began = time.monotonic()
+    began, connections = time.monotonic(), RankConnections(store_port)
     while busy.is_set() and not connection.poll(_STOP_PERIOD):
-        shut_connections(store_port if time.monotonic() - began < _SECONDS_WITH_STORE else None)
+        connections.shut(with_store=time.monotonic() - began >= _SECONDS_WITH_STORE)
 
 
 def _run(job: RankJob) -> bytes | RankFailure:

@@ -137,6 +137,32 @@ def test_a_run_goes_on_from_the_last_step_without_wrong_bits(
     assert [*removed_at_end(str(tmp_path))] == kept != []
 
 
+def test_after_a_new_beginning_later_snapshots_count_again(
+    thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that was kept had wrong bits; what is kept afterwards has not."""
+    train_on = partial(train, every=None, keep_best=False)
+    for name, value in variables_of_supervisor(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    thread_ranks.run(train_on, tmp_path, 4, ranks=2)
+    go_on_before(str(tmp_path), 0)
+    assert thread_ranks.run(train_on, tmp_path, 3, ranks=2) == [rows[:3]] * 2
+    assert thread_ranks.run(train_on, tmp_path, 9, ranks=2) == [rows[3:]] * 2
+
+
+def test_restarted_ranks_without_snapshots_go_on_from_a_checkpoint_of_their_launch(
+    thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from one that an earlier run has left in the folder."""
+    fresh = partial(train, resume="no", keep_best=False, snapshots=None)
+    thread_ranks.run(fresh, tmp_path, 7, ranks=2)
+    for name, value in variables_of_supervisor(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    assert thread_ranks.run(fresh, tmp_path, 3, ranks=2) == [rows[:3]] * 2
+    assert thread_ranks.run(fresh, tmp_path, 7, ranks=2) == [rows[:7]] * 2
+    assert thread_ranks.run(fresh, tmp_path, 9, ranks=2) == [rows[5:]] * 2
+
+
 def test_a_run_that_starts_over_goes_on_only_where_its_ranks_were_restarted(
     thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,10 +225,12 @@ class Supervisor(SimpleElasticAgent):
     def _shutdown(self, death_sig: Signals = SIGTERM, timeout: int = 30) -> None:
         """End all processes."""
         members = [*self._running, *self._spares]
-        for member in members:
-            member.end()
-        deadline = time.monotonic() + _GRACE
-        for member in members:
-            member.process.join(max(0.0, deadline - time.monotonic()))
-        for member in members:
-            member.close()
+        try:
+            for member in members:
+                member.end()
+            deadline = time.monotonic() + _GRACE
+            for member in members:
+                member.process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # also after a second Ctrl-C: ranks ignore SIGTERM, and this process would wait for them
+            for member in members:
+                member.close()
