@@ -2,8 +2,8 @@
 
 In 16 bits stay the model's last linear and those with the rule `vocabulary` (heads, whose rounding changes
 each probability), linears whose weight is another module's too (an embedding's), adapters of LoRA, modules
-with the rules `replicated` and `partitioned`, those with hooks or a forward of their own, and those with
-sizes that are no multiple of 16. Routers are no linears.
+with the rules `replicated` and `partitioned`, those of a subclass of `nn.Linear`, those with hooks or a
+forward of their own, and those with sizes that are no multiple of 16. Routers are no linears.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def choose_linears(layers: Sequence[NamedLayer], rules: Mapping[str, Rule]) -> L
         join(layer.path, name): module
         for layer in layers
         for name, module in layer.module.named_modules(remove_duplicate=False)
-        if type(module) is nn.Linear or is_transposed_linear(module)
+        if isinstance(module, nn.Linear) or is_transposed_linear(module)
     }
     adapters = {
         id(half)
@@ -94,6 +94,8 @@ def choose_linears(layers: Sequence[NamedLayer], rules: Mapping[str, Rule]) -> L
             others[path] = OTHER_RULES[rule.kind]
         elif users[id(module.weight)] > 1:
             others[path] = "tied"
+        elif type(module) is not nn.Linear and isinstance(module, nn.Linear):
+            others[path] = "subclass"
         elif is_altered(module):
             others[path] = "hooks"
         elif not is_multiple(*module.weight.shape):

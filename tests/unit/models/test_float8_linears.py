@@ -16,6 +16,7 @@ from plait.errors import ModelError, PlanError
 from plait.models.float8_linears import choose_linears
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.plan import Plan
+from plait.verification.definitions.float8_layers import linears_in_float8
 
 LLAMA = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "inner": 96, "vocab": 32, "context": 8}
 IN_ATTENTION = [f"blocks.0.attention.{name}" for name in ("query", "key", "value", "output")]
@@ -64,6 +65,17 @@ def test_adapters_tied_weights_odd_sizes_hooks_and_experts_stay_as_they_are() ->
     found = choose_linears(sequence_of(model).layers, {})
     assert found.others == {"1": "tied", "2": "sizes", "3": "sizes", "4": "hooks", "5": "head"}
     assert found.chosen == ()
+
+
+def test_linears_of_a_subclass_are_listed_and_may_be_the_head() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(64, 64), Own(64, 64), nn.Linear(64, 64), Own(64, 16))
+    layers = sequence_of(model).layers
+    found = choose_linears(layers, {})
+    assert found.others == {"1": "subclass", "3": "head"}
+    assert list(found.chosen) == linears_in_float8(layers, {}) == ["0", "2"]
 
 
 def test_a_model_without_a_linear_that_can_multiply_so_is_refused() -> None:

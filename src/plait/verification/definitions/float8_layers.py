@@ -2,8 +2,8 @@
 
 As `docs/guides/float8.md` says it: all linears of torch, and `Conv1D` of transformers, but the last linear of
 the model; those with the rule `vocabulary`, `replicated` or `partitioned`; halves of LoRA's adapters; those
-whose weight another module has too; those with hooks or a forward of their own; those with a size that is no
-multiple of 16.
+whose weight another module has too; those of a subclass of `nn.Linear`; those with hooks or a forward of
+their own; those with a size that is no multiple of 16.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def linears_in_float8(layers: Sequence[NamedLayer], rules: Rules) -> list[str]:
     linears = [
         path
         for path, module in modules.items()
-        if (type(module) is nn.Linear or _is_transposed(module))
+        if (isinstance(module, nn.Linear) or _is_transposed(module))
         and not any(path in (join(one, "down"), join(one, "up")) for one in adapted)
     ]
     return [path for path in linears[:-1] if _is_in_float8(path, modules, matched)]
@@ -76,9 +76,11 @@ def _is_in_float8(path: str, modules: Mapping[str, nn.Module], rules: Mapping[st
         for other in set(modules.values())
         if any(parameter is module.weight for parameter in other.parameters(recurse=False))
     ]
+    is_plain = type(module) is nn.Linear or _is_transposed(module)
     is_multiple = all(size % MULTIPLE == 0 for size in module.weight.shape)
     has_other_rule = path in rules and rules[path].kind in IN_16_BITS
-    return is_multiple and len(holders) == 1 and not has_other_rule and not is_altered(module)
+    alone = len(holders) == 1 and is_plain
+    return is_multiple and alone and not has_other_rule and not is_altered(module)
 
 
 def _is_adapted(module: nn.Module) -> bool:
