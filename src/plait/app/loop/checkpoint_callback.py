@@ -35,6 +35,7 @@ from plait.ranks.supervised_rank import (
     newest_good_step,
     note_begun_anew,
     note_restored,
+    supervisor_of_rank,
 )
 from plait.ranks.text_collectives import broadcast_result
 
@@ -115,7 +116,7 @@ class Checkpoints(Callback):
             self._snapshots = self._unless_failed(make)
         own = source != "auto"  # only what ranks of this launch have saved, before they were restarted
         damaged: list[str] = []
-        for step, path in self._saved(run, own_launch=own):
+        for step, path in self._saved(run, own_launch=own) if supervisor_of_rank() or not own else ():
             if self._resume_from_memory(run, own_launch=own, after=step - 1):
                 return
             try:

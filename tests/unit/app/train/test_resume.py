@@ -286,7 +286,8 @@ def test_a_checkpoint_with_an_invalid_step_number_is_refused(
 ) -> None:
     for step in [-5, 2.0, True, None, "3"]:
         monkeypatch.setattr(checkpoints, "load_checkpoint", partial(loaded_of, step))
-        trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]), tell=print)
+        optimizer, mesh = SimpleNamespace(param_groups=[]), SimpleNamespace(rank=0)
+        trainer: Any = SimpleNamespace(engine=None, optimizer=optimizer, mesh=mesh, tell=print)
         config = make(tmp_path, resume=str(tmp_path / "one"))
         run = run_checkpoints(config)
         with pytest.raises(CheckpointError, match="has no number of steps: give one of plait train"):
