@@ -1,4 +1,4 @@
-"""How long a rank computes in each training step, by kind of action: all the time, without its waits."""
+"""`ActionTimes`: the seconds that a rank computes in each training step, by kind of action, without waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 class ActionSeconds(NamedTuple):
-    """For how long a rank computed in one step, in seconds, without waits for communication."""
+    """The seconds that a rank computed in one step, by stage and kind of action, without waits."""
 
     own: list[float]
     """Of each of `ActionTimes.keys`, then of the optimizer; also without waits for a core of the host."""
@@ -33,7 +33,7 @@ class ActionSeconds(NamedTuple):
 
 
 class ThreadClock:
-    """Stamps of the time that passed and, on Linux, of the time in which this thread waited for a core."""
+    """Clock for computations on the CPU, which on Linux also knows how long the thread waited for a core."""
 
     def __init__(self) -> None:
         self._file = -1
@@ -53,7 +53,7 @@ class ThreadClock:
 
 
 class StreamClock:
-    """Events on a GPU's current stream; the host never waits for them."""
+    """Clock for computations on a GPU: records events on its current stream, without waits of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,7 +63,7 @@ class StreamClock:
         return StreamEvent(self._device, timed=True)
 
     def seconds(self, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
-        """Return the seconds between two events that are done, twice."""
+        """Return the seconds between two events that are done, twice, as a stream waits for no core."""
         seconds = end.milliseconds_since(start) / 1e3
         return seconds, seconds
 
@@ -77,7 +77,7 @@ def clock_for(device: torch.device) -> ActionClock:
 
 
 class _Note(NamedTuple):
-    """A measured segment: the number of its time, its start and end, and those of waits between them."""
+    """The clock readings of one measured segment: its start, its end, and the waits between them."""
 
     number: int
     start: Any
@@ -134,7 +134,7 @@ class ActionTimes:
         self._notes.append(_Note(number, start, self._clock.stamp(), traffic.stamped_waits))
 
     def take(self) -> Callable[[], ActionSeconds]:
-        """End the measurement of a step; return a function that returns its times.
+        """End the measurement of a step; return a function that reads its seconds, once the device is done.
 
         On a GPU it may be called once the step's work is done.
         """

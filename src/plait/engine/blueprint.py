@@ -216,7 +216,7 @@ class Blueprint:
 
     @cached_property
     def float8_weights(self) -> frozenset[str]:
-        """The names of the weights that linears take in float8 with one scale."""
+        """The names of the weights that are cast to float8 with one scale for the whole matrix."""
         return weights_cast_once(self.float8, self.plan)
 
     @cached_property
@@ -269,7 +269,7 @@ class Blueprint:
         )
 
     def float8_layers(self, tp: Group, cp: Group) -> Float8Layers | None:
-        """Return what makes linears of a rank's layers multiply in float8; None where none does.
+        """Return the object that makes this rank's linears multiply in float8; None without `plan.linears`.
 
         `tp`, `cp`: the rank's groups along these axes.
         """
@@ -371,7 +371,7 @@ def build_blueprint(
 def float8_linears(
     sequence: LayerSequence, rules: Rules | None, plan: Plan, layouts: Mapping[str, Layout]
 ) -> LinearChoice:
-    """Return which linears multiply in float8. Raises PlanError where the chosen ones cannot."""
+    """Return which linears multiply in float8, and why others do not. Raises PlanError for shapes."""
     if plan.linears is None:
         return NO_LINEARS
     if plan.precision is None and any(
@@ -388,7 +388,7 @@ def float8_linears(
 
 
 def weights_cast_once(linears: LinearChoice, plan: Plan) -> frozenset[str]:
-    """Return the names of the weights that linears take in float8 with one scale, whatever they compute."""
+    """Return the names of the weights that all products take with one cast: a scale for the matrix."""
     if plan.linears is None or not RECIPES[plan.linears].casts_weight_once:
         return frozenset()
     return frozenset(join(path, "weight") for path in linears.chosen)

@@ -56,7 +56,7 @@ class _Retired:
 
 
 class StepWatch(Protocol):
-    """Interface: what an engine calls in each training step."""
+    """Protocol of an object that an engine calls at fixed points of each training step."""
 
     def begin_pass(self, runner: Runner) -> None:
         """Called when `forward_backward` begins."""
@@ -406,7 +406,7 @@ class Engine:
             self._runner.recorders.remove(recording.recorder)
 
     def time_actions(self) -> ActionTimes:
-        """Measure in all later training steps for how long this rank computes, and return what does.
+        """Start to measure how long this rank computes in each training step; return the `ActionTimes`.
 
         See `ActionTimes`: it takes a microsecond an action, and no synchronisation.
         """
@@ -523,7 +523,7 @@ class Engine:
 
     @property
     def linear_formats(self) -> Mapping[str, str]:
-        """How each linear multiplies, by its path: the recipe of `Plan.linears`, or why it stays as it was.
+        """By the path of each linear: the float8 recipe by which it multiplies, or why it stays in 16 bits.
 
         Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight, `hooks`, `sizes` that are
         no multiple of 16, `experts`, or the rule by which `tp` leaves the linear whole.

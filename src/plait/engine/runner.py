@@ -177,7 +177,7 @@ class Runner:
         self.observe(None)
 
     def time_actions(self) -> ActionTimes:
-        """Measure the actions of later training steps, and return what does."""
+        """Start to measure the actions of all later training steps; return the `ActionTimes`."""
         stages = self.steps.schedule.stages_of(self.mesh.index("pp"))
         self.action_times = ActionTimes(stages, self.mesh.traffic, clock_for(self.mesh.device))
         self.observe(None)
@@ -211,7 +211,7 @@ class Runner:
     def _bind_segments(
         self, segments: Sequence[Segment], runs: Sequence[RunCalls], *, with_graphs: bool
     ) -> Sequence[RunCalls]:
-        """Return what runs the segments of a program: by graphs, and measured, where that is set."""
+        """Return the functions that run a program's segments, as CUDA graphs or measured where set."""
         if self.graphs is not None and with_graphs:
             runs = self.graphs.bind(segments, runs)
         return runs if self.action_times is None else self.action_times.bind(segments, runs)

@@ -108,7 +108,7 @@ def choose_linears(layers: Sequence[NamedLayer], rules: Mapping[str, Rule]) -> L
 
 
 def _users_of_weights(layers: Sequence[NamedLayer]) -> Counter[int]:
-    """Return in how many modules each parameter is."""
+    """Return the number of modules that have each parameter, by its id."""
     modules = {id(module): module for layer in layers for module in layer.module.modules()}
     return Counter(
         id(parameter) for module in modules.values() for parameter in module.parameters(recurse=False)
@@ -174,7 +174,7 @@ class _OtherReads(TorchFunctionMode):
     """Records which operation reads the weight of a linear while that linear does not run."""
 
     def __init__(self, linears: Mapping[str, Any]) -> None:
-        """`linears`: by the name of the weight."""
+        """`linears`: the modules whose weights are in float8, by the name of the weight."""
         super().__init__()
         self._names = {id(module.weight): name for name, module in linears.items()}
         self._running = 0
@@ -182,7 +182,7 @@ class _OtherReads(TorchFunctionMode):
         """The operation by the name of the weight."""
 
     def call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what the `forward` of a linear does."""
+        """Run the forward of a linear, which may read its own weight, and return its output."""
         self._running += 1
         try:
             return forward(*args, **kwargs)

@@ -168,7 +168,7 @@ class Muon(Optimizer):
         return loss
 
     def _put_momentum(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        """Update the momentum of this rank's shard, and put what owners need of it into their buffers."""
+        """Update a parameter's momentum in this rank's shard, and copy parts to their owners' buffers."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if "momentum_buffer" not in state:

@@ -114,7 +114,7 @@ class BufferKind:
 
     @property
     def gather(self) -> Dtype:
-        """Parameters are gathered in it, and layers have them in it."""
+        """The dtype in which parameters are gathered, and in which layers have them."""
         return FLOAT8 if self.scaled else self.compute
 
     @property

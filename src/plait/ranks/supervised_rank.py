@@ -26,7 +26,7 @@ def supervisor_of_rank() -> str:
 
 
 def remove_at_end(path: Path) -> bool:
-    """Let the supervisor remove a folder when the run has ended; return False where there is none."""
+    """Register a folder that the supervisor removes when the run has ended; False without a supervisor."""
     if not supervisor_of_rank():
         return False
     with Path(os.environ[_FOLDER], _REMOVED_AT_END).open("a") as file:
@@ -35,7 +35,7 @@ def remove_at_end(path: Path) -> bool:
 
 
 def note_restored(step: int) -> None:
-    """Tell the supervisor, if there is one, from which number of steps the run goes on. On one rank."""
+    """Write for the supervisor after how many steps the run resumes; called on one rank."""
     if supervisor_of_rank():
         path = Path(os.environ[_FOLDER], _RESTORED)
         path.with_suffix(".part").write_text(str(step))
@@ -44,14 +44,14 @@ def note_restored(step: int) -> None:
 
 
 def note_begun_anew() -> None:
-    """Tell the supervisor, if there is one, that the run begins anew. On one rank."""
+    """Write for the supervisor that the run starts from step 0; called on one rank."""
     if supervisor_of_rank():
         for name in (_RESTORED, _NEWEST_GOOD):
             Path(os.environ[_FOLDER], name).unlink(missing_ok=True)
 
 
 def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
-    """Return what was in a folder when this was first called for it in this launch: then `now`. On one rank.
+    """Return the names that were in a folder at the first call of this launch; that call stores `now`.
 
     Without a supervisor, `now`.
     """
@@ -72,12 +72,12 @@ def restored_step(folder: str) -> int | None:
 
 
 def go_on_before(folder: str, step: int) -> None:
-    """Let ranks go on from a state after at most `step` steps, the next time: later ones have wrong bits."""
+    """Write for restarted ranks that states after more than `step` steps have wrong bits: not loaded."""
     Path(folder, _NEWEST_GOOD).write_text(str(step))
 
 
 def newest_good_step() -> int | None:
-    """Return the most steps after which this rank's run may go on; None where the newest state will do."""
+    """Return the latest step whose state has no known wrong bits; None where any state may be loaded."""
     if not supervisor_of_rank():
         return None
     path = Path(os.environ[_FOLDER], _NEWEST_GOOD)

@@ -195,7 +195,7 @@ def _check_saves(run: RunConfig) -> None:
 
 
 def _check_rebalance(run: RunConfig) -> None:
-    """Raise ConfigError if a run is to be rebalanced, but looks for no slow ranks."""
+    """Raise ConfigError for `run.rebalance` where `run.stragglers` is 0, so that no slow rank is found."""
     if run.rebalance and not run.stragglers:
         raise ConfigError(
             "run.rebalance is given, but run.stragglers is 0, and no slow rank is found: set it to the steps "
@@ -204,7 +204,7 @@ def _check_rebalance(run: RunConfig) -> None:
 
 
 def _check_elastic(run: RunConfig) -> None:
-    """Raise ConfigError for settings of ranks that are restarted where none are."""
+    """Raise ConfigError for `run.spares` or `run.replace` without `run.elastic`, and for elastic threads."""
     for field, given in (("run.spares", run.spares), ("run.replace", not run.replace)):
         if given and not run.elastic:
             raise ConfigError(

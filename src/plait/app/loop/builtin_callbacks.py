@@ -41,28 +41,28 @@ class ReplicaChecks(Callback):
 
 
 class WrongBits(Callback):
-    """Checks a run's memory and layers by `plait.CorruptionChecks`, of each engine that it has."""
+    """Runs `plait.CorruptionChecks` during training, also after the run's engine is replaced by a reshard."""
 
     def __init__(self, *, memory: bool = True, recheck_rate: float = 0.0) -> None:
-        """Arguments as those of `CorruptionChecks`."""
+        """Take the arguments of `CorruptionChecks` besides engine and optimizer."""
         self._memory, self._recheck_rate = memory, recheck_rate
         self._checks: CorruptionChecks | None = None
 
     def begin(self, run: TrainingLoop) -> None:
-        """Begin to check. Raises PlanError where the plan does not allow it."""
+        """Start `CorruptionChecks` of the run's engine. Raises PlanError if the plan does not allow them."""
         if self._memory or self._recheck_rate:
             self._checks = CorruptionChecks(
                 run.engine, run.optimizer, memory=self._memory, recheck_rate=self._recheck_rate
             )
 
     def replanned(self, run: TrainingLoop) -> None:
-        """Check the run's new engine from now on."""
+        """Close the checks of the earlier engine, and start those of the engine that replaces it."""
         if self._checks is not None:  # else `begin` is still to come
             self._checks.close()
             self.begin(run)
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Compare a last time, unless an error ended the run, and end the checks."""
+        """Compare memory a last time, unless an error ended the run, and close the checks."""
         if self._checks is not None:
             checks, self._checks = self._checks, None
             if error is None:

@@ -137,7 +137,7 @@ class Checkpoints(Callback):
         self._begin(run, source)
 
     def _begin(self, run: TrainingLoop, source: str) -> None:
-        """Begin the run anew, or from the checkpoint that it was given."""
+        """Start from step 0, or the checkpoint that `resume` names, and remove older snapshots in memory."""
         if run.mesh.rank == 0:
             note_begun_anew()
         if source == "auto":
@@ -149,7 +149,7 @@ class Checkpoints(Callback):
             self._unless_failed(self._snapshots.clear)
 
     def replanned(self, run: TrainingLoop) -> None:
-        """Take snapshots of the run's new engine from now on."""
+        """Let later snapshots hold the state of the engine that replaces the run's earlier one."""
         if (snapshots := self._snapshots) is not None:
             self._unless_failed(lambda: snapshots.go_on_with(run.engine, run.optimizer))
 
@@ -337,7 +337,7 @@ class Checkpoints(Callback):
 
 
 def _name_of_version(path: Path) -> str:
-    """Return a name of a checkpoint that another one at the same path does not have."""
+    """Return a text that identifies a saved checkpoint: its path, inode and time of modification."""
     status = path.stat()
     return f"{path.name} {status.st_ino} {status.st_mtime_ns}"
 

@@ -1,4 +1,4 @@
-"""For how long each rank of the world computes in a step: medians of a few steps, known to all ranks.
+"""`RankTimes`: how long each rank computes in a step, as medians over a few steps, gathered on all ranks.
 
 Of two middle times the lower one counts: disturbances only make steps longer.
 """
@@ -26,7 +26,7 @@ OwnTimes: TypeAlias = Mapping[tuple[int, Kind], float]
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """What all ranks measured in a few consecutive steps: medians, in seconds a step, by rank."""
+    """The median seconds a step of all ranks' computations, over a few consecutive steps."""
 
     own: Sequence[OwnTimes]
     """Without waits for other ranks, and for a core of the host."""
@@ -38,11 +38,11 @@ class WindowTimes:
 
     @property
     def actions(self) -> list[float]:
-        """All actions, by rank."""
+        """The seconds that each rank's actions take in a step, without its optimizer."""
         return [sum(own.values()) for own in self.own]
 
     def of_kind(self, rank: int, kind: Kind) -> float:
-        """Return the time of a rank's actions of one kind."""
+        """Return the seconds that a rank's actions of one kind (F, I, W or B) take in a step."""
         return sum(seconds for (_, one), seconds in self.own[rank].items() if one is kind)
 
 
@@ -50,18 +50,18 @@ class RankTimes:
     """Measures an engine's steps on this rank, and gathers the medians of a few steps over the world."""
 
     def __init__(self, engine: Engine, every: int) -> None:
-        """`every`: the steps of a window."""
+        """`every`: the number of steps over which medians are taken (a window)."""
         self._engine, self._every = engine, every
         self._times = engine.time_actions()
         self._unread: deque[Callable[[], ActionSeconds]] = deque()
         self._window: list[tuple[ActionSeconds, float]] = []
 
     def end_step(self) -> None:
-        """End the measurement of a step that was submitted to the device."""
+        """Mark the end of a step whose work was submitted to the device, perhaps not done yet."""
         self._unread.append(self._times.take())
 
     def read_step(self, seconds: float) -> bool:
-        """Read the times of the next step, whose work is done; return whether a window ends with it.
+        """Read the times of the oldest unread step, which is done; return whether it ends a window of steps.
 
         `seconds`: what the whole step took.
         """

@@ -1,4 +1,4 @@
-"""What slow ranks cost a step, and the cut of the model into stages that wins most of it back: simulated."""
+"""Simulates what slow ranks cost a step, and finds the layers per stage with the shortest step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.schedules.timed_schedule import simulated
 
 @dataclass(frozen=True)
 class StepSimulation:
-    """A step of given layer costs on ranks that differ in speed."""
+    """Simulates a step of a schedule, given the costs of layers and how slow each rank is."""
 
     costs: LayerCosts
     """Of layers, in seconds, on ranks that are not slow."""
@@ -27,7 +27,7 @@ class StepSimulation:
     """Of each rank of `pp`: how many times as long it takes; of replicas the slowest counts."""
 
     def stage_costs(self, cut: Sequence[int], factors: Sequence[float] | None = None) -> Costs:
-        """Return the costs of stages of so many layers (`cut`), on ranks of `factors`, by default its own."""
+        """Return the costs of stages of `cut` layers each, times the slowness `factors` of their ranks."""
         alike = self.costs.of_stages(cut)
         of_ranks = self.factors if factors is None else factors
         of_stages = [of_ranks[rank] for rank in self.schedule.rank_of]
@@ -39,18 +39,18 @@ class StepSimulation:
         return replace(alike, F=forward, I=inputs, W=weights)
 
     def seconds(self, cut: Sequence[int]) -> float:
-        """Return the makespan of a step whose stages have these numbers of layers."""
+        """Return the seconds of a simulated step; `cut`: the number of layers of each stage."""
         return self._makespan(self.stage_costs(cut))
 
     def seconds_without_slow_ranks(self, cut: Sequence[int]) -> float:
-        """Return the makespan if no rank were slow."""
+        """Return the seconds of a simulated step if no rank were slow; `cut`: the layers of each stage."""
         return self._makespan(self.stage_costs(cut, [1.0] * len(self.factors)))
 
     def _makespan(self, costs: Costs) -> float:
         return simulated(self.schedule.split_backward, costs).makespan
 
     def fastest_cut(self, now: StageCut) -> StageCut:
-        """Return the cut with the shortest step, found from `now`."""
+        """Return the layers per stage with the shortest simulated step, searched from the present `now`."""
         if self.schedule.stages == 1:
             return now
         return fastest_cut_of_unlike_ranks(self.costs, self.schedule, self.factors, now)
@@ -65,7 +65,7 @@ def rank_costs(costs: Sequence[float], engine: Engine) -> list[float]:
 
 
 def layer_costs_of(engine: Engine) -> LayerCosts:
-    """Return the costs of layers that the engine's blueprint assumes."""
+    """Return the assumed forward and backward cost of each layer of the engine's model."""
     return assumed_costs(engine.blueprint.sequence, engine.blueprint.output_linear)
 
 

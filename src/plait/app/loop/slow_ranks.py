@@ -47,7 +47,7 @@ class SlowRank:
 
 @dataclass
 class _RankHistory:
-    """What is known of one rank."""
+    """The measurements of one rank so far, and the evidence that it is slow."""
 
     logs: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     """The logarithms of its last ratios."""
@@ -82,7 +82,7 @@ class SlowRanks:
         self.expect(predicted)
 
     def expect(self, predicted: Sequence[float], *, measured: bool = False) -> None:
-        """Compare ranks without peers by these costs from now on; what they were like is forgotten.
+        """Set the expected costs with which ranks without peers are compared; forget all earlier ratios.
 
         `measured`: the costs were measured in this run, and need no ratios of first windows.
         """
@@ -126,7 +126,7 @@ class SlowRanks:
         return found, ended
 
     def _collect(self, own: _RankHistory, more: float, first: int) -> None:
-        """Add to the evidence of a rank."""
+        """Add one window's ratio to the evidence that a rank is slow, or is no longer slow."""
         if own.evidence == 0.0:
             own.since, own.windows = first, 0
         own.evidence = max(0.0, own.evidence + max(-MOST_EVIDENCE, min(more, MOST_EVIDENCE)))
@@ -140,12 +140,12 @@ class SlowRanks:
         return log(scaled[rank] / median(one for other, one in enumerate(scaled) if other != rank))
 
     def _usual(self, rank: int) -> float | None:
-        """Return the logarithm of the usual ratio of a rank without peers; None before it is known."""
+        """Return the median log-ratio of the first windows of a rank without peers; None while too few."""
         usual = self._histories[rank].usual
         return median(usual) if len(usual) == LEARNT else None
 
     def _scatter(self) -> float:
-        """Return the standard deviation of the logarithms of ratios, as far as it is known."""
+        """Return the standard deviation of the ranks' log-ratios, estimated from changes between windows."""
         changes = [ASSUMED_SCATTER * sqrt(2) / NORMAL] * len(self._histories) * LEARNT
         for one in self._histories:
             changes += [abs(later - earlier) for earlier, later in pairwise(one.logs)]

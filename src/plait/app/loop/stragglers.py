@@ -75,7 +75,7 @@ class Stragglers(Callback):
         return {**self._elapsed.slow, **self._own.slow}
 
     def begin(self, run: TrainingLoop) -> None:
-        """Begin to measure; go on with the stages of a run that was rebalanced, if it had as many ranks."""
+        """Start to measure; restore the layers per stage of a resumed run that had been rebalanced."""
         if run.mesh.world == 1:
             return
         self._hosts = all_gather_text(socket.gethostname(), run.mesh.group("world"), run.mesh.device)
@@ -92,13 +92,13 @@ class Stragglers(Callback):
             self._cut_anew(run, tuple(saved["layers_per_stage"]), saved["layer_costs"])
 
     def replanned(self, run: TrainingLoop) -> None:
-        """Measure the run's new engine from now on."""
+        """Start to measure the engine that replaces the run's earlier one."""
         if self._times is not None:
             self._times, self._gathered = RankTimes(run.engine, self._every), None
             self._received.clear()
 
     def submitted(self, run: TrainingLoop) -> None:
-        """End the measurement of the step."""
+        """Mark the end of the step's submitted work, for the measurement."""
         if self._times is not None:
             self._times.end_step()
 
@@ -146,7 +146,7 @@ class Stragglers(Callback):
         return [max(1.0, received[rank] / usual) if usual else 1.0 for rank in range(world)]
 
     def _text(self, run: TrainingLoop, one: SlowRank, times: WindowTimes, does: str) -> str:
-        """Return which rank is slow, where, in what, since when, and what it costs by simulation."""
+        """Return a sentence: which rank is slow, on which host, in what actions, since when, at what cost."""
         at = {axis: at for axis, at in run.mesh.coordinate_of(one.rank).items() if run.mesh.size(axis) > 1}
         where = ", ".join(
             [f"host {self._hosts[one.rank]}", *(f"{axis} {index}" for axis, index in at.items())]
@@ -174,7 +174,7 @@ class Stragglers(Callback):
         return simulation_of(run.engine, times.own, longer, slow)
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Tell which ranks are slow, or no longer are; rebalance the run, or say what that would gain."""
+        """Log which ranks became slow or are no longer; rebalance the run, or log what that would gain."""
         for line in self._lines:
             run.tell(line)
         self._lines.clear()
@@ -202,7 +202,7 @@ class Stragglers(Callback):
             run.tell(f"Rebalanced after step {run.done}: {counts}, by simulation {gain}.")
 
     def _cut_anew(self, run: TrainingLoop, cut: StageCut, costs: Sequence[float]) -> None:
-        """Move the run to stages of so many layers; expect the measured `costs` of all layers from now on."""
+        """Reshard the run to other numbers of layers per stage; compare ranks by the measured `costs`."""
         if cut == run.engine.blueprint.layers_per_stage:
             run.replanned()
         else:
@@ -212,7 +212,7 @@ class Stragglers(Callback):
             ranks.expect(rank_costs(costs, run.engine), measured=True)
 
     def _reorder(self, run: TrainingLoop, simulation: StepSimulation) -> None:
-        """Order the actions anew, if the run may and that is shorter; say what cannot be won back."""
+        """Reorder the schedule's actions if that shortens the simulated step; log the loss that remains."""
         if run.mesh.size("pp") == 1:
             run.tell("No other cut of the model can win that back: all ranks have the same layers.")
             return
@@ -244,12 +244,12 @@ class Stragglers(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the run go on with the stages of a `state_dict`."""
+        """Keep the layers per stage of a `state_dict`, to which `begin` reshards the run."""
         self._saved = state
 
 
 def _ratios_of_kinds(rank: int, peers: Sequence[int], times: WindowTimes) -> str:
-    """Return how many times as long as its peers a rank takes for each kind of action, and its optimizer."""
+    """Return by kind of action, and for the optimizer, a rank's seconds divided by those of its peers."""
     kinds: dict[str, Sequence[float]] = {
         str(kind): [times.of_kind(one, kind) for one in range(len(times.own))] for kind in Kind
     }

@@ -101,7 +101,7 @@ class Callback:
         """Called after each step; `run.done` steps are finished."""
 
     def replanned(self, run: TrainingLoop) -> None:
-        """Called when `run.engine` is another one, or has another order of actions, between two steps.
+        """Called between two steps when `run.engine` was replaced, or its schedule's actions were reordered.
 
         Also before `begin`, where a callback before it resumes a run with another plan.
         """
@@ -243,7 +243,7 @@ class TrainingLoop:
         self.stopped = self.stopped or -1
 
     def reshard(self, plan: Plan) -> None:
-        """Go on with another plan on the same ranks, by `plait.reshard`; called between steps, on all ranks.
+        """Replace engine and optimizer by those of another plan on the same ranks, with `plait.reshard`.
 
         Raises `PlanError` on every rank, before anything changes, where the plan does not fit.
         """
@@ -255,7 +255,7 @@ class TrainingLoop:
         self.replanned()
 
     def replanned(self) -> None:
-        """Tell the callbacks that the engine is another one, or has another order of actions."""
+        """Call `replanned` of each callback, after the engine was replaced or its actions reordered."""
         self._call("replanned")
 
     def named_callbacks(self) -> Iterator[tuple[str, Callback]]:

@@ -1,4 +1,4 @@
-"""The plan of a run that has lost ranks: fewer replicas, else other degrees; the same batches."""
+"""Chooses the plan of an elastic run for the ranks that are left: fewer replicas, else other degrees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.ranks.transport.joined_world import current_ranks
 
 
 def config_of_world(config: Config) -> Config:
-    """Return the configuration with a plan for the ranks of this world, where some of a run were lost."""
+    """Return the configuration, with a smaller plan where the world has fewer ranks than its plan."""
     world = current_ranks()
     if not config.run.elastic or world is None or world.size >= config.plan().world:
         return config
@@ -26,7 +26,7 @@ def config_of_world(config: Config) -> Config:
 
 
 def elastic_settings(config: Config) -> Elastic | None:
-    """Return how a run goes on when ranks are lost, as `run.elastic` and others say; None: it does not."""
+    """Return the `Elastic` that `run.elastic`, `run.spares` and `run.replace` describe, or None."""
     run = config.run
     if not run.elastic:
         return None
@@ -55,7 +55,7 @@ def config_for_ranks(config: Config, ranks: int) -> Config | None:
 
 
 def _preferred_degrees(config: Config, ranks: int) -> Iterator[dict[str, int]]:
-    """Yield the degrees of plans for at most `ranks` ranks, best first."""
+    """Yield degrees of plans for at most `ranks` ranks: first fewer `dp`, then others, most ranks first."""
     own = {axis: getattr(config.parallel, axis) for axis in PLAN_AXES}
     replica = config.plan().world // own["dp"]
     for dp in range(min(own["dp"] - 1, ranks // replica), 0, -1):
@@ -76,7 +76,7 @@ def _world(degrees: dict[str, int]) -> int:
 
 
 def _with_degrees(config: Config, degrees: dict[str, int]) -> Config | None:
-    """Return the configuration with other degrees, and micro-batches of at most as many rows; or None."""
+    """Return the configuration with other degrees and the same batch, None if rows cannot be divided so."""
     old, train = config.parallel, config.train
     if train.batch % degrees["dp"]:
         return None

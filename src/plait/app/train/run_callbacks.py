@@ -83,7 +83,7 @@ class Recordings(Callback):
         write_schedule(run.engine, self._folder, run.mesh)
 
     def replanned(self, run: TrainingLoop) -> None:
-        """Write the schedule of the steps from now on."""
+        """Write the schedule of the engine that replaces the run's earlier one to `schedule.json`."""
         write_schedule(run.engine, self._folder, run.mesh)
 
     def is_due(self, step: int) -> bool:

@@ -177,7 +177,7 @@ class Snapshots:
         self._finish("")
 
     def go_on_with(self, engine: Checkpointable, optimizer: GivenOptimizers) -> None:
-        """Take the snapshots of what `plait.reshard` returned on the same ranks; called on all of them.
+        """Take later snapshots of another engine and optimizer, which `plait.reshard` returned.
 
         Those of before stay until newer ones take their place. Communication and errors: as `finish`.
         """
@@ -267,7 +267,7 @@ class Snapshots:
         return None
 
     def _withdraw(self, parts: Sequence[RankPart]) -> None:
-        """Let parts of a snapshot with wrong bits count no more."""
+        """Remove the manifests of a snapshot's parts, whose bits are wrong, so that it is not restored."""
         with raising_on_all_ranks(self._engine.mesh):
             for part in parts if self._leads else ():
                 self._folder.withdraw(part.half, manifest_name(part.rank))

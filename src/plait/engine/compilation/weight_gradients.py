@@ -219,7 +219,7 @@ def _add_product(views: Sequence[View], buffer: Tensor, a: Tensor, b: Tensor, fi
 
 
 def _float8_product(gradient: Node, number: int) -> WeightTerm | None:
-    """Return the term of a product of float8 matrices, perhaps transposed."""
+    """Return a weight gradient that a graph computes by one float8 product as a `WeightTerm`, else None."""
     node, is_transposed = gradient, False
     while is_view(node) and len(node.users) == 1 and _is_transpose(node, example_of(node).dim()):
         (node,), is_transposed = node.all_input_nodes, not is_transposed

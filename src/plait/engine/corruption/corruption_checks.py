@@ -62,18 +62,18 @@ class CorruptionChecks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Compare a last time, unless an error ended the run, and end the checks."""
+        """Compare memory a last time, unless an error is raised, and close the checks."""
         if error is None:
             self.compare()
         self.close()
 
     @property
     def rechecked(self) -> int:
-        """How many runs of layers this rank has computed again."""
+        """The number of layer runs of another rank that this rank has computed again."""
         return 0 if self._layers is None else self._layers.rechecked
 
     def accept_changes(self) -> None:
-        """Take what memory holds now as right, after writes through `.data`, NumPy or a program's own kernel.
+        """Record memory's present contents as right, after writes by `.data`, NumPy or an own kernel.
 
         Writes by operations of PyTorch are known without it.
         """
@@ -86,7 +86,7 @@ class CorruptionChecks:
             self._memory.compare_now()
 
     def close(self) -> None:
-        """End the checks."""
+        """Remove the checks' hooks, and stop comparing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._memory, self._layers = [], None, None

@@ -1,4 +1,4 @@
-"""What a rank holds from one step to the next: parameters, buffers, optimizer state, reduced gradients."""
+"""Lists the tensors that a rank keeps between steps: parameters, buffers, optimizer state, gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.plan.rules import join
 
 
 class HeldTensors:
-    """The tensors of one rank's engine and optimizers."""
+    """Lists the tensors of one rank's engine and optimizers that outlive a step."""
 
     def __init__(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
         self._runtime = runtime

@@ -1,4 +1,4 @@
-"""Some runs of layers, drawn at random, are computed again by another data-parallel rank, and compared.
+"""`LayerRecheck`: another data-parallel rank computes randomly drawn runs of layers again, and compares.
 
 Each rank sends what a run of its layers read and wrote to the next rank along `dp`, which has the same layers
 with the same parameters, and runs those of the rank before it. Ranks along `tp` and `cp` do so together.
@@ -44,7 +44,7 @@ from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
 
 
 class _Drawn(NamedTuple):
-    """A drawn run of this rank."""
+    """A run of layers on this rank that was drawn to be computed again by another rank."""
 
     place: RunPlace
     record: LayerRecord
@@ -96,7 +96,7 @@ class LayerRecheck:
             self._raise(rerun, every[number], source)
 
     def _taken(self, rerun: LayerRerun) -> list[_Drawn]:
-        """Return the drawn runs of this pass, without those of unlike shapes; end their recording."""
+        """Stop recording; return this pass's drawn runs whose shapes are the same on all ranks of `dp`."""
         every, group = [], self._mesh.group("dp")
         for number, stage in self._runtime.pipeline.stages.items():
             records, stage.records = stage.records, {}
@@ -111,13 +111,13 @@ class LayerRecheck:
         return every
 
     def _told(self, one: _Drawn, steps: int) -> dict[str, object]:
-        """Return what the rank `steps` further along `dp` says of its run."""
+        """Return the JSON description of the drawn run of the rank `steps` further along `dp`."""
         group = self._mesh.group("dp")
         told: dict[str, object] = json.loads(one.described[(group.index + steps) % group.size])
         return told
 
     def _exchanged(self, one: _Drawn) -> SentRecord:
-        """Return the record of the rank before; send this rank's to the next."""
+        """Send this rank's recorded tensors to the next rank along `dp`; return those of the rank before."""
         group, packed = self._mesh.group("dp"), _packed(tensors_of_record(one.record))
         sent, received = [0] * group.size, [0] * group.size
         sent[(group.index + 1) % group.size] = received[(group.index - 1) % group.size] = len(packed)
@@ -125,7 +125,7 @@ class LayerRecheck:
         return _unpacked(one.record, arriving.about("a run of layers that is computed again").wait())
 
     def _raise(self, rerun: LayerRerun, one: _Drawn, source: int) -> None:
-        """Let all ranks along `dp` compute a run of the rank at index `source`, and name who was wrong."""
+        """Compute a run of rank `source` on all ranks along `dp`, and raise CorruptionError: who differs."""
         group, device = self._mesh.group("dp"), self._mesh.device
         packed = broadcast(_packed(tensors_of_record(one.record)), group, source, checked=False).wait()
         sent = _unpacked(one.record, packed)
@@ -164,7 +164,7 @@ class LayerRecheck:
 
 
 def wrong_ranks(original: int, votes: Sequence[int], source: int) -> list[int]:
-    """Return the indices of the ranks that were wrong, by the hashes of what all computed of one run.
+    """Return the indices of the ranks whose hash of one run's results differs from that of the majority.
 
     `original`: of the rank at index `source`, in the step; `votes`: of each rank, afterwards. The next rank
     has computed the run, too, with another result than `original`. Two where it cannot be said which.
@@ -179,7 +179,7 @@ def wrong_ranks(original: int, votes: Sequence[int], source: int) -> list[int]:
 
 
 def differing(found: Results, expected: Results) -> list[str]:
-    """Return the names of results that differ in any bit."""
+    """Return the names of the results of two computations of one run that differ in any bit."""
     pairs = zip(found, expected, strict=True)
     names = [name for (name, one), (_, other) in pairs if not torch.equal(_bytes(one), _bytes(other))]
     return list(dict.fromkeys(names))
@@ -198,7 +198,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unpacked(own: LayerRecord, packed: Tensor) -> SentRecord:
-    """Return the tensors whose bytes another rank has packed."""
+    """Return the tensors that another rank's `_packed` wrote one after another as bytes."""
     mine = tensors_of_record(own)
     parts = torch.split(packed, [one.nbytes for one in mine])
     # Cloned, so that each lies where tensors are allocated, as on the other rank.

@@ -1,4 +1,4 @@
-"""Running layers again, after a step, on what a record of another rank says that they read.
+"""`LayerRerun`: computes layers again after a step, from the inputs that another rank recorded and sent.
 
 The layers add to the gradient buffers of this rank, which get their values back afterwards; parameters that
 the plan frees are gathered for as long.
@@ -27,7 +27,7 @@ Results: TypeAlias = list[tuple[str, Tensor]]
 
 
 class RunPlace(NamedTuple):
-    """A run of layers of this rank: those of a stage from `first` on that ran together."""
+    """Which layers of a stage ran together, from layer `first` on, and for which micro-batch."""
 
     stage: int
     microbatch: int
@@ -35,7 +35,7 @@ class RunPlace(NamedTuple):
 
 
 class SentRecord(NamedTuple):
-    """The tensors of another rank's record of a run."""
+    """The tensors that another rank recorded of one run of layers, as they were received."""
 
     inputs: Value
     outputs: Sequence[Tensor]
@@ -71,7 +71,7 @@ class LayerRerun:
         self._runtime, self._gatherer = runtime, gatherer
 
     def described(self, place: RunPlace, own: LayerRecord) -> dict[str, Any]:
-        """Return what another rank must know of a run beside its tensors, as JSON values."""
+        """Return what another rank needs to compute a run again, besides tensors: shapes, rows, documents."""
         stage, dropout = self._runtime.pipeline.stages[place.stage], self._runtime.dropout
         sequence = stage.sequences[place.microbatch] if stage.sequences else None
         bounds = None if sequence is None else sequence.documents
@@ -83,7 +83,7 @@ class LayerRerun:
     def run(
         self, place: RunPlace, own: LayerRecord, sent: SentRecord, described: dict[str, Any]
     ) -> tuple[Results, Results]:
-        """Return what the layers compute of what another rank has `sent`, and what they did there."""
+        """Compute the layers on tensors that another rank `sent`; return the results, and those it sent."""
         stage = self._runtime.pipeline.stages[place.stage]
         views = stage_views(self._runtime, stage, place.first, own.last)
         units = units_of(self._runtime, stage, place.first, own.last)
@@ -104,7 +104,7 @@ class LayerRerun:
     def _computed(
         self, place: RunPlace, stage: Stage, own: LayerRecord, sent: SentRecord, views: Sequence[StageView]
     ) -> Results:
-        """Return what the layers compute: output, then gradients of parameters, then of the input."""
+        """Return the output of the layers, the gradients of their parameters, and that of their input."""
         microbatch, first = place.microbatch, place.first
         stage.values[microbatch] = sent.inputs
         stage.forward(microbatch, first, own.last)
@@ -125,7 +125,7 @@ class LayerRerun:
         return found + [("the gradient of the input", one) for one in gradients if one is not None]
 
     def _write(self, views: Sequence[StageView], flat: Sequence[Tensor], own: GradientSnapshot) -> None:
-        """Write the gradients before a backward to the buffers of this rank."""
+        """Write another rank's gradient buffers, as before its backward, to those of this rank."""
         with torch.no_grad():
             for view, before in zip(views, flat, strict=True):
                 assert view.gradient is not None
@@ -135,7 +135,7 @@ class LayerRerun:
 
     @contextmanager
     def _as_elsewhere(self, place: RunPlace, described: dict[str, Any]) -> Iterator[None]:
-        """Run layers with the rows and the documents of another rank's micro-batch."""
+        """Context in which layers see the row numbers and document ids of another rank's micro-batch."""
         dropout, stage = self._runtime.dropout, self._runtime.pipeline.stages[place.stage]
         rows, sequences = dropout.rows, stage.sequences
         if rows:
@@ -152,7 +152,7 @@ class LayerRerun:
 
 
 def snapshot(runtime: Runtime, stage: Stage, first: int, last: int) -> GradientSnapshot:
-    """Return copies of the gradients of layers `first` to `last` of a stage as they are now."""
+    """Return copies of the present gradient buffers of layers `first` to `last` of a stage."""
     views = stage_views(runtime, stage, first, last)
     ids = {id(parameter) for view in views for parameter in view.parameters.values()}
     flat = [view.gradient.clone() for view in views if view.gradient is not None]
@@ -172,7 +172,7 @@ def units_of(runtime: Runtime, stage: Stage, first: int, last: int) -> list[Unit
 
 
 def stage_views(runtime: Runtime, stage: Stage, first: int, last: int) -> list[StageView]:
-    """Return the gradient buffers, as this stage has them, of layers `first` to `last`."""
+    """Return this stage's views of the flat gradient buffers of its layers `first` to `last`."""
     return [
         buffer.stage_views[unit.stages.index(stage.number)]
         for unit in units_of(runtime, stage, first, last)
@@ -181,7 +181,7 @@ def stage_views(runtime: Runtime, stage: Stage, first: int, last: int) -> list[S
 
 
 def _gradients(views: Sequence[StageView], flat: Sequence[Tensor], own: GradientSnapshot) -> Results:
-    """Return the parameters' gradients in flat copies of the buffers, but those that nothing has written."""
+    """Return parameters' gradients in copies of the flat buffers, without those not written yet."""
     found: Results = []
     for view, copied in zip(views, flat, strict=True):
         assert view.gradient is not None
@@ -195,7 +195,7 @@ def _gradients(views: Sequence[StageView], flat: Sequence[Tensor], own: Gradient
 
 @contextmanager
 def _gathered(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
-    """Gather the parameters of units, and free them afterwards where the plan does not keep them."""
+    """Context in which the units' parameters are gathered; afterwards they are freed if the plan says so."""
     for unit in units:
         gatherer.gather(unit.name)
         gatherer.wait(unit.name)
@@ -208,7 +208,7 @@ def _gathered(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
 
 @contextmanager
 def _borrowed(views: Sequence[StageView]) -> Iterator[None]:
-    """Let layers add to their gradient buffers within the context; then these are as they were before."""
+    """Context in which layers may add to their gradient buffers, whose contents are restored afterwards."""
     kept: list[tuple[Tensor, Tensor | None]] = []
     for view in views:
         if view.gradient is not None and view.gradient.untyped_storage().nbytes():

@@ -1,4 +1,4 @@
-"""Check that what a rank's memory holds between steps is what was written to it.
+"""`MemoryCheck`: compares a rank's tensors between steps with sums that were taken when they were written.
 
 update    ──▶  record parameters, optimizer state  …  compare  ──▶  the next update
 gather    ──▶  record what layers read             …  compare  ──▶  end of the backward
@@ -62,7 +62,7 @@ class MemoryCheck:
         return self._runtime.dropout.step
 
     def record_all(self) -> None:
-        """Record all that the rank holds as it is now."""
+        """Record sums of all tensors of this rank that outlive a step, as they are now."""
         for optimizer in self._optimizers:
             self.record(optimizer)
         self._others.record(self._held.of_no_optimizer())
@@ -74,7 +74,7 @@ class MemoryCheck:
         self._recorded[optimizer] = self._steps
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compare what an optimizer is about to read, and what no optimizer updates."""
+        """Compare tensors that an optimizer is about to read, and those none updates, with their sums."""
         first, steps = self._recorded[optimizer], self._steps
         after = f"after the update of step {first}" if first else "since the checks began"
         between = f"{after}, before that of step {max(steps, first + 1)}"
@@ -92,13 +92,13 @@ class MemoryCheck:
         self._read_changes()
 
     def compare_gradients(self) -> None:
-        """Compare the gradients that there are, which are about to be clipped or added to."""
+        """Compare this rank's gradients with their recorded sums, before they are clipped or added to."""
         self._forget_gradients()
         self._compare_gradients("they were clipped or added to")
         self._read_finished()
 
     def _forget_gradients(self) -> None:
-        """Record no gradients where the optimizers have none any more."""
+        """Drop the recorded sums of gradients that were set to None."""
         if not self._held.have_gradients:
             self._gradients.forget()
 
@@ -118,7 +118,7 @@ class MemoryCheck:
             self._of_replicas = self._steps, self._replicas.compare(recorded)
 
     def _record_gathered(self, buffer: FlatBuffer) -> None:
-        """Record what layers read of parameters, if it stays allocated until the end of the pass."""
+        """Record sums of a unit's gathered parameters, if they stay allocated until the end of the pass."""
         if not buffer.spec.whole.freed:
             sums = RecordedSums()
             named = (NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
@@ -126,13 +126,13 @@ class MemoryCheck:
             self._gathered.append(sums)
 
     def _record_scattered(self, buffer: FlatBuffer) -> None:
-        """Record the gradient of a shard, which may be complete."""
+        """Record sums of a shard's gradient after a reduce-scatter, which may be its last in this pass."""
         sums = self._scattered.setdefault(id(buffer), RecordedSums())
         named = (NamedTensor(name, "gradient", one) for name, one in buffer.shard_gradients.items())
         sums.record([one for one in named if one.tensor.numel()])
 
     def end_pass(self, runner: Runner) -> None:
-        """Read the comparisons that began before, and compare what was gathered and scattered since."""
+        """Read earlier comparisons, and compare the parameters and gradients recorded during this pass."""
         self.read()
         runner.gatherer.observer = runner.reducer.observer = None
         step = self._steps + 1
@@ -155,7 +155,7 @@ class MemoryCheck:
         self._unread.append(_Comparison(recorded, text, sums.compare()))
 
     def _read_finished(self) -> None:
-        """Read comparisons that the host has done: those of a GPU are read after the next pass."""
+        """Raise CorruptionError for finished comparisons on the CPU; those of a GPU are read a pass later."""
         if not is_accelerator(self._runtime.mesh.device):
             self._read_changes()
 

@@ -1,4 +1,4 @@
-"""Sums of tensors that are to keep their bits until the program itself writes to them.
+"""`RecordedSums`: sums of tensors' bytes, which tell later whether memory changed without a write.
 
 torch counts the program's writes to a tensor (`Tensor._version`). A bit that flips in memory, or what another
 program writes, leaves the count as it was: so a tensor of another sum and the same count has wrong bits.
@@ -45,7 +45,7 @@ class ChangedTensor(NamedTuple):
 
 
 class RecordedNumbers(NamedTuple):
-    """The numbers of the tensors on one device."""
+    """The recorded numbers (sums, and small tensors whole) of the tensors on one device."""
 
     places: Sequence[int]
     """Of these tensors among all that are recorded."""
@@ -84,12 +84,12 @@ class RecordedSums:
             self.parts = [part._replace(words=None) for part in self.parts]
 
     def forget(self) -> None:
-        """Compare nothing before sums are recorded again."""
+        """Drop the recorded sums, so that `compare` finds nothing until `record` is called again."""
         self.are_recorded = False
 
     @property
     def are_written(self) -> list[bool]:
-        """Of each tensor whether the program has written to it since, or has replaced its memory."""
+        """Whether the program has written to each tensor since `record`, or has replaced its memory."""
         versions, addresses = list(map(version_of, self._each)), list(map(Tensor.data_ptr, self._each))
         if versions == self._versions and addresses == self._addresses:
             return [False] * len(versions)
@@ -101,7 +101,7 @@ class RecordedSums:
         ]
 
     def compare(self) -> Callable[[], list[ChangedTensor]]:
-        """Compute the sums again; return a function that waits for them, and returns the changed tensors.
+        """Start to compute the sums again; return a function that waits and returns the changed tensors.
 
         Tensors that the program has written to are left out.
         """
@@ -134,7 +134,7 @@ class RecordedSums:
 
 
 def _parts_of(tensors: Sequence[NamedTensor]) -> list[RecordedNumbers]:
-    """Return for each device how the numbers of its tensors are computed, without the numbers."""
+    """Return for each device its tensors and the `WordSums` that computes their numbers."""
     places: dict[torch.device, list[int]] = {}
     for place, one in enumerate(tensors):
         places.setdefault(one.tensor.device, []).append(place)

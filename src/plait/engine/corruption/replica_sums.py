@@ -1,4 +1,4 @@
-"""The comparison of sums between the ranks that hold the same tensors: 8 bytes for each kind of replica.
+"""`ReplicaSums`: compares sums of tensors between ranks that hold the same ones (replicas).
 
 What a rank holds is added up, by the ranks that hold the same: those along the same axes and stages. The
 ranks gather these numbers, and each knows at once whether all replicas are alike, on every rank.
@@ -51,7 +51,7 @@ class ReplicaSums:
 
     @property
     def are_needed(self) -> bool:
-        """Whether any two ranks hold the same; equal on all ranks."""
+        """Whether any two ranks hold the same tensors; the answer is equal on all ranks."""
         return bool(self._replicas)
 
     def compare(self, recorded: Sequence[RecordedSums]) -> Callable[[], list[tuple[int, ...]]]:
@@ -81,7 +81,7 @@ class ReplicaSums:
     def _rows_and_factors(
         self, place: tuple[int, int], tensors: Sequence[NamedTensor], part: RecordedNumbers
     ) -> tuple[Tensor, Tensor]:
-        """Return of each number the kind of replica, and an odd number that multiplies it."""
+        """Return for each recorded number the row of the table that it is added to, and an odd factor."""
         known = self._factors.get(place)
         if known is None or known[0] is not part.owners:
             each = Counter[int]()
@@ -95,13 +95,13 @@ class ReplicaSums:
         return known[1:]
 
     def _row(self, named: NamedTensor) -> int:
-        """Return the number of a tensor's kind of replica; that of none where it is not compared."""
+        """Return the row of the table of sums to which a tensor is added; the last row is not compared."""
         is_alike = named.what in ("value", "gradient") or (self._with_state and named.what.startswith(STATE))
         return self._rows.get(named.parameter, self._count) if is_alike else self._count
 
 
 def _places(layout: Layout) -> tuple[object, ...]:
-    """Return for each axis what decides which of its ranks hold the same."""
+    """Return how a layout places a tensor on each axis, equal for tensors with the same replicas."""
     return tuple(
         (type(one).__name__, one.copies if isinstance(one, Shard) else 1) for one in layout.placements
     )

@@ -25,10 +25,10 @@ SMALL_BYTES = 2**12
 
 
 class WordSums:
-    """Computes numbers that change with any bit of some tensors, as long as their memory stays in place."""
+    """Computes int64 numbers of a list of tensors that change if any one bit of theirs flips."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """`tensors` are on one device."""
+        """Prepare views of `tensors`, all on one device."""
         self._sums: list[Tensor] = []
         """Views of the whole words of large tensors."""
         self._copied: list[Tensor] = []

@@ -13,7 +13,7 @@ from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
 
 
 class GradientSnapshot(NamedTuple):
-    """Copies of flat gradient buffers of layers within a step."""
+    """Copies of the flat gradient buffers of some layers, taken within a step."""
 
     flat: list[Tensor]
     unwritten: frozenset[int]
@@ -42,27 +42,27 @@ class LayerRecord:
     """Whether the backward was a `B`."""
 
     def begin_forward(self, inputs: Value, last: int) -> None:
-        """Keep copies of what the layers read in their forward."""
+        """Copy the inputs of the layers' forward."""
         self.last = last
         self.inputs = map_tensors(lambda one: one.detach().clone().requires_grad_(one.requires_grad), inputs)
 
     def end_forward(self, outputs: Value) -> None:
-        """Keep copies of what the layers wrote in their forward."""
+        """Copy the outputs of the layers' forward."""
         self.outputs = [one.detach().clone() for one in list_of_tensors(outputs)]
 
     def begin_backward(self, given: Sequence[Tensor | None]) -> None:
-        """Keep copies of what the layers read in their backward."""
+        """Copy the output gradient and the gradient buffers, before the layers' backward."""
         self.given = copies(given)
         self.snapshot_buffers()
 
     def end_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep copies of what the layers' backward returned, which later may be written to."""
+        """Copy the input gradient that the layers' backward returned: later code may write to it."""
         self.input_gradients = copies(gradients)
         if not self.is_fused:
             self.snapshot_buffers()
 
     def snapshot_buffers(self) -> None:
-        """Keep copies of the gradient buffers as they are now."""
+        """Copy the layers' flat gradient buffers, as they are now."""
         self.buffers.append(self.snapshot(self.last))
 
 

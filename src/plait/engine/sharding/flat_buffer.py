@@ -100,7 +100,7 @@ class FlatBuffer:
 
     @property
     def latest_shard(self) -> Tensor:
-        """This rank's shard where the optimizer updates it."""
+        """This rank's shard with the latest values: the device copy of an offloaded shard, if any."""
         return self.shard if self.device_copy is None else self.device_copy
 
     @cached_property

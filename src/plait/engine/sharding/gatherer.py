@@ -77,7 +77,7 @@ class Gatherer:
             synchronize_stream(device)
 
     def compute_scales(self) -> None:
-        """Set the scales of all matrices that are gathered in float8, unless they are those of shards as now.
+        """Compute the scales of all matrices that are gathered in float8, if shards have changed since.
 
         Communication: as `scale_together`.
         """
@@ -146,5 +146,5 @@ def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
 
 
 def _gather_bytes(whole: Tensor, own: Tensor, group: Group) -> Handle[Tensor]:
-    """Start the all-gather of tensors in float8, as uint8, which every backend can communicate."""
+    """Start the all-gather of float8 tensors, viewed as uint8, which every backend can communicate."""
     return all_gather(own.view(torch.uint8), group, out=whole.view(torch.uint8), checked=False)

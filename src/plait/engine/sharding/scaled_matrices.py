@@ -46,19 +46,19 @@ class ScaledMatrices:
 
     @torch.no_grad()
     def find_largest(self, shard: Tensor) -> None:
-        """Compute the largest values of this rank's parts, from its flat `shard`."""
+        """Compute the largest absolute value of this rank's part of each matrix, from its flat `shard`."""
         parts = (slot.view_of(shard) for slot in self.slots.values())
         # Rounded, the largest value is the largest of the rounded values.
         found = torch.stack([_largest(part) for part in parts]).to(self.compute).float()
         self.largest = sent(found, self.scales.device)
 
     def set_scales(self, largest: Tensor) -> None:
-        """Set factors and scales by the `largest` values, fp32 `[matrices]`, of the whole matrices."""
+        """Set factors and scales from the matrices' `largest` absolute values, fp32 `[matrices]`."""
         self.factors.copy_(factor_of(largest, self.form))
         self.scales.copy_(self.factors.reciprocal())
 
     def cast(self, shard: Tensor, own: Tensor) -> None:
-        """Write the parts of the matrices in a flat `shard`, in float8, to `own`, at the same offsets."""
+        """Cast this rank's flat `shard` to float8, each matrix with its scale, and write it to `own`."""
         for slot, factor in zip(self.slots.values(), self.factors.unbind(), strict=True):
             part = moved_later(slot.view_of(shard), own.device).to(self.compute)
             slot.view_of(own).copy_(cast_by(part, factor, self.form).data)
@@ -66,7 +66,7 @@ class ScaledMatrices:
 
 @torch.no_grad()
 def scale_together(matrices: Sequence[ScaledMatrices]) -> None:
-    """Set the scales of the matrices of several buffers by the largest values of all ranks' parts.
+    """Set the scales of the matrices of several buffers, by an all-reduce of the largest absolute values.
 
     Communication: for buffers with the same `groups` one all-reduce over each, of 4 bytes a matrix.
     """

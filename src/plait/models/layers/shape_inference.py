@@ -208,7 +208,7 @@ def _with_parts(
 
 @contextmanager
 def _recording_hooked_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Within the context, record the tensors that modules in `module` return, and hooks of theirs get."""
+    """Context that records the outputs of submodules of `module` that have forward hooks."""
     found: list[Tensor] = []
     handles = [
         one.register_forward_hook(lambda module, given, output: found.extend(tensors_of(output)))

@@ -21,7 +21,7 @@ _BYTES = _HEAD.size + _MOST_TEXT
 
 
 class Activity(NamedTuple):
-    """What a rank does since a time."""
+    """Whether a rank waits for others or computes, since when, and what it waits for."""
 
     since: float
     """The host's monotonic time, in seconds; infinite before the rank has waited for the first time."""
@@ -32,31 +32,31 @@ class Activity(NamedTuple):
 
 
 class ActivityFile:
-    """A file that one rank writes and its supervisor reads."""
+    """A memory-mapped file in which a rank writes what it waits for, for its supervisor to read."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file of a rank, which `begin` has made."""
+        """Map the activity file at `path` into memory; `begin` creates such files."""
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _BYTES)
         self._text = b""
 
     @staticmethod
     def begin(path: Path) -> ActivityFile:
-        """Make a new file for a rank that has done nothing yet, which is no sign that it hangs; return it."""
+        """Create the file of a rank that has not started, and so cannot be found to hang; return it."""
         path.write_bytes(_HEAD.pack(math.inf, False, 0).ljust(_BYTES, b"\0"))
         return ActivityFile(path)
 
     def begin_wait(self, awaited: str) -> None:
-        """Write that the rank waits from now on, and for what."""
+        """Write to the file that the rank starts to wait, and for what."""
         self._text = awaited.encode()[:_MOST_TEXT]
         self._write(waits=True)
 
     def end_wait(self) -> None:
-        """Write that the rank does not wait any more."""
+        """Write to the file that the rank's wait has ended."""
         self._write(waits=False)
 
     def read(self) -> Activity:
-        """Return what the rank has written last."""
+        """Return the activity that the rank has written last."""
         since, waits, size = _HEAD.unpack_from(self._memory)
         return Activity(since, waits, self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace"))
 

@@ -98,7 +98,7 @@ def _run_processes(
     ranks: int,
     options: Mapping[str, Any],
 ) -> list[Result]:
-    """Return the results of a function in processes of this host, which end when one fails, or outlive it."""
+    """Run a function in processes of this host, elastic or in a pool, and return the results of all ranks."""
     if elastic is not None:
         return run_elastic(function, arguments, elastic, ranks=ranks, **options)
     with RankPool(ranks, **options) as pool:

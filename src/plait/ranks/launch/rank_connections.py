@@ -30,7 +30,7 @@ class RankConnections:
     """
 
     def __init__(self, store_port: int | None) -> None:
-        """`store_port`: where the store listens, which is no rank; None: nowhere."""
+        """`store_port`: the port of the store, whose connections are kept; None: there is no store."""
         self._store_port = store_port
         self._leads_to_rank: dict[int, bool] = {}
         """Of each connection that was seen, by its inode, whether its other end is a rank."""
@@ -53,7 +53,7 @@ class RankConnections:
     def _is_shut(
         self, connection: socket.socket, inode: int, table: _SocketsOfRanks, with_store: bool
     ) -> bool:
-        """Return whether a socket is connected to a rank on this host, or to the store and that counts."""
+        """Return whether `shut` shuts a socket: one to another rank here or, `with_store`, to the store."""
         own, peer = connection.getsockname(), connection.getpeername()
         if connection.family == socket.AF_UNIX:
             return any(isinstance(name, bytes) and name.startswith(LISTENER_PREFIX) for name in (own, peer))
@@ -70,7 +70,7 @@ class _SocketsOfRanks:
     """The sockets of this host's ranks, read when they are asked for."""
 
     def have_end(self, port: int, of_other_end: int) -> bool:
-        """Return whether a rank has the end of a connection at `port`, or listens there."""
+        """Return whether a rank's process has the other end of a connection at `port`, or listens there."""
         # Before the listener accepts a connection, no process has its end.
         ends = self._by_ports[port, of_other_end] | self._by_ports[port, _LISTENS]
         return not ends.isdisjoint(self._inodes)

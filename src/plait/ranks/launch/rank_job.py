@@ -1,4 +1,4 @@
-"""`RankJob`: a function call for one rank, pickled, with the parent's settings that it depends on."""
+"""`RankJob`: a pickled function call for one rank, with environment and settings of its parent process."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _is_in_main(thing: Any) -> bool:
 
 
 def pickled_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Return a function and its arguments as bytes. Raises `PlaitError` where they cannot be pickled."""
+    """Return a function and its arguments pickled. Raises `PlaitError` where they cannot be."""
     try:
         return dumps_call((function, arguments))
     except Exception as error:

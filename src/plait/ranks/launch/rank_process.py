@@ -79,7 +79,7 @@ def serve(connection: Connection) -> None:
 
 
 def _leave_failed_world() -> None:
-    """Leave the world after a failure, and free what the job has made; end this process if that is not done.
+    """Leave the process group and free memory after a failed job; end this process if that takes too long.
 
     A GPU may still wait for a lost rank: then too.
     """

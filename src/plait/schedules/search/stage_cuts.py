@@ -345,7 +345,7 @@ def fastest_cut_of_unlike_ranks(
 
 
 def _even_cut_of_unlike_stages(costs: Sequence[float], factors: Sequence[float]) -> StageCut:
-    """Return the layers per stage for which the largest of factor times cost is least."""
+    """Return the layers per stage that minimise the largest stage cost times the slowness of its rank."""
     total = list(accumulate(costs, initial=0.0))
     found: dict[int, tuple[float, StageCut]] = {0: (0.0, ())}
     """By the number of layers of the stages so far: the least largest of them, and their cut."""
@@ -384,7 +384,7 @@ def _improved(best: StageCut, simulation: CutSimulation, *, farthest: int) -> St
 
 
 def _neighbours(cut: StageCut, farthest: int) -> Iterator[StageCut]:
-    """Yield the cuts in which one stage has a layer more and another one less, at most so far apart."""
+    """Yield cuts in which one layer has moved to another stage, at most `farthest` stages away."""
     for distance in range(1, min(farthest, len(cut) - 1) + 1):
         for stage in range(len(cut) - distance):
             for step in (1, -1):

@@ -35,7 +35,7 @@ def carrier_like(tensor: Tensor) -> Tensor:
 
 
 def sum_of_gradients(gradient: Tensor | None, of_carrier: Tensor | None) -> Tensor | None:
-    """Return the gradient of a tensor with a carrier, in the carrier's dtype where it has a gradient."""
+    """Return the sum of a tensor's own gradient and that of its carrier, in the carrier's wider dtype."""
     if gradient is None or of_carrier is None:
         return gradient if of_carrier is None else of_carrier
     return of_carrier + gradient
@@ -62,7 +62,7 @@ class CastInput:
         self._saved: SavedInput | None = None
 
     def saved(self, input: Tensor, source: tuple[Tensor, Gather] | None) -> SavedInput:
-        """Return what is saved of `input` for weight gradients.
+        """Return the tensors of `input` to save for the weight gradient: float8 and scale, or as it is.
 
         `source`: this rank's part, from which the input was gathered, and how; None: it is saved whole.
         """

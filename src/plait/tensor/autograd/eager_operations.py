@@ -180,7 +180,7 @@ class LayerTrace:
         writes: bool = False,
         regather: Gather | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Record as `record`; return also a carrier of the result, by which it gets wide gradients."""
+        """Record as `record` does; return also a carrier of the result, whose gradient may be in fp32."""
         numbers = self._numbers(forward, backward, writes=writes, regather=regather)
         made: tuple[Tensor, Tensor]
         made = _RecordedWithCarrier.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ from plait.tensor.float8.scaled_product import product
 
 @dataclass(frozen=True)
 class _Float8Call:
-    """The arguments of one call of a float8 linear, but the tensors that have gradients."""
+    """The arguments of one call of a float8 linear, without the tensors that need gradients."""
 
     input: Tensor
     weight: Tensor

@@ -97,12 +97,12 @@ class LinearCasts:
         return bool(self.divided.inputs)
 
     def input(self, rows: Tensor) -> ScaledMatrix:
-        """Return X, `[tokens, inputs]`, for the output."""
+        """Return the input X, `[tokens, inputs]`, cast for the product that computes the output."""
         dims = self.divided
         return self._cast("input", rows, self.recipe.input, 1, (dims.tokens, dims.inputs), once=True)
 
     def input_for_weight(self, rows: Tensor, for_output: ScaledMatrix) -> ScaledMatrix | None:
-        """Return X, `[tokens, inputs]`, for the weight gradient; None: as it is. `for_output`: by `input`."""
+        """Return X, `[tokens, inputs]`, cast for the weight gradient; None where that takes X as it is."""
         form, dims = self.recipe.input_for_weight, self.divided
         if form is None:
             return None
@@ -118,12 +118,12 @@ class LinearCasts:
         )
 
     def gradient(self, rows: Tensor, parts: Groups = ()) -> ScaledMatrix:
-        """Return G, `[tokens, outputs]`, for the input gradient; `parts`: who has other tokens of it."""
+        """Return the output gradient G, `[tokens, outputs]`, cast for the input gradient's product."""
         tokens, outputs = (*parts, *self.divided.tokens), self.divided.outputs
         return self._cast("gradient", rows, self.recipe.gradient, 1, (tokens, outputs))
 
     def gradient_for_weight(self, rows: Tensor, for_input: ScaledMatrix | None) -> ScaledMatrix | None:
-        """Return G, `[tokens, outputs]`, for the weight gradient; None: as it is.
+        """Return G, `[tokens, outputs]`, cast for the weight gradient; None where that takes G as it is.
 
         `for_input`: by `gradient`; None where no input gradient is computed.
         """
@@ -135,14 +135,14 @@ class LinearCasts:
         return self._cast("gradient_for_weight", rows, form, 0, (dims.tokens, dims.outputs))
 
     def weight(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
-        """Return W, `[outputs, inputs]`, for the output: its transpose is the second operand.
+        """Return the weight W, `[outputs, inputs]`, cast for the product that computes the output.
 
         `scale`: that of a weight that is in float8 already; None: it is cast.
         """
         return self._weight("weight", weight, scale, self.recipe.weight, 1)
 
     def weight_for_input(self, weight: Tensor, scale: Tensor | None) -> ScaledMatrix:
-        """Return W, `[outputs, inputs]`, for the input gradient; `scale` as for `weight`."""
+        """Return W, `[outputs, inputs]`, cast for the input gradient; `scale` as for `weight`."""
         return self._weight("weight_for_input", weight, scale, self.recipe.weight_for_input, 0)
 
     def _weight(

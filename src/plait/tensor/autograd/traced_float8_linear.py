@@ -81,7 +81,7 @@ def _reduced(groups: Groups, largest: Tensor) -> Tensor:
 
 
 class _TracedProduct(torch.autograd.Function):
-    """Autograd function of the output of a float8 linear, from the carrier of its input, and its casts."""
+    """Autograd function of a float8 linear in a traced layer: float8 products forward and backward."""
 
     @staticmethod
     def forward(

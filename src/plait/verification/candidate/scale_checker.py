@@ -63,7 +63,7 @@ class CastOperand:
 
     @property
     def name(self) -> str:
-        """The operand in words."""
+        """The operand for messages, such as "weight of blocks.0.mlp.up"."""
         return f"{IN_WORDS[self.operand]} of {self.path}"
 
 
@@ -79,7 +79,7 @@ class ScaleChecker:
         self._noting: list[LinearCasts] = []
 
     def begin_step(self) -> None:
-        """Note what linears cast from now on."""
+        """Start to record the scales of all operands that linears cast."""
         for stage in self.runtime.pipeline.stages.values() if self.formats else ():
             for layer in stage.layers:
                 for name, module in layer.module.named_modules():
@@ -89,7 +89,7 @@ class ScaleChecker:
                         self._noting.append(casts)
 
     def end_step(self) -> None:
-        """Note nothing more."""
+        """Stop recording scales."""
         while self._noting:
             self._noting.pop().note = None
 

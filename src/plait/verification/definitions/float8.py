@@ -34,7 +34,7 @@ NoteUnit = Callable[[str, Tensor], None]
 
 
 class EightBits(NamedTuple):
-    """How an operand of a product is cast to 8 bits."""
+    """The 8-bit format of an operand, and whether it has one scale or one for each row."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
     by_line: bool = False
@@ -51,7 +51,7 @@ class Operands(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The operands of the three products of a linear."""
+    """The 8-bit formats of all operands of a linear's three products: output, input and weight gradient."""
 
     output: Operands
     """X Wᵀ."""
@@ -85,7 +85,7 @@ def operands_of(recipe: str) -> dict[str, EightBits | None]:
 
 
 class Quantised(NamedTuple):
-    """A matrix in 8 bits."""
+    """A matrix in float8, with its scales."""
 
     numbers: Tensor
     """Those of the 8-bit format, as float64."""
@@ -123,7 +123,7 @@ def quantised(matrix: Tensor, how: EightBits, dim: int) -> Quantised:
 
 
 def ignore(operand: str, unit: Tensor) -> None:
-    """Do nothing with what is noted of an operand."""
+    """Do nothing: the default callback for the scales of operands."""
 
 
 def product(
@@ -147,7 +147,7 @@ def product(
 
 @dataclass(frozen=True)
 class Computation:
-    """How a linear computes: its recipe, and what surrounds its casts."""
+    """A float8 recipe, the context in which operands are cast, and a callback that gets their scales."""
 
     recipe: str
     """By its name in `Plan.linears`."""
@@ -155,16 +155,16 @@ class Computation:
     note: NoteUnit = ignore
 
     def output(self, input: Tensor, weight: Tensor) -> Tensor:
-        """Return X Wᵀ, of X `[tokens, in]` and W `[out, in]`."""
+        """Return X Wᵀ computed in float8, of X `[tokens, in]` and W `[out, in]`."""
         return self._product(input, weight.T, RECIPES[self.recipe].output, ("input", "weight"))
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
-        """Return G W, of G `[tokens, out]`."""
+        """Return the input gradient G W computed in float8, of G `[tokens, out]` and W `[out, in]`."""
         names = "gradient", "weight_for_input"
         return self._product(gradient, weight, RECIPES[self.recipe].input_gradient, names)
 
     def weight_gradient(self, gradient: Tensor, input: Tensor) -> Tensor:
-        """Return Gᵀ X."""
+        """Return the weight gradient Gᵀ X computed in float8, or in 16 bits if the recipe says so."""
         names = "gradient_for_weight", "input_for_weight"
         return self._product(gradient.T, input, RECIPES[self.recipe].weight_gradient, names)
 
@@ -174,7 +174,7 @@ class Computation:
 
 
 class _QuantisedLinear(torch.autograd.Function):
-    """X Wᵀ, with X `[tokens, in]` and W `[out, in]`."""
+    """Autograd function of X Wᵀ in float8, with X `[tokens, in]` and W `[out, in]`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, computation: Computation) -> Tensor:

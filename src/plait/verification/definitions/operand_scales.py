@@ -31,7 +31,7 @@ class OperandScales:
 
 
 def noted(unit: Tensor) -> Tensor:
-    """Return what a number of 1 stands for, float32 `[count]`; 0 for operands of zeros or of less than 1e-12.
+    """Return the scales as compared, float32 `[count]`: 0 for operands of zeros, or of values below 1e-12.
 
     `count`: 1, or a scale for each token, or for each input or output feature. Some gradients, as that of the
     first query of causal attention, are zero or nothing but rounding.

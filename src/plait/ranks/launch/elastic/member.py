@@ -38,11 +38,11 @@ class Member:
 
     @property
     def handles(self) -> tuple[Connection, int]:
-        """What becomes readable when the process sends something, or ends."""
+        """The connection and the pidfd, which become readable when the process sends a message, or ends."""
         return self._connection, self._pidfd
 
     def start(self, job: RankJob) -> None:
-        """Let the process run a job."""
+        """Send the process a job to run."""
         self._job, self.report, self.is_busy = job, None, True
         self._activity = ActivityFile.begin(activity_path(job.folder, job.world.rank))
         self._send(job)
@@ -53,7 +53,7 @@ class Member:
             self._send(STOP)
 
     def idle_for(self, seconds: float) -> Activity | None:
-        """Return what the rank has done since so long ago; None where it has done something else since then.
+        """Return the rank's activity if it has not changed for so many seconds, else None.
 
         None also where it has no job, or has ended it.
         """
@@ -81,7 +81,7 @@ class Member:
         self.has_ended, self.is_busy = True, False
 
     def update(self) -> None:
-        """Take what the process has sent, and note whether it has ended; without waiting."""
+        """Read the messages that the process has sent, and whether it has ended, without waiting."""
         with suppress(EOFError, OSError):
             while self._connection.poll():
                 message: bytes | RankFailure | str = pickle.loads(self._connection.recv_bytes())

@@ -1,4 +1,4 @@
-"""`OneHostRendezvous`: the rendezvous of supervisors where there is one, on one host."""
+"""`OneHostRendezvous`: torch's rendezvous interface for a single supervisor, on one host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HOST = "127.0.0.1"
 
 
 class OneHostRendezvous(RendezvousHandler):
-    """Numbers the generations of the ranks of one host; has the store in which they meet.
+    """Rendezvous handler for one host: numbers the restarts (generations), and serves the ranks' TCPStore.
 
     The store is in the supervisor's process, so that it outlives every rank. Each generation has keys of its
     own there.
@@ -28,7 +28,7 @@ class OneHostRendezvous(RendezvousHandler):
 
     @property
     def address(self) -> str:
-        """Where ranks find the store: `tcp://HOST:PORT`."""
+        """The address at which ranks find the store, `tcp://HOST:PORT`."""
         return f"tcp://{_HOST}:{self._port}"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -42,7 +42,7 @@ class OneHostRendezvous(RendezvousHandler):
         return "plait"
 
     def get_run_id(self) -> str:
-        """Return what identifies the run."""
+        """Return the run's random id, as torch's agent asks for it."""
         return self._run_id
 
     def num_nodes_waiting(self) -> int:

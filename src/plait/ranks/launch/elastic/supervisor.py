@@ -112,7 +112,7 @@ class Supervisor(SimpleElasticAgent):
         return {number: one.process.pid for number, one in enumerate(self._running)}
 
     def _take_places(self, size: int) -> None:
-        """Let `size` processes be ranks: the living keep their places, spares and new ones fill the gaps."""
+        """Assign ranks to `size` processes: living ones keep theirs, spares and new processes fill gaps."""
         before, others = [*self._running, *self._spares], iter([*self._running[size:], *self._spares])
         places = [*self._running[:size], *[None] * (size - len(self._running))]
         self._running = [
@@ -127,7 +127,7 @@ class Supervisor(SimpleElasticAgent):
                 lost.close()
 
     def _may_start(self, processes: int) -> bool:
-        """Return whether another process may be started beside so many."""
+        """Return whether one more process may be started, by `Elastic.replace` and how many there are."""
         most = self._wanted + self._settings.spares
         return processes < most and (self._settings.replace or self._started < most)
 
@@ -174,7 +174,7 @@ class Supervisor(SimpleElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     def _cause(self) -> RankFailure:
-        """Return the failure that caused the others, for which a moment is given to be reported."""
+        """Wait a moment for all reports, and return the failure that caused the others."""
         deadline = time.monotonic() + _GRACE
         while True:
             failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
@@ -201,7 +201,7 @@ class Supervisor(SimpleElasticAgent):
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
-        """Tell the user of a failure. Raises its error where it has happened too often at one place."""
+        """Print a failure; raise its error where the same one has happened three times at the same step."""
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
