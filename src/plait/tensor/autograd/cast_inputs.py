@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plait.tensor.autograd.float8_operands import DividedDims, LinearCasts
 from plait.tensor.autograd.regather import Gather, own_range, version_of
-from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.autograd.torch_calls import apply_function, rows_of
 from plait.tensor.float8.cast import ScaledMatrix
 
 
@@ -57,7 +57,7 @@ class CastInput:
 
     def __init__(self, input: Tensor, casts: LinearCasts, carrier: Tensor) -> None:
         self.carrier = carrier
-        self.for_output = casts.input(rows_of(input))
+        self.for_output = casts.input(rows_of(input.detach()))
         self._casts = casts
         self._saved: SavedInput | None = None
 
@@ -68,7 +68,7 @@ class CastInput:
         """
         if self._saved is None:
             part, gather = source or (input, None)
-            cast = self._casts.input_for_weight(rows_of(input), self.for_output)
+            cast = self._casts.input_for_weight(rows_of(input.detach()), self.for_output)
             if cast is None:
                 self._saved = SavedInput(part, None, gather)
             else:
@@ -81,11 +81,6 @@ def own_part(data: Tensor, shape: torch.Size, gather: Gather | None) -> Tensor:
     if gather is None:
         return data
     return own_range(data.view(shape), gather.group, gather.dim).clone()
-
-
-def rows_of(tensor: Tensor) -> Tensor:
-    """Return `[..., width]` as a matrix `[rows, width]`, without its graph."""
-    return tensor.detach().reshape(-1, tensor.shape[-1])
 
 
 @dataclass
@@ -137,4 +132,4 @@ class _Carrier(torch.autograd.Function):
 
 def as_matrix(saved: Tensor, scale: Tensor) -> ScaledMatrix:
     """Return a saved tensor `[..., width]` in float8 as a matrix with its scales."""
-    return ScaledMatrix(saved.reshape(-1, saved.shape[-1]), scale)
+    return ScaledMatrix(rows_of(saved), scale)

@@ -21,7 +21,7 @@ from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.regather import Gather
 from plait.tensor.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
-from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
+from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, rows_of
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
@@ -239,11 +239,6 @@ def _add_weight_gradient(
     first = bool(queue.unwritten) and queue.begins((weight,))
     total = queue.buffer_of(weight)
     add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]), first)
-
-
-def rows_of(tensor: Tensor) -> Tensor:
-    """Return `[..., width]` as a matrix `[rows, width]`."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _rows_out(weight: Tensor, transposed: bool) -> Tensor:

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensor.autograd.cast_inputs import CastInput, SavedInput, as_matrix, own_part, rows_of, wide
-from plait.tensor.autograd.deferred_weight_gradients import add_product, defers
+from plait.errors import ModelError
+from plait.tensor.autograd.cast_inputs import CastInput, SavedInput, as_matrix, own_part, wide
+from plait.tensor.autograd.deferred_weight_gradients import add_product
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.autograd.split_backward import refuse_other_orders
-from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place
+from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, rows_of
 from plait.tensor.autograd.traced_float8_linear import traced_float8_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.cast import ScaledMatrix
@@ -69,10 +70,17 @@ def float8_linear(
 
     `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, `casts`, its `LinearCasts`,
     and `weight_scale`, with which the weight is in float8; None: it is cast. `output_sum`: sums the ranks'
-    outputs; the bias is then added elsewhere. Communication: that of the casts, and of `output_sum`.
+    outputs; the bias is then added elsewhere. Communication: that of the casts, and of `output_sum`. Raises
+    ModelError within `torch.autocast`.
     """
     assert queue is not None, "an engine's layers have a queue"
     weight, casts = module.weight, module.casts
+    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
+        raise ModelError(
+            f"a linear with a weight {list(weight.shape)} multiplies in float8, by plan.linears, and is "
+            "called within torch.autocast, which would give its output another dtype: take torch.autocast "
+            "out of the layer (plan.precision sets the dtype), or set plan.linears to None."
+        )
     bias = module.bias if output_sum is None else None
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
@@ -80,7 +88,7 @@ def float8_linear(
             input, by_rows, bias, queue.inputs, casts, trace, output_sum, module.weight_scale
         )
     call = _Float8Call(input, by_rows, module.weight_scale, casts, queue, is_transposed, output_sum)
-    if not defers(input):
+    if not torch.is_grad_enabled():
         return call.output(casts.input(rows_of(input)), bias)
     cast = queue.inputs.of(input, casts)
     run = RECOMPUTED_RUN.get()

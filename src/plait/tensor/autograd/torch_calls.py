@@ -67,6 +67,11 @@ def zero_each(tensors: list[Tensor]) -> None:
         torch._foreach_zero_(tensors)
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return `[..., width]` as a matrix `[rows, width]`."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
 def multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by `factor`, 0-d, of their dtype and device."""
     if tensors:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensor.autograd.cast_inputs import CastInputs, rows_of, wide
+from plait.tensor.autograd.cast_inputs import CastInputs, wide
 from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace
 from plait.tensor.autograd.float8_operands import Groups, LinearCasts, reduced, transposed
 from plait.tensor.autograd.paired_collectives import SumOfSummands
+from plait.tensor.autograd.torch_calls import rows_of
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import SCALED_PRODUCT
 

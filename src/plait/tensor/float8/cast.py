@@ -46,12 +46,21 @@ def cast(
 
 def largest_of(matrix: Tensor, per: Scaling, dim: int = -1) -> Tensor:
     """Return the largest absolute value in fp32: `[]`, or per vector along `dim`, which stays with size 1."""
+    if per == "tensor":
+        return largest_magnitude(matrix).float()
     if matrix.numel() == 0:  # such as the tokens of an expert that has none
         shape = list(matrix.shape)
         shape[dim] = 1
-        return matrix.new_zeros(() if per == "tensor" else shape, dtype=torch.float32)
-    found = matrix.abs().amax() if per == "tensor" else matrix.abs().amax(dim, keepdim=True)
-    return found.float()
+        return matrix.new_zeros(shape, dtype=torch.float32)
+    return matrix.abs().amax(dim, keepdim=True).float()
+
+
+def largest_magnitude(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of a tensor, `[]`, in its dtype; 0 where it has no elements."""
+    if tensor.numel() == 0:
+        return tensor.new_zeros(())
+    least, most = torch.aminmax(tensor)  # in one pass, without a temporary as large as the tensor
+    return torch.maximum(most, -least)
 
 
 def factor_of(largest: Tensor, form: CastFormat) -> Tensor:

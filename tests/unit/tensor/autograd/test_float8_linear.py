@@ -219,3 +219,34 @@ def test_the_carrier_of_a_region_is_left_when_its_input_has_been_written_to() ->
     later = inputs.of(entered, casts).carrier
     assert later is not carrier
     assert later.grad_fn is not None, "the gradient passes through relu"
+
+
+class CallsWithin(nn.Module):
+    """Calls a linear within `torch.autocast`, which may be disabled."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.inner, self.enabled = nn.Linear(HIDDEN, HIDDEN), enabled
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+            return value + self.inner(value).to(value.dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, "graphs"])
+def test_a_float8_linear_within_autocast_is_refused(compiled: Any) -> None:
+    """Its gradients would else be lost without a word."""
+    plan = Plan(linears="float8", compile=compiled)
+    inputs, targets = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
+
+    def gradient(enabled: bool) -> Tensor:
+        model = nn.Sequential(CallsWithin(enabled), nn.Linear(HIDDEN, HIDDEN))
+        engine = plait.parallelize(model, plan, plait.Mesh(plan), nn.functional.mse_loss)
+        engine.forward_backward(inputs, targets)
+        grad = dict(engine.named_parameters())["0.inner.weight"].grad
+        assert grad is not None
+        return grad
+
+    assert gradient(enabled=False).abs().sum() > 0
+    with pytest.raises(ModelError, match=r"\[64, 64\] multiplies in float8.* within torch.autocast"):
+        gradient(enabled=True)
