@@ -21,13 +21,21 @@ def plain(work: Work, ranks: int, device: torch.device) -> Trainee:
     return _trainee(work, with_values(work, device, torch.bfloat16), device, lambda last: nullcontext())
 
 
-def compiled(work: Work, ranks: int, device: torch.device, *, mode: str | None = None) -> Trainee:
+def compiled(
+    work: Work, ranks: int, device: torch.device, *, mode: str | None = None, float8: str | None = None
+) -> Trainee:
     """Return the step of one process with each block compiled, and the loss; `mode`: that of `torch.compile`.
 
     With "reduce-overhead" graphs overwrite their results, so gradients are added to memory of their own.
+    `float8`: torchao's recipe for the linears of blocks.
     """
     assert ranks == 1
     model = with_values(work, device, torch.bfloat16)
+    if float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(float8)  # type: ignore[arg-type]
+        convert_to_float8_training(model.get_submodule("blocks"), config=config)
     for block in model.get_submodule("blocks").children():
         block.compile(mode=mode)
     loss = torch.compile(_mean_loss, mode=mode)

@@ -22,6 +22,7 @@ from plait.tensor.autograd.float8_operands import DividedDims, LinearCasts
 from plait.tensor.autograd.regather import Gather, own_range, version_of
 from plait.tensor.autograd.torch_calls import apply_function, rows_of
 from plait.tensor.float8.cast import ScaledMatrix
+from plait.tensor.float8.scaled_product import by_columns
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -61,16 +62,21 @@ class CastInput:
         self._casts = casts
         self._saved: SavedInput | None = None
 
-    def saved(self, input: Tensor, source: tuple[Tensor, Gather] | None) -> SavedInput:
+    def saved(
+        self, input: Tensor, source: tuple[Tensor, Gather] | None, *, is_traced: bool = False
+    ) -> SavedInput:
         """Return the tensors of `input` to save for the weight gradient: float8 and scale, or as it is.
 
         `source`: this rank's part, from which the input was gathered, and how; None: it is saved whole.
+        `is_traced`: by columns, as the product needs it, so that the layer's graph writes it so.
         """
         if self._saved is None:
             part, gather = source or (input, None)
             cast = self._casts.input_for_weight(rows_of(input.detach()), self.for_output)
             if cast is None:
                 self._saved = SavedInput(part, None, gather)
+            elif is_traced:
+                self._saved = SavedInput(*by_columns(cast), gather)
             else:
                 self._saved = SavedInput(own_part(cast.data, input.shape, gather), cast.scale, gather)
         return self._saved

@@ -1,6 +1,7 @@
 """Float8 linears of compiled layers: casts and products in the layer's graphs, scales reduced between them.
 
-The weight gradient is a product of the graph's backward, which the compiler takes out of it for `W`.
+The weight gradient is a product of the graph's backward, which the compiler takes out of it for `W`. Graphs
+write operands in the order in which products read them, which a product by itself would copy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from plait.tensor.autograd.float8_operands import Groups, LinearCasts, reduced, 
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.autograd.torch_calls import rows_of
 from plait.tensor.float8.cast import ScaledMatrix
-from plait.tensor.float8.scaled_product import SCALED_PRODUCT
+from plait.tensor.float8.scaled_product import SCALED_PRODUCT, by_columns
 
 
 def traced_float8_linear(
@@ -34,7 +35,7 @@ def traced_float8_linear(
     cast = inputs.of(input, casts.reducing(TracedReductions(trace)))
     own = casts.reducing(TracedReductions(trace, casts))
     shape = *input.shape[:-1], weight.shape[0]
-    kept = cast.saved(input, None) if weight.requires_grad else None
+    kept = cast.saved(input, None, is_traced=True) if weight.requires_grad else None
     dtype = input.dtype if output_sum is None else wide(input.dtype)
     made = _TracedProduct.apply(  # type: ignore[no-untyped-call]
         cast.carrier,
@@ -109,7 +110,8 @@ class _TracedProduct(torch.autograd.Function):
         for_input = casts.gradient(rows) if needs_input else None
         of_input = of_weight = None
         if for_input is not None:
-            made = SCALED_PRODUCT(*for_input, *casts.weight_for_input(weight, weight_scale), ctx.wide)
+            by_weight = by_columns(casts.weight_for_input(weight, weight_scale))
+            made = SCALED_PRODUCT(*for_input, *by_weight, ctx.wide)
             of_input = made.view(ctx.shape)
         if kept is not None:
             cast = casts.gradient_for_weight(rows, for_input)
@@ -117,7 +119,7 @@ class _TracedProduct(torch.autograd.Function):
                 of_weight = rows.t() @ rows_of(kept)
             else:
                 input = ScaledMatrix(kept, kept_scale)
-                of_weight = SCALED_PRODUCT(*transposed(cast), *input, weight.dtype)
+                of_weight = SCALED_PRODUCT(*transposed(by_columns(cast)), *input, weight.dtype)
         return of_input, of_weight, *(None,) * 7
 
 

@@ -59,6 +59,11 @@ def _multiplied(
     return result
 
 
+def by_columns(matrix: ScaledMatrix) -> ScaledMatrix:
+    """Return `matrix` stored by columns, as CUDA requires of the second operand: a copy of its data."""
+    return ScaledMatrix(matrix.data.t().contiguous().t(), matrix.scale)
+
+
 def is_multiple(*sizes: int) -> bool:
     """Return whether all sizes are multiples of 16, as CUDA asks of float8 matrices."""
     return all(size % MULTIPLE == 0 for size in sizes)

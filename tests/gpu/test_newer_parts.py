@@ -1,0 +1,143 @@
+"""Experts, Muon, resharding, snapshots and checks of memory on GPUs give what they give on CPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import plait
+from gpu.host_waits import forbid_host_waits
+from gpu.training import RECIPE, trained
+from parity import reference, woven
+from parity.case import SEED
+from parity.cases import gpt2, sparse_llama
+from parity.norm import assert_equal
+from parity.parity import compare, merged
+from parity.test_experts import CASE
+from parity.whole_matrices import BOUND, MUON, OTHERS, MuonOnOneRank, train, train_on_one_rank, whole_weights
+from parity.woven import global_rows, shares, weave
+from plait.engine import Engine
+from plait.errors import CorruptionError
+from plait.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from gpu.ranks import GpuRanks
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS = {
+    "one rank": Plan(precision="fp64"),
+    "dp 2 x ep 2, full": Plan(dp=2, ep=2, strategy="full", precision="fp64"),
+    "dp 4 x ep 2 x etp 2": Plan(dp=4, ep=2, etp=2, precision="fp64"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_model_with_experts_trains_as_on_one_rank(gpu_ranks: GpuRanks, name: str) -> None:
+    plan = EXPERTS[name]
+    outcomes = gpu_ranks.run(trained, CASE, plan, ranks=plan.world)
+    compare(outcomes, reference.train(CASE, global_rows(plan), RECIPE, torch.float64), torch.float64)
+
+
+def losses_of_experts(plan: Plan, steps: int) -> list[float]:
+    """In bf16, of steps in which one kernel multiplies all experts; the last must not make the host wait."""
+    case = sparse_llama()
+    engine = weave(case, plan)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    found = list[Tensor]()
+    rows, mine = woven.global_rows(plan), engine.mesh.index("dp")
+    for number, batch in enumerate(case.batches(rows, steps, torch.float32)):
+        batch = tuple(one.chunk(plan.dp)[mine] for one in batch)
+        if number + 1 < steps or plan.ep > 1:
+            found.append(engine.forward_backward(*batch))
+        else:
+            with forbid_host_waits(engine.mesh.device):
+                found.append(engine.forward_backward(*batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(one) for one in found]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_in_bf16_compute_on_gpus_what_they_compute_on_cpus(gpu_ranks: GpuRanks, ep: int) -> None:
+    plan = Plan(dp=ep, ep=ep, precision="bf16", microbatches=2)
+    found = gpu_ranks.run(losses_of_experts, plan, 4, ranks=ep)[0]
+    on_cpu = plait.launch(losses_of_experts, plan, 4, ranks=ep, device="cpu")[0]
+    assert found == pytest.approx(on_cpu, rel=2e-2)
+    assert len(set(found)) == 4
+
+
+def muon_in_double(engine: Engine) -> torch.optim.Optimizer:
+    return plait.Muon(engine, **MUON, dtype=torch.float64, others=OTHERS)
+
+
+def trained_by_muon(plan: Plan, steps: int) -> Any:
+    outcome = train(gpt2(layers=2), plan, muon_in_double, steps)
+    parameters = {name: value.cpu() for name, value in outcome.parameters.items()}
+    return SimpleNamespace(coordinate=outcome.coordinate, layouts=outcome.layouts, parameters=parameters)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_muon_equals_torchs_on_one_rank(gpu_ranks: GpuRanks, tp: int) -> None:
+    plan, steps = Plan(dp=2, tp=tp, strategy="full", precision="fp64"), 4
+    make = partial(MuonOnOneRank, divide=whole_weights, options=MUON)
+    expected = train_on_one_rank(gpt2(layers=2), make, global_rows(plan), steps)
+    found = gpu_ranks.run(trained_by_muon, plan, steps, ranks=plan.world)
+    assert_equal(merged(found, "parameters"), expected, BOUND, "the value")
+
+
+def moved_restored_and_checked(folder: str) -> tuple[list[float], list[float], str]:
+    """Losses of an undisturbed run, and of one that is moved and restored; and what a flipped bit gives."""
+    case, plan = gpt2(), Plan(dp=2, strategy="full", precision="fp64")
+    other = Plan(tp=2, precision="fp64")
+
+    def adamw(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    def steps(engine: Engine, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+        found = []
+        for number in numbers:
+            found.append(float(engine.forward_backward(*shares(case, engine, 6)[number])))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    alone = weave(case, plan)
+    expected = steps(alone, adamw(alone.parameter_groups(weight_decay=0.1)), range(6))
+    engine = weave(case, plan)
+    optimizer = adamw(engine.parameter_groups(weight_decay=0.1))
+    found = steps(engine, optimizer, range(2))
+    engine, optimizer = plait.reshard(engine, optimizer, other, plait.Mesh(other))  # type: ignore[assignment]
+    snapshots = plait.Snapshots(engine, optimizer, every=1, name="moved", folder=folder)
+    found += steps(engine, optimizer, range(2, 4))
+    snapshots.step(4)
+    steps(engine, optimizer, range(4, 6))
+    snapshots.finish()
+    snapshots.release()
+    again = plait.parallelize(case.build(), other, plait.Mesh(other), plait.cross_entropy, seed=SEED)
+    optimizer = adamw(again.parameter_groups(weight_decay=0.1))
+    with plait.Snapshots(again, optimizer, every=1, name="moved", folder=folder) as snapshots:
+        assert snapshots.restore() is not None
+    found += steps(again, optimizer, range(4, 6))
+    message = ""
+    with plait.CorruptionChecks(again, optimizer):
+        steps(again, optimizer, range(2))
+        if again.mesh.rank == 1:
+            next(iter(again.parameters())).data.view(torch.uint8).flatten()[5].bitwise_xor_(1)
+        try:
+            steps(again, optimizer, range(2, 4))
+        except CorruptionError as error:
+            message = str(error)
+    return expected, found, message
+
+
+def test_a_run_is_moved_and_restored_and_a_flipped_bit_is_found(gpu_ranks: GpuRanks, tmp_path: Path) -> None:
+    for expected, found, message in gpu_ranks.run(moved_restored_and_checked, str(tmp_path), ranks=2):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert "rank 1" in message
