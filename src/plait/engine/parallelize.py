@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, chosen_rules, shared_blueprint
 from plait.engine.build_step_balance import build_step_balance
 from plait.engine.compilation.compiled_layer import LayerCompiler
+from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder
 from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint, lines_of_values
 from plait.engine.pipeline.exchange import Exchange
@@ -43,7 +45,7 @@ from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
-from plait.ranks.device import multiplies_float8
+from plait.ranks.device import is_accelerator, multiplies_float8
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change
@@ -87,15 +89,15 @@ def parallelize(
     `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
     """
     _require_arguments(plan, mesh, loss, rules, seed, values, broadcast)
-    refuse_untried(plan)
+    refuse_unavailable(plan, mesh.device)
     return build_engine(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
 
 
-def refuse_untried(plan: Plan) -> None:
-    """Raise PlanError for `plan.cuda_graphs`, which no GPU has run, and for linears in mxfp8."""
-    if plan.cuda_graphs:
+def refuse_unavailable(plan: Plan, device: torch.device) -> None:
+    """Raise PlanError for CUDA graphs where `device` is no GPU, and for linears in mxfp8."""
+    if plan.cuda_graphs and not is_accelerator(device):
         raise PlanError(
-            "plan.cuda_graphs is True, but plait's CUDA graphs were never tried on a GPU: leave "
+            f"plan.cuda_graphs is True, but this rank computes on {device}, which has no CUDA graphs: leave "
             "plan.cuda_graphs out."
         )
     if plan.linears == "mxfp8":
@@ -116,7 +118,7 @@ def build_engine(
     values: Mapping[str, Tensor] | None = None,
     broadcast: bool = False,
 ) -> Engine:
-    """Return the engine of `parallelize`, also for a plan that it refuses because it was never tried."""
+    """Return the engine of `parallelize`, also for a plan that it refuses for what the device lacks."""
     loss = as_loss(loss)
     refuse_lost_settings(model, loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
@@ -169,7 +171,10 @@ def assemble_engine(
         context=getattr(model, "context", None),
         rules=chosen_rules(model, rules),
     )
-    return Engine(runtime)
+    engine = Engine(runtime)
+    if plan.cuda_graphs and is_accelerator(mesh.device):
+        engine._runner.record_segments(CudaGraphRecorder(mesh.device))
+    return engine
 
 
 def layer_groups(mesh: Mesh) -> tuple[Group, Group | None]:

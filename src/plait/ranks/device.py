@@ -11,6 +11,7 @@ import ctypes
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -399,22 +400,48 @@ def graph_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
+class GraphStream:
+    """A stream of a GPU on which graphs are recorded: one for all graphs of an engine.
+
+    A backward runs on the stream of its forward, so both must be recorded on the same one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        """Record what this thread gives to the GPU within the context.
+
+        Unlike `torch.cuda.graph` this does not wait for the GPU: it may be receiving from another rank, which
+        waits for what this one sends later.
+        """
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                with warnings.catch_warnings():
+                    # Some segments have nothing to compute.
+                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                    graph.capture_end()
+        current.wait_stream(self._stream)
+
+
 class DeviceGraph:
     """A CUDA graph: the work of a function on a GPU, recorded once, and replayed on the same memory."""
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
+    def __init__(self, stream: GraphStream, pool: Any) -> None:
         """`pool`: from `graph_pool`. Graphs that share one must be replayed in the order of recording."""
-        self._device, self._pool = device, pool
+        self._stream, self._pool = stream, pool
         self._graph = torch.cuda.CUDAGraph()
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what this thread gives to the GPU within the context; it is not computed."""
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            yield
+    def recording(self) -> AbstractContextManager[None]:
+        """Return a context: what this thread gives to the GPU is recorded, not computed."""
+        return self._stream.recording(self._graph, self._pool)
 
     def replay(self) -> None:
         """Give the recorded work to the current stream."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plait.ranks.device import DeviceGraph, graph_pool
+from plait.ranks.device import DeviceGraph, GraphStream, graph_pool
 
 
 class RecordedWork(Protocol):
@@ -28,10 +28,10 @@ class GraphRecorder(Protocol):
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs on one stream. No GPU has run it yet."""
+    """Records CUDA graphs on one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._stream = GraphStream(device)
 
     def new_pool(self) -> Any:
         """Return a new pool of GPU memory, see `GraphRecorder`."""
@@ -39,7 +39,7 @@ class CudaGraphRecorder:
 
     def record(self, compute: Callable[[], None], pool: Any) -> DeviceGraph:
         """Return a CUDA graph of `compute`: recorded, which computes nothing, and replayed once."""
-        graph = DeviceGraph(self.device, pool)
+        graph = DeviceGraph(self._stream, pool)
         with graph.recording():
             compute()
         graph.replay()

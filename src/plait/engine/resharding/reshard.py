@@ -15,7 +15,7 @@ from plait.checkpoint.rank_contents import merge_optimizers
 from plait.engine.blueprint import Blueprint, shared_blueprint
 from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint
-from plait.engine.parallelize import assemble_engine, refuse_untried
+from plait.engine.parallelize import assemble_engine, refuse_unavailable
 from plait.engine.resharding.arriving_values import ArrivingValues, LeavingValues
 from plait.engine.resharding.moves import Moves, PlacedBlueprint, plan_moves
 from plait.engine.resharding.optimizer_groups import (
@@ -71,7 +71,7 @@ def reshard(
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     require_instance("the mesh", mesh, Mesh, "give plait.Mesh(plan)", PlanError)
     mesh.check_plan(plan)
-    refuse_untried(plan)
+    refuse_unavailable(plan, mesh.device)
     own: RankContribution | None = None
     with _raising_on_all_ranks(mesh):
         if isinstance(engine, Engine):

@@ -167,7 +167,9 @@ class UnitFactory:
         """Return the scales, not yet known, of a buffer of matrices in float8."""
         assert self.linears is not None
         groups = [one for one in (shard_group, self.tp_group) if one is not None and one.size > 1]
-        factors, scales = torch.ones(2, len(slots), device=self.device)
+        factors = torch.ones(len(slots), device=self.device)
+        # CUDA's products read a scale where an address is a multiple of 16.
+        scales = torch.ones(len(slots), 4, device=self.device)[:, 0]
         return ScaledMatrices(
             self.linears.weight, torch_dtype(spec.kind.compute), tuple(groups), slots, factors, scales
         )

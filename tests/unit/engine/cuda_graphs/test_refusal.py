@@ -8,10 +8,10 @@ from plait.errors import PlanError
 from plait.plan.plan import Plan
 
 
-def test_cuda_graphs_are_refused_since_no_gpu_has_run_them() -> None:
+def test_cuda_graphs_are_refused_on_cpus() -> None:
     plan = Plan(cuda_graphs=True)
     refused = (
-        r"^plan.cuda_graphs is True, but plait's CUDA graphs were never tried on a GPU: leave "
+        r"^plan.cuda_graphs is True, but this rank computes on cpu, which has no CUDA graphs: leave "
         r"plan.cuda_graphs out\.$"
     )
     with pytest.raises(PlanError, match=refused):
