@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint, chosen_rules, shared_blueprint
 from plait.engine.build_step_balance import build_step_balance
 from plait.engine.compilation.compiled_layer import LayerCompiler
-from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder
 from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint, lines_of_values
 from plait.engine.pipeline.exchange import Exchange
@@ -171,10 +170,7 @@ def assemble_engine(
         context=getattr(model, "context", None),
         rules=chosen_rules(model, rules),
     )
-    engine = Engine(runtime)
-    if plan.cuda_graphs and is_accelerator(mesh.device):
-        engine._runner.record_segments(CudaGraphRecorder(mesh.device))
-    return engine
+    return Engine(runtime)
 
 
 def layer_groups(mesh: Mesh) -> tuple[Group, Group | None]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plait.engine.action_times import ActionTimes, clock_for
 from plait.engine.blueprint import Blueprint
 from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
-from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
+from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder, GraphRecorder
 from plait.engine.cuda_graphs.segment_graphs import SegmentGraphs
 from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import (
@@ -44,7 +44,7 @@ from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
-from plait.ranks.device import sent
+from plait.ranks.device import is_accelerator, sent
 from plait.ranks.mesh import Mesh
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, Segment
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -174,7 +174,10 @@ class Runner:
         """The recorded graphs of training steps; None: nothing is recorded."""
         self.action_times: ActionTimes | None = None
         """Measures the actions of training steps, if set."""
-        self.observe(None)
+        if self.plan.cuda_graphs and is_accelerator(self.mesh.device):
+            self.record_segments(CudaGraphRecorder(self.mesh.device))
+        else:
+            self.observe(None)
 
     def time_actions(self) -> ActionTimes:
         """Start to measure the actions of all later training steps; return the `ActionTimes`."""
