@@ -98,13 +98,13 @@ class _Call:
 def _experts(
     book: Definitions,
     path: str,
-    layer: Experts,
+    layer: Any,
     casting: Casting,
     hidden: Tensor,
     indices: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts: `[T, H]`."""
+    """Return the weighted sum of the outputs of each token's experts of `layer`, `Experts`: `[T, H]`."""
     call, output = _Call(book, path, layer, casting, len(hidden)), hidden.new_zeros(hidden.shape)
     gate_up_bias, down_bias = layer.gate_up_proj_bias, layer.down_proj_bias
     for expert in range(layer.num_experts):

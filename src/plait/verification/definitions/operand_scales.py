@@ -33,7 +33,7 @@ class OperandScales:
         self.found[name] = noted(unit)[:0] if name in self.found else noted(unit)
 
     def table(self, call: object, path: str, operand: str, shape: tuple[int, int]) -> Tensor:
-        """Return the table, of `shape`, to which a `call` of experts writes scales of an operand; -1 is none."""
+        """Return the table to which a `call` of experts writes the scales of an operand; -1 is none."""
         tables = self._tables.setdefault(f"{path}|{operand}", {})
         if call not in tables:
             tables[call] = torch.full(shape, -1.0)
