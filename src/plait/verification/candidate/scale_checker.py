@@ -72,6 +72,17 @@ class CastOperand:
         return f"{IN_WORDS[self.operand]} of {self.path}"
 
     @property
+    def module(self) -> str:
+        """The path of the linear, or of the experts."""
+        return self.path.rpartition(".")[0] if self.of_experts else self.path
+
+    @property
+    def depends_on_nothing_else(self) -> bool:
+        """Whether the operand is what experts are given, or their weight: nothing in the layer changes it."""
+        is_given = self.operand == "input" and self.path.endswith("gate_up_proj")
+        return self.of_experts and (is_given or self.operand not in OF_TOKENS)
+
+    @property
     def is_counted(self) -> bool:
         """Whether the operand is rows of experts."""
         return self.of_experts and self.operand in OF_TOKENS
@@ -194,7 +205,7 @@ class ScaleChecker:
             fits = cast.units.shape == expected.shape
             if fits and largest_difference(cast.units, expected) <= allowed:
                 continue
-            if cast.operand == "input" and not is_given(cast.path):
+            if cast.operand == "input" and not is_given(cast.module):
                 return None
             if not fits:
                 counts = f"{len(cast.units)} scales instead of {len(expected)}"
@@ -202,16 +213,24 @@ class ScaleChecker:
             for sentence, units in self._after_mistakes(cast, expected, layer, scope):
                 if largest_difference(cast.units, units) <= allowed:
                     return f"the scale of {cast.name} is another: {sentence}"
-            return None
+            return f"the scale of {cast.name} is another" if cast.depends_on_nothing_else else None
         return None
 
     def _left_out(self, layer: int, scope: RecordScope) -> Iterator[str]:
-        """Yield linears of a layer that have cast nothing, where others have, and the reference has all."""
+        """Yield linears of a layer that have cast nothing, where others have, and the reference has all.
+
+        Experts likewise, also where nothing else has: they are noted in compiled layers, too.
+        """
         within = f"{self.comparison.sequence.layers[layer].path}."
-        found = {cast.path for cast in self._cast}
-        for key in self.comparison.recording.values[scope] if found else ():
+        found, notes_linears = (
+            {cast.path for cast in self._cast},
+            not all(cast.of_experts for cast in self._cast),
+        )
+        for key in self.comparison.recording.values[scope]:
             path, _, operand = key.name.partition("|")
-            if key.kind == SCALE and operand == "weight" and path.startswith(within) and path not in found:
+            if key.kind != SCALE or operand != "weight" or not path.startswith(within):
+                continue
+            if path not in found and (notes_linears or path in self.experts.layouts):
                 yield path
 
     def _is_recorded(self, path: str, scope: RecordScope) -> bool:
