@@ -22,7 +22,7 @@ from plait.tensor.float8.scaled_product import product
 _SCALE_A_ROW = functional.ScalingType.RowWise
 
 torch.library.define("plait::batched_float8_product", "(Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)")
-_BATCHED_PRODUCT: Any = torch.ops.plait.batched_float8_product.default
+BATCHED_PRODUCT: Any = torch.ops.plait.batched_float8_product.default
 """On meta alone, the products `[n, rows, in] @ [n, in, out]` of float8 matrices, written to `out`."""
 torch.library.impl("plait::batched_float8_product", "Meta")(lambda a, b, *, out: out)
 
@@ -40,7 +40,9 @@ def grouped_float8_product(
     result = rows.data.new_empty(rows.data.shape[0], matrices.data.shape[2], dtype=dtype)
     if result.is_meta:
         for which, given, out in batches(groups, rows.data, result):
-            _BATCHED_PRODUCT(given, matrices.data[which], out=out)
+            one = out.new_empty(out.shape[1:]), matrices.data[:1].mT.contiguous()  # as in the loop below
+            BATCHED_PRODUCT(given, matrices.data[which], out=out)
+            del one
         return result
     each = parts(rows.data, groups), parts(rows.scale, groups), parts(result, groups)
     for data, scale, out, matrix, of_matrix in zip(*each, *matrices, strict=True):
