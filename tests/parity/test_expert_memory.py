@@ -46,6 +46,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "compiled": {"dp": 2, "ep": 2, "compile": "graphs"},
     "compiled, recomputed": {"dp": 2, "ep": 2, "recompute": "full", "compile": "graphs"},
 }
+IN_FLOAT8: dict[str, dict[str, Any]] = {
+    name: {"precision": "bf16", **fields}
+    for name, fields in {
+        "gathered": {"dp": 2, "ep": 2, "strategy": "full", "linears": "float8"},
+        "whole": {"linears": "float8-rowwise-gw"},
+        "cut": {"dp": 2, "etp": 2, "linears": "float8-rowwise-gw"},
+        "late": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "linears": "float8-rowwise-gw"},
+    }.items()
+}
 UNEVEN = {"more ranks than experts": 3, "optimizer": 5}
 """Plans of models with other numbers of experts, of which the first rank has the most."""
 
@@ -64,9 +73,9 @@ def the_first(scores: Tensor) -> Tensor:
     return torch.arange(TOP_K, device=scores.device).expand(len(scores), TOP_K).contiguous()
 
 
-def routed(choose: Choose, experts: int) -> nn.Module:
+def routed(choose: Choose, experts: int, **sizes: int) -> nn.Module:
     model: nn.Module = plait.models.llama(
-        **{**SIZES, "layers": 2}, experts=experts, top_k=TOP_K, inner=96, shared=32
+        **{**SIZES, "layers": 2, "inner": 96, **sizes}, experts=experts, top_k=TOP_K, shared=32
     )
     for module in model.modules():
         if isinstance(module, Router):
@@ -80,7 +89,14 @@ def sparse(choose: Choose, experts: int = EXPERTS) -> Case:
 
 @pytest.mark.parametrize("name", in_quick(PLANS, "dp 2 ep 2"))
 def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
-    check(rank_pool, sparse(every_choice, UNEVEN.get(name, EXPERTS)), name)
+    check(rank_pool, sparse(every_choice, UNEVEN.get(name, EXPERTS)), PLANS[name])
+
+
+@pytest.mark.parametrize("name", in_quick(IN_FLOAT8, "gathered"))
+def test_predicted_memory_of_experts_in_float8_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
+    """Of matrices beside which factors of weights, of which each step makes its own, are small."""
+    build = partial(routed, every_choice, EXPERTS, hidden=192, inner=192)
+    check(rank_pool, Case("sparse of 192", build, draw), IN_FLOAT8[name])
 
 
 def adapted() -> nn.Module:
@@ -91,12 +107,12 @@ def adapted() -> nn.Module:
     "name", in_quick(("dp 2 ep 2", "full, each", "recompute", "bf16", "ep 2 etp 2"), "dp 2 ep 2")
 )
 def test_predicted_memory_of_adapted_experts_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
-    check(rank_pool, Case("adapted", adapted, draw), name)
+    check(rank_pool, Case("adapted", adapted, draw), PLANS[name])
 
 
-def check(rank_pool: Any, case: Case, name: str) -> None:
+def check(rank_pool: Any, case: Case, fields: dict[str, Any]) -> None:
     """Each rank's tokens are a multiple of the choices, or nearly."""
-    plan, rows = Plan(**{"microbatches": 2, "precision": "fp32", **PLANS[name]}), 12
+    plan, rows = Plan(**{"microbatches": 2, "precision": "fp32", **fields}), 12
     counted = rank_pool.run(count_in_a_rank, case, plan, False, rows, ranks=plan.world)
     ranks, moments = foretold(case, plan, 2, rows)
     for rank, foreseen in enumerate(ranks):

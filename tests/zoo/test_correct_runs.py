@@ -183,6 +183,7 @@ def test_plans_of_fine_tuning_are_equal(thread_ranks, name, turns):
 
 QUICK = (
     "float8 exact",
+    "experts in float8 exact",
     "float32 inside",
     "tuples recomputed by layer",
     "frozen and tied",

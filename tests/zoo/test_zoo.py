@@ -18,6 +18,7 @@ from zoo.exchange_of_tokens import EXCHANGE_OF_TOKENS
 from zoo.expert_gradients import EXPERT_GRADIENTS
 from zoo.experts_of_tokens import EXPERTS_OF_TOKENS
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, FINE_TUNING
+from zoo.float8_experts import FLOAT8_EXPERTS
 from zoo.float8_linears import FLOAT8
 from zoo.forward import FORWARD
 from zoo.four import FOUR
@@ -71,6 +72,7 @@ TABLES = (
     ROUTER_LOSSES,
     WHOLE_MATRICES,
     FLOAT8,
+    FLOAT8_EXPERTS,
 )
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
@@ -89,7 +91,7 @@ SEEN_BY_EXACT = (
     *EXPERTS_OF_TOKENS,
     *EXCHANGE_OF_TOKENS,
     *EXPERT_GRADIENTS,
-    *(row for row in FLOAT8 if not row.named.step),
+    *(row for row in (*FLOAT8, *FLOAT8_EXPERTS) if not row.named.step),
 )
 UNSEEN_BY_EXACT = {
     "inputs_in_single_precision": "float32 has room for small whole numbers",
@@ -133,6 +135,9 @@ UNSEEN_BY_EXACT = {
     "one_linear_in_16_bits": "small whole numbers have few digits, in the forward",
     "partial_products_in_16_bits": "likewise",
     "zeros_divided_by_zero": "the mistake replaces the stand-in of scales",
+    "scale_of_all_experts": "weights are few whole numbers, so that all have the same largest power of two",
+    "outputs_scaled_together": "likewise",
+    "weight_of_experts_scaled_by_each_rank": "likewise",
 } | dict.fromkeys(
     (row.name for row in FINE_TUNING if row.model in (ADAPTED, ADAPTED_AND_DROPPING)),
     "no whole number holds alpha / rank, which is 5 / 3, so that it is refused",
@@ -142,7 +147,7 @@ ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9
 
 TURNS = 7
 """The quick run has every seventh mistake of each table, and those that the verifier is known to misname."""
-OF_EXPERTS = (EXPERTS_OF_TOKENS, EXCHANGE_OF_TOKENS, EXPERT_GRADIENTS, ROUTER_LOSSES)
+OF_EXPERTS = (EXPERTS_OF_TOKENS, EXCHANGE_OF_TOKENS, EXPERT_GRADIENTS, ROUTER_LOSSES, FLOAT8_EXPERTS)
 """Of which the quick run has only those that are not `full`."""
 QUICK = {row for table in TABLES for row in (table if table in OF_EXPERTS else table[::TURNS])} | {
     row for row in ROWS if row.missed

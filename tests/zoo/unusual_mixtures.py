@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor
 from plait.plan.plan import Plan
 from plait.tensor.experts import router as routers
 from plait.verification.candidate.routing_checker import RoutingChecker
-from zoo import sparse
+from zoo import float8_experts, sparse
 from zoo.patching import rank
 from zoo.sparse import Sparse, balanced, of
-from zoo.unusual import BF16, NATIVE, RESUMED, Right
+from zoo.unusual import BF16, EXACT, NATIVE, RESUMED, Right
 
 LONELY = partial(Sparse, 5, 1)
 TWO = Plan(dp=2, ep=2, microbatches=2)
+FLOAT8: dict[str, Any] = {"linears": "float8"}
+CUT = Plan(dp=2, etp=2, microbatches=2, linears="float8-rowwise-gw")
 DIVIDED_MIXTURES = (
     Right("one expert of each token", of(LONELY, LONELY, name="one"), TWO),
     Right("more ranks than experts", of(partial(Sparse, 3, 2), name="few"), Plan(dp=4, ep=4)),
@@ -48,6 +51,13 @@ DIVIDED_MIXTURES = (
     ),
     Right("divided experts fp32", sparse.FIVE, replace(TWO, precision="fp32"), NATIVE),
     Right("divided experts bf16", sparse.FIVE, replace(TWO, **BF16), NATIVE),
+    Right("experts in float8 exact", float8_experts.FOUR_EXPERTS, replace(CUT, dp=4, ep=2), EXACT),
+    Right("experts in float8 as in GPT-OSS", float8_experts.GPT_OSS, CUT),
+    Right("experts in float8 with weights first", float8_experts.WEIGHTS_FIRST, replace(CUT, tp=2)),
+    Right("experts in float8 without tokens", float8_experts.MANY_EXPERTS, replace(CUT, recompute="full")),
+    Right("experts in float8 with adapters", float8_experts.ADAPTED_EXPERTS, CUT),
+    Right("ranks without experts in float8", float8_experts.FOUR_EXPERTS, replace(TWO, dp=4, ep=4, **FLOAT8)),
+    Right("experts in float8 bf16", float8_experts.FOUR_EXPERTS, replace(CUT, **BF16), NATIVE),
 )
 
 

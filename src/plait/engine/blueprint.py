@@ -268,15 +268,15 @@ class Blueprint:
             self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group, ranks
         )
 
-    def float8_layers(self, tp: Group, cp: Group) -> Float8Layers | None:
+    def float8_layers(self, tp: Group, cp: Group, etp: Group) -> Float8Layers | None:
         """Return the object that makes this rank's linears multiply in float8; None without `plan.linears`.
 
-        `tp`, `cp`: the rank's groups along these axes.
+        `tp`, `cp`, `etp`: the rank's groups along these axes.
         """
-        if not self.float8.chosen:
+        if self.plan.linears is None:
             return None
-        assert self.plan.linears is not None
-        return Float8Layers(RECIPES[self.plan.linears], frozenset(self.float8.chosen), tp, cp)
+        names = frozenset((*self.float8.chosen, *self.float8.experts))
+        return Float8Layers(RECIPES[self.plan.linears], names, tp, cp, etp)
 
     def meta_layers(
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]

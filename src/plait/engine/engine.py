@@ -525,12 +525,10 @@ class Engine:
     def linear_formats(self) -> Mapping[str, str]:
         """By the path of each linear: the float8 recipe by which it multiplies, or why it stays in 16 bits.
 
-        Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight, `hooks`, `sizes` that are
-        no multiple of 16, `experts`, or the rule by which `tp` leaves the linear whole.
+        Likewise of experts. Empty without `Plan.linears`. The reasons: `head`, `adapter`, `tied` weight,
+        `hooks`, `sizes` that are no multiple of 16, or the rule by which `tp` leaves the linear whole.
         """
-        choice, recipe = self.blueprint.float8, self.plan.linears
-        chosen = {} if recipe is None else dict.fromkeys(choice.chosen, str(recipe))
-        return {**chosen, **choice.others}
+        return self.blueprint.float8.formats(self.plan.linears or "")
 
     def traffic(self) -> Counts:
         """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.

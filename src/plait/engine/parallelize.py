@@ -45,7 +45,7 @@ from plait.plan.rules import Rules
 from plait.proof.layers_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
 from plait.ranks.device import is_accelerator, multiplies_float8
-from plait.ranks.group import Group
+from plait.ranks.group import Group, alone
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change
 from plait.schedules.lowering.messages import channels_of
@@ -314,7 +314,8 @@ def build_stages(
     balance: StepBalance | None,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
-    plan, float8 = blueprint.plan, blueprint.float8_layers(mesh.group("tp"), mesh.group("cp"))
+    plan, etp = blueprint.plan, mesh.group("etp") if "etp" in mesh.sizes else alone("etp")
+    float8 = blueprint.float8_layers(mesh.group("tp"), mesh.group("cp"), etp)
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     stages = {}

@@ -3,7 +3,8 @@
 In 16 bits stay the model's last linear and those with the rule `vocabulary` (heads, whose rounding changes
 each probability), linears whose weight is another module's too (an embedding's), adapters of LoRA, modules
 with the rules `replicated` and `partitioned`, those of a subclass of `nn.Linear`, those with hooks or a
-forward of their own, and those with sizes that are no multiple of 16. Routers are no linears.
+forward of their own, and those with sizes that are no multiple of 16. Routers are no linears. Of experts
+both matrices are chosen, or none, by the same reasons.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from plait.plan.layout.layout import Layout, Shard
 from plait.plan.rules import Rule, join
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.call_hooks import is_altered
+from plait.tensor.experts.expert_casts import EXPERT_RECIPE
 from plait.tensor.experts.expert_layouts import experts_in
+from plait.tensor.experts.experts import Experts
 from plait.tensor.float8.scaled_product import MULTIPLE, is_multiple
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors
 
@@ -43,7 +46,9 @@ class LinearChoice:
     chosen: tuple[str, ...]
     """Paths, in the order of the model."""
     others: Mapping[str, str]
-    """Why each of the other linears stays as it is, by path."""
+    """Why each of the other linears, or experts, stays as it is, by path."""
+    experts: tuple[str, ...] = ()
+    """Paths of the experts whose outputs and input gradients are products in float8."""
 
     def line(self, recipe: str) -> str:
         """Return a sentence on which linears multiply in float8, and why others do not."""
@@ -52,13 +57,22 @@ class LinearChoice:
             alike.setdefault(why, []).append(path)
         rest = "; ".join(f"{listed(paths, most=MOST_LISTED)} ({why})" for why, paths in alike.items())
         others = f"; the others stay in the run's precision: {rest}" if rest else ""
-        return f"Linears: {len(self.chosen)} multiply in {recipe}{others}."
+        count = len(self.experts)
+        experts = f", and {count} layer{'s' * (count > 1)} of experts in {EXPERT_RECIPE}" if count else ""
+        return f"Linears: {len(self.chosen)} multiply in {recipe}{experts}{others}."
+
+    def formats(self, recipe: str) -> dict[str, str]:
+        """Return by path the recipe of each linear, and of experts, or why it stays as it is."""
+        chosen, experts = dict.fromkeys(self.chosen, recipe), dict.fromkeys(self.experts, EXPERT_RECIPE)
+        return {**chosen, **experts, **self.others}
 
     def within(self, layer: str) -> tuple[str, ...]:
-        """Return the names, in the layer of that path, of its linears that multiply in float8."""
+        """Return the names, in the layer of that path, of its linears and experts that multiply in float8."""
         start = f"{layer}." if layer else ""
         return tuple(
-            path.removeprefix(start) for path in self.chosen if path == layer or path.startswith(start)
+            path.removeprefix(start)
+            for path in (*self.chosen, *self.experts)
+            if path == layer or path.startswith(start)
         )
 
 
@@ -102,9 +116,25 @@ def choose_linears(layers: Sequence[NamedLayer], rules: Mapping[str, Rule]) -> L
             others[path] = "sizes"
         else:
             chosen.append(path)
-    for layer in layers:
-        others |= {join(layer.path, name): "experts" for name, _ in experts_in(layer.module)}
-    return LinearChoice(tuple(chosen), others)
+    experts = {
+        join(layer.path, name): _reason(module, users)
+        for layer in layers
+        for name, module in experts_in(layer.module)
+    }
+    others |= {path: why for path, why in experts.items() if why}
+    return LinearChoice(tuple(chosen), others, tuple(path for path, why in experts.items() if not why))
+
+
+def _reason(experts: Experts, users: Mapping[int, int]) -> str:
+    """Return why experts are not in float8; "" where they are."""
+    matrices = experts.gate_up_proj, experts.down_proj
+    if any(users[id(one)] > 1 for one in matrices):
+        return "tied"
+    if type(experts) is not Experts:
+        return "subclass"
+    if is_altered(experts):
+        return "hooks"
+    return "" if all(is_multiple(*one.shape[1:]) for one in matrices) else "sizes"
 
 
 def _users_of_weights(layers: Sequence[NamedLayer]) -> Counter[int]:
@@ -116,11 +146,11 @@ def _users_of_weights(layers: Sequence[NamedLayer]) -> Counter[int]:
 
 
 def require_multipliable(choice: LinearChoice, layouts: Mapping[str, Layout], recipe: str) -> None:
-    """Raise PlanError where no linear is chosen, or `tp` cuts a chosen one so that it cannot be multiplied.
+    """Raise PlanError where nothing is chosen, or `tp` or `etp` cuts what is so that it cannot be multiplied.
 
     `layouts`: of the parameters, by name.
     """
-    if not choice.chosen:
+    if not choice.chosen and not choice.experts:
         raise PlanError(
             f"plan.linears is {recipe!r}, but no linear of the model can multiply in float8 "
             f"({listed([f'{path}: {why}' for path, why in choice.others.items()], most=MOST_LISTED)}): set "
@@ -128,23 +158,34 @@ def require_multipliable(choice: LinearChoice, layouts: Mapping[str, Layout], re
         )
     for path in choice.chosen:
         name = join(path, "weight")
-        if name not in layouts:
-            continue
-        layout = layouts[name]
-        placement = layout.axis_placements.get("tp")
-        local = layout.local_shape(dict.fromkeys(layout.axes, 0))
-        if not is_multiple(*local):
-            raise PlanError(
-                f"plan.linears is {recipe!r}, and tp cuts the weight of {path} {list(layout.shape)} to "
-                f"{list(local)}, no multiples of {MULTIPLE}: choose a smaller tp, or set plan.linears "
-                "to None."
-            )
-        if isinstance(placement, Shard) and placement.copies > 1:
-            raise PlanError(
-                f"plan.linears is {recipe!r}, and {placement.copies} ranks of tp hold the same features of "
-                f"{path}, each with a summand of their gradient, which float8 would round before the sum: "
-                "choose a tp that divides the heads of keys and values, or set plan.linears to None."
-            )
+        if name in layouts:
+            _require_multiples(layouts[name], "tp", f"the weight of {path}", recipe)
+            _require_own_features(layouts[name], path, recipe)
+    for path in choice.experts:
+        for name in ("gate_up_proj", "down_proj"):
+            layout = layouts[join(path, name)]
+            _require_multiples(layout, "etp", f"{name} of {path}", recipe)
+
+
+def _require_multiples(layout: Layout, axis: str, weight: str, recipe: str) -> None:
+    """Raise PlanError where a rank's part of a matrix, or of an expert's, has other sizes than CUDA takes."""
+    local = layout.local_shape(dict.fromkeys(layout.axes, 0))
+    if not is_multiple(*local[-2:]):
+        raise PlanError(
+            f"plan.linears is {recipe!r}, and {axis} cuts {weight} {list(layout.shape)} to {list(local)}, no "
+            f"multiples of {MULTIPLE}: choose a smaller {axis}, or set plan.linears to None."
+        )
+
+
+def _require_own_features(layout: Layout, path: str, recipe: str) -> None:
+    """Raise PlanError where several ranks of `tp` hold the same features of a linear."""
+    placement = layout.axis_placements.get("tp")
+    if isinstance(placement, Shard) and placement.copies > 1:
+        raise PlanError(
+            f"plan.linears is {recipe!r}, and {placement.copies} ranks of tp hold the same features of "
+            f"{path}, each with a summand of their gradient, which float8 would round before the sum: "
+            "choose a tp that divides the heads of keys and values, or set plan.linears to None."
+        )
 
 
 def refuse_other_readers(layer: NamedLayer, weights: Collection[str], value: Value, length: int) -> None:

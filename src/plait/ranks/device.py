@@ -78,6 +78,17 @@ def multiplies_float8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def multiplies_float8_groups(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `torch.nn.functional.scaled_grouped_mm` multiplies e4m3 rows, with results in `dtype`.
+
+    On CUDA of compute capability 9, in bf16 alone.
+    """
+    device = where.device if isinstance(where, Tensor) else where
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def computation_settings() -> dict[str, object]:
     """Return torch's settings that change numerical results (TF32, deterministic kernels …), by name."""
     backends, kernels = torch.backends, torch.backends.cuda

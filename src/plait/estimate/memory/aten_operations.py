@@ -12,8 +12,8 @@ from torch import Tensor
 from plait.estimate.time.operation_times import DeviceOperation, Elementwise, FusedAttention, Product
 from plait.tensor.layer_values import tensors_of
 
-FLOAT8_PRODUCTS = frozenset({"_scaled_mm_v2", "scaled_product"})
-"""That of `torch.nn.functional.scaled_mm`, and plait's operator for it in graphs."""
+FLOAT8_PRODUCTS = frozenset({"_scaled_mm_v2", "scaled_product", "batched_float8_product"})
+"""That of `torch.nn.functional.scaled_mm`, and plait's operators for it in graphs, and of experts."""
 FACTORS = {
     "mm": (0, 1),
     "bmm": (0, 1),
@@ -23,9 +23,10 @@ FACTORS = {
     "baddbmm_": (1, 2),
     "_scaled_mm_v2": (0, 1),
     "scaled_product": (0, 2),
+    "batched_float8_product": (0, 1),
 }
 """The operations that are a matrix product, and which arguments are its factors."""
-BATCHES = frozenset({"bmm", "baddbmm_"})
+BATCHES = frozenset({"bmm", "baddbmm_", "batched_float8_product"})
 """Batches of products: where they write to given memory, those of experts (`grouped_products`)."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """The fused attention of the meta device: see `fused_kernels`."""

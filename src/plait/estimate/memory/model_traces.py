@@ -40,6 +40,7 @@ from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.float8_operands import LinearCasts
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.experts.expert_casts import MatrixCasts
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
@@ -199,7 +200,7 @@ def _held(sequence: LocalSequence | None) -> Hashable:
     return None if sequence is None else (sequence.layout, sequence.documents, sequence.group.index)
 
 
-def _caches(layer: NamedLayer) -> list[ResultCache | LinearCasts]:
+def _caches(layer: NamedLayer) -> list[ResultCache | LinearCasts | MatrixCasts]:
     """Return what holds results of a layer after a step: rotary angles, factors of weights in float8."""
     return [*result_caches(layer.module), *casts_in(layer.module)]
 
@@ -285,7 +286,8 @@ def _layers_on_meta(
             meta.grad = torch.empty_like(meta, dtype=torch_dtype(kind.gradient))
     layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
     float8 = blueprint.float8_layers(
-        tensor_parallel.group, group_on_meta("cp", blueprint.plan.cp, 0, recorder)
+        tensor_parallel.group,
+        *(group_on_meta(axis, getattr(blueprint.plan, axis), 0, recorder) for axis in ("cp", "etp")),
     )
     for layer in layers:
         if float8 is not None:

@@ -68,7 +68,7 @@ class OperationRecorder(TorchDispatchMode):
                 phase: tuple(one.operation for one in found if one.operation is not None)
                 for phase, found in self._operations.items()
             }
-        over_tp, over_cp, over_experts = self._over("tp"), self._over("cp"), self._over("ep_etp")
+        over_tp, over_cp, over_experts = self._over("tp"), self._over("cp"), self._over("ep_etp", "etp")
         if self._assumes_backward:
             operations |= assumed_backward(operations["forward"])
         transfers = (found["recomputation"] for found in (over_tp, over_cp, over_experts))
@@ -158,10 +158,10 @@ class OperationRecorder(TorchDispatchMode):
         assert self._phase is not None
         return "recomputation" if run is not None and run.is_second else self._phase
 
-    def _over(self, axis: str) -> dict[Phase, tuple[AxisTransfer, ...]]:
-        """Return the transfers over an axis, by phase."""
+    def _over(self, *axes: str) -> dict[Phase, tuple[AxisTransfer, ...]]:
+        """Return the transfers over some axes, by phase."""
         return {
-            phase: tuple(one for one in found if one.axis == axis) for phase, found in self._transfers.items()
+            phase: tuple(one for one in found if one.axis in axes) for phase, found in self._transfers.items()
         }
 
 

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from plait.estimate.time.hardware import Hardware
 from plait.plan.plan import Plan
 
-Axis = Literal["tp", "cp", "shard", "replicate", "pp", "edp", "ep_etp", "stage"]
+Axis = Literal["tp", "cp", "shard", "replicate", "pp", "edp", "ep_etp", "etp", "stage"]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", "message"]
 
 
@@ -173,6 +173,7 @@ class Network:
             "pp": AxisGroup(plan.pp, replicate * plan.replicate),
             "edp": AxisGroup(plan.edp, plan.ep * plan.etp),
             "ep_etp": AxisGroup(plan.ep * plan.etp, 1),
+            "etp": AxisGroup(plan.etp, 1),
             "stage": AxisGroup(plan.world // plan.pp, 1),
         }
 

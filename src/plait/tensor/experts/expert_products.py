@@ -4,6 +4,7 @@
     I    gradients of the rows, of the weights, and of the tokens; operands of the weight gradients are queued
     W    weight gradients, added to their buffers
 
+With `Plan.linears` the products of F and I are in float8 (`expert_casts`), those of W are not.
 Where tokens have come from other ranks, F sends the sums back, and I exchanges the gradients likewise.
 
 The weight of a pair multiplies the activation, which is the same as multiplying the output, and half as wide.
@@ -14,7 +15,7 @@ A pairs of a token and an expert, F inner features.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from plait.tensor.autograd.split_backward import refuse_other_orders
 from plait.tensor.autograd.torch_calls import apply_function
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.assignments import Assignments
+from plait.tensor.experts.expert_casts import ExpertCasts, MatrixCasts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.grouped_products import (
     Groups,
@@ -34,7 +36,7 @@ from plait.tensor.experts.grouped_products import (
     grouped_product,
     grouped_sums,
 )
-from plait.tensor.experts.low_rank import Add, LowRank, weight_gradients
+from plait.tensor.experts.low_rank import Add, LowRank, Rows, weight_gradients
 from plait.tensor.experts.token_exchange import TokenExchange, pack, unpack
 
 
@@ -97,14 +99,18 @@ class ExpertCall:
     """Where weight gradients are queued; None: they are computed with the other gradients."""
     exchange: TokenExchange | None = None
     """By which the tokens have come from other ranks; None: they are this rank's."""
+    casts: ExpertCasts | None = None
+    """How operands of the products of F and I are cast to float8; None: they are not."""
 
     def gate_up(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the rows of gate and up, `[A, 2F]`."""
         of, parameters = self.assignments, self.parameters
-        inputs = self._inputs(tokens, weights)
-        rows = grouped_product(inputs, parameters.inward(parameters.gate_up), of.groups)
+        inputs = cache(lambda: self._inputs(tokens, weights))
+        copied = None if self.weights_first else tokens
+        casts = None if self.casts is None else self.casts.gate_up
+        rows = self._outputs(inputs, copied, parameters.gate_up, casts)
         if parameters.gate_up_adapter is not None:
-            parameters.gate_up_adapter.add_outputs(rows, inputs, of.groups)
+            parameters.gate_up_adapter.add_outputs(rows, inputs(), of.groups)
         if parameters.gate_up_bias is not None:
             rows += for_each_row(parameters.gate_up_bias, of.groups)
         return rows
@@ -120,7 +126,8 @@ class ExpertCall:
         activated = self.activation(gate_up)
         if not self.weights_first:
             activated *= of.weights_of(weights)
-        rows = grouped_product(activated, parameters.inward(parameters.down), of.groups)
+        casts = None if self.casts is None else self.casts.down
+        rows = self._outputs(lambda: activated, None, parameters.down, casts)
         if parameters.down_adapter is not None:
             parameters.down_adapter.add_outputs(rows, activated, of.groups)
         if parameters.down_bias is not None and self.adds_bias:
@@ -134,20 +141,22 @@ class ExpertCall:
         """Return the gradients of tokens and weights, and functions that add those of parameters later."""
         of, parameters = self.assignments, self.parameters
         by_pair = of.weights_of(weights)
-        of_output = of.rows.copies(gradient)
+        of_output = cache(lambda: of.rows.copies(gradient))
         activated, activation_gradient = self.activation.with_gradient(gate_up)
-        of_activated = grouped_product(of_output, parameters.outward(parameters.down), of.groups)
+        casts = None if self.casts is None else self.casts.down
+        of_activated = self._input_gradients(of_output, gradient, parameters.down, casts)
         of_narrow_down = _add_adapted(parameters.down_adapter, of_activated, of_output, of.groups)
         if not self.weights_first:
             of_weight = (of_activated * activated).sum(1)
             if parameters.down_bias is not None and self.adds_bias:
-                of_weight += (of_output * for_each_row(parameters.down_bias, of.groups)).sum(1)
+                of_weight += (of_output() * for_each_row(parameters.down_bias, of.groups)).sum(1)
             of_activated *= by_pair
             activated *= by_pair
         of_gate_up = activation_gradient(of_activated)
         del of_output, of_activated
-        of_input = grouped_product(of_gate_up, parameters.outward(parameters.gate_up), of.groups)
-        of_narrow_gate_up = _add_adapted(parameters.gate_up_adapter, of_input, of_gate_up, of.groups)
+        casts = None if self.casts is None else self.casts.gate_up
+        of_input = self._input_gradients(lambda: of_gate_up, None, parameters.gate_up, casts)
+        of_narrow_gate_up = _add_adapted(parameters.gate_up_adapter, of_input, lambda: of_gate_up, of.groups)
         if self.weights_first:
             of_weight = (of_input * of.rows.copies(tokens)).sum(1)
             of_input *= by_pair
@@ -160,6 +169,32 @@ class ExpertCall:
             *self._of_down_adapter(of_narrow_down, gradient, activated),
         )
         return of.rows.sums(of_input), of.in_slots(of_weight, weights), works
+
+    def _outputs(
+        self, rows: Rows, tokens: Tensor | None, weight: Tensor, casts: MatrixCasts | None
+    ) -> Tensor:
+        """Return the outputs of one matrix of each expert for `rows`, `[A, in]`.
+
+        `tokens`: of which the rows are copies, so that only these are cast; None: they are no copies.
+        """
+        of, parameters = self.assignments, self.parameters
+        if casts is None:
+            return grouped_product(rows(), parameters.inward(weight), of.groups)
+        given, copies = (rows(), None) if tokens is None else (tokens, of.rows)
+        return casts.products(given, copies, parameters.outward(weight), of.groups)
+
+    def _input_gradients(
+        self, rows: Rows, tokens: Tensor | None, weight: Tensor, casts: MatrixCasts | None
+    ) -> Tensor:
+        """Return the input gradients of one matrix of each expert from those of its outputs, `[A, out]`.
+
+        Arguments as of `_outputs`.
+        """
+        of, parameters = self.assignments, self.parameters
+        if casts is None:
+            return grouped_product(rows(), parameters.outward(weight), of.groups)
+        given, copies = (rows(), None) if tokens is None else (tokens, of.rows)
+        return casts.input_gradients(given, copies, parameters.outward(weight), of.groups)
 
     def _of_gate_up_adapter(
         self, of_narrow: Tensor | None, of_gate_up: Tensor, tokens: Tensor, weights: Tensor
@@ -211,10 +246,10 @@ class ExpertCall:
 
 
 def _add_adapted(
-    adapter: LowRank | None, of_inputs: Tensor, of_outputs: Tensor, groups: Groups
+    adapter: LowRank | None, of_inputs: Tensor, of_outputs: Rows, groups: Groups
 ) -> Tensor | None:
     """Add an adapter's gradients of the inputs; return those of its narrow rows, None without an adapter."""
-    return None if adapter is None else adapter.add_input_gradients(of_inputs, of_outputs, groups)
+    return None if adapter is None else adapter.add_input_gradients(of_inputs, of_outputs(), groups)
 
 
 def compute_experts(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.errors import ModelError
 from plait.plan.layout.layout import Shard, divide
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import defers
@@ -24,6 +25,7 @@ from plait.tensor.autograd.regather import own_range
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.assignments import Assignments, assign
+from plait.tensor.experts.expert_casts import ExpertCasts
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.low_rank import LowRank
@@ -113,6 +115,8 @@ class Experts(nn.Module):
         """Set by the engine, together with parameters that are this rank's part; None: all experts."""
         self.queue: WeightGradientQueue | None = None
         """Where the backward queues weight gradients; None: it computes them."""
+        self.casts: ExpertCasts | None = None
+        """Set by the engine where products are in float8."""
         self.add_rows: Callable[[int, int], None] | None = None
         """Set by the engine: see `StepBalance.add_rows`."""
 
@@ -154,7 +158,8 @@ class Experts(nn.Module):
 
         The number -1 stands for no expert. On meta routing is assumed to be uniform. Communication: see
         `plait.tensor.experts.token_exchange`; where several ranks give the same tokens, also an all-gather
-        of the output over them, and two in the backward.
+        of the output over them, and two in the backward; in float8 that of `MatrixCasts`. Raises ModelError
+        in float8 within `torch.autocast`.
         """
         return self.start(hidden, indices, weights)()
 
@@ -162,6 +167,12 @@ class Experts(nn.Module):
     def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start sending tokens to the ranks of their experts; return a function that returns the output."""
         dtype, ranks, trace = _autocast_dtype(hidden), self.ranks, TRACE.get()
+        if dtype is not None and self.casts is not None:
+            raise ModelError(
+                f"{self.num_experts} experts multiply in float8, by plan.linears, and are called within "
+                "torch.autocast, which would give their output another dtype: take torch.autocast out of the "
+                "layer (plan.precision sets the dtype), or set plan.linears to None."
+            )
         hidden = hidden.to(dtype or hidden.dtype)
         if trace is not None:
             form = TensorForm.contiguous(hidden.shape, hidden.dtype)
@@ -237,6 +248,7 @@ class Experts(nn.Module):
             adds_bias,
             queue,
             exchange,
+            self.casts,
         )
 
 

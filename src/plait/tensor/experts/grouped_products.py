@@ -48,10 +48,10 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         return functional.grouped_mm(rows, matrices, offs=groups.ends)
     result = rows.new_empty(rows.shape[0], matrices.shape[2])
     if rows.is_meta:
-        for which, given, out in _batches(groups, rows, result):
+        for which, given, out in batches(groups, rows, result):
             torch.bmm(given, matrices[which], out=out)
         return result
-    for part, matrix, out in zip(_parts(rows, groups), matrices, _parts(result, groups), strict=True):
+    for part, matrix, out in zip(parts(rows, groups), matrices, parts(result, groups), strict=True):
         torch.mm(part, matrix, out=out)
     return result
 
@@ -69,10 +69,10 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, groups: Grou
         total.copy_(product) if first else total.add_(product)
         return
     if left.is_meta and total.dtype == left.dtype:
-        for which, a, b in _batches(groups, left, right):
+        for which, a, b in batches(groups, left, right):
             total[which].baddbmm_(a.mT, b, beta=0 if first else 1)
         return
-    for a, b, one in zip(_parts(left, groups), _parts(right, groups), total, strict=True):
+    for a, b, one in zip(parts(left, groups), parts(right, groups), total, strict=True):
         if total.dtype == left.dtype:
             one.addmm_(a.t(), b, beta=0 if first else 1)
         elif first:
@@ -86,7 +86,7 @@ def _products_over_rows(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     if not left.is_meta:
         return functional.grouped_mm(left.t(), right, offs=groups.ends)
     result = left.new_empty(len(groups.sizes), left.shape[1], right.shape[1])
-    for which, a, b in _batches(groups, left, right):
+    for which, a, b in batches(groups, left, right):
         torch.bmm(a.mT, b, out=result[which])
     return result
 
@@ -104,7 +104,7 @@ def for_each_row(values: Tensor, groups: Groups) -> Tensor:
     return values.index_select(0, torch.searchsorted(groups.ends, every, right=True, out_int32=True))
 
 
-def _batches(groups: Groups, *operands: Tensor) -> Iterator[tuple[Any, ...]]:
+def batches(groups: Groups, *operands: Tensor) -> Iterator[tuple[Any, ...]]:
     """Yield which groups of equal size follow each other, and their rows of each operand: `[n, size, width]`.
 
     On meta these are two batches at most: see `assign`.
@@ -118,7 +118,8 @@ def _batches(groups: Groups, *operands: Tensor) -> Iterator[tuple[Any, ...]]:
         group, row = group + count, rows.stop
 
 
-def _parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:
+def parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:
+    """Return the rows of each group."""
     return torch.split(rows, [*groups.sizes]) if groups.sizes else ()
 
 

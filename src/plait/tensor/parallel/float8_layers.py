@@ -1,4 +1,4 @@
-"""Linears of layers that multiply in float8, and the ranks between which their operands are divided."""
+"""Linears and experts that multiply in float8, and the ranks between which their operands are divided."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from plait.tensor.autograd.deferred_weight_gradients import bind_forward, is_tra
 from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import DividedDims, Groups, LinearCasts
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.experts.expert_casts import ExpertCasts, MatrixCasts
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.float8.recipes import Recipe
 from plait.tensor.layer_values import NamedLayer
 from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -27,23 +29,27 @@ WEIGHT_SCALE = "weight_scale"
 
 @dataclass(frozen=True)
 class Float8Layers:
-    """Makes linears of layers multiply in float8."""
+    """Makes linears and experts of layers multiply in float8."""
 
     recipe: Recipe
     names: Collection[str]
-    """The paths of the linears in the model."""
+    """The paths of the linears in the model, and of experts."""
     tp: Group
     cp: Group
+    etp: Group
 
     def apply(
         self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
     ) -> None:
-        """Make those linears of `layer` that are among `names` multiply in float8.
+        """Make those linears and experts of `layer` that are among `names` multiply in float8.
 
         To be called after the rules of tensor parallelism were applied. `scales`: those of weights that are
         in float8 already, by the id of the parameter. `on_parts`: whether the layer runs on parts of the
         sequence, so that linears outside of its regions see a part of the tokens.
         """
+        for name, experts in experts_in(layer.module):
+            if join(layer.path, name) in self.names and experts.casts is None:
+                experts.casts = ExpertCasts.over(self.etp)
         for name, module in layer.module.named_modules(remove_duplicate=False):
             if join(layer.path, name) in self.names and getattr(module, CASTS, None) is None:
                 # A buffer, so that graphs of equal layers take it as an argument.
@@ -67,10 +73,16 @@ class Float8Layers:
         bind_forward(module, partial(_run, module, queue, is_transposed_linear(module)))
 
 
-def casts_in(layer: nn.Module) -> list[LinearCasts]:
-    """Return the casts of the linears in `layer` that multiply in float8."""
-    found = (getattr(module, CASTS, None) for module in layer.modules())
-    return [one for one in found if one is not None]
+def casts_in(layer: nn.Module) -> list[LinearCasts | MatrixCasts]:
+    """Return the casts of the linears in `layer` that multiply in float8, and of its experts' matrices."""
+    found = list[LinearCasts | MatrixCasts]()
+    for module in layer.modules():
+        casts = getattr(module, CASTS, None)
+        if isinstance(casts, ExpertCasts):
+            found += [casts.gate_up, casts.down]
+        elif casts is not None:
+            found.append(casts)
+    return found
 
 
 def _without_fast_path(module: nn.Module) -> None:

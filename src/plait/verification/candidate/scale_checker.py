@@ -19,7 +19,10 @@ from plait.engine.runner import Runtime
 from plait.plan.rules import join
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.autograd.float8_operands import LinearCasts, Operand
+from plait.tensor.experts.expert_casts import EXPERT_RECIPE, ExpertCasts, MatrixCasts
+from plait.tensor.experts.experts import Experts
 from plait.tensor.float8.cast import ScaledMatrix
+from plait.verification.candidate.expert_scales import ExpertScales
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.definitions.float8 import EightBits, operands_of, quantised, scales_of
@@ -31,7 +34,8 @@ from plait.verification.step_location import SCALE, Location, RecordKey, RecordS
 
 FEATURES = "tp"
 POSITIONS = "cp"
-"""The axes whose ranks may each hold a part of an operand."""
+INNER_FEATURES = "etp"
+"""The axes whose ranks may each hold a part of an operand; the last one of an operand of experts."""
 OF_TOKENS = ("input", "gradient")
 """Operands with a scale for each token, if not with one for the tensor."""
 OF_OUTPUTS = ("weight", "gradient_for_weight")
@@ -48,23 +52,40 @@ IN_WORDS: dict[Operand, str] = {
 
 @dataclass(frozen=True)
 class CastOperand:
-    """An operand that a linear has cast."""
+    """An operand that a linear, or one matrix of experts, has cast."""
 
     path: str
-    """Of the linear, in the model."""
+    """Of the linear, or the parameter of the experts, in the model."""
     operand: Operand
     units: Tensor
-    """As `noted`."""
+    """As `noted`; of the rows of experts the counts of those, see `expert_scales`."""
     of_part: Tensor
     """Likewise, by the largest values of what this rank holds of the operand alone."""
     dtype: torch.dtype
     is_transposed: bool
-    """Whether the linear's weight is `[in, out]`."""
+    """Whether the linear's weight is `[in, out]`, or that of each expert."""
+    of_experts: bool = False
 
     @property
     def name(self) -> str:
         """The operand for messages, such as "weight of blocks.0.mlp.up"."""
         return f"{IN_WORDS[self.operand]} of {self.path}"
+
+    @property
+    def module(self) -> str:
+        """The path of the linear, or of the experts."""
+        return self.path.rpartition(".")[0] if self.of_experts else self.path
+
+    @property
+    def depends_on_nothing_else(self) -> bool:
+        """Whether the operand is what experts are given, or their weight: nothing in the layer changes it."""
+        is_given = self.operand == "input" and self.path.endswith("gate_up_proj")
+        return self.of_experts and (is_given or self.operand not in OF_TOKENS)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the operand is rows of experts."""
+        return self.of_experts and self.operand in OF_TOKENS
 
 
 class ScaleChecker:
@@ -74,9 +95,11 @@ class ScaleChecker:
         self.runtime, self.comparison, self.parts = runtime, comparison, parts
         self.plan, recipe = runtime.blueprint.plan, runtime.blueprint.plan.linears
         self.formats: dict[str, EightBits | None] = {} if recipe is None else operands_of(recipe)
+        self.formats_of_experts = operands_of(EXPERT_RECIPE)
+        self.experts = ExpertScales(runtime)
         self._cast: list[CastOperand] = []
         """By the layer that runs, in order."""
-        self._noting: list[LinearCasts] = []
+        self._noting: list[LinearCasts | MatrixCasts] = []
 
     def begin_step(self) -> None:
         """Start to record the scales of all operands that linears cast."""
@@ -87,6 +110,12 @@ class ScaleChecker:
                     if isinstance(casts, LinearCasts):
                         casts.note = partial(self._note, join(layer.path, name), module)
                         self._noting.append(casts)
+                    elif isinstance(casts, ExpertCasts) and self.comparison.options.mode != "native":
+                        for matrix, one in (("gate_up_proj", casts.gate_up), ("down_proj", casts.down)):
+                            one.note = partial(
+                                self._note_experts, join(join(layer.path, name), matrix), module
+                            )
+                            self._noting.append(one)
 
     def end_step(self) -> None:
         """Stop recording scales."""
@@ -112,6 +141,25 @@ class ScaleChecker:
         found = noted(cast.scale), noted(of_part), cast.data.dtype, is_transposed_linear(linear)
         self._cast.append(CastOperand(path, operand, *found))
 
+    def _note_experts(
+        self, path: str, experts: Experts, operand: Operand, matrix: Tensor, cast: ScaledMatrix
+    ) -> None:
+        how = self.formats_of_experts[operand]
+        assert how is not None
+        of_weight = operand not in OF_TOKENS
+        found = noted(cast.scale)
+        of_part = noted(
+            scales_of_experts(matrix, how) if of_weight else scales_of(matrix, how, 1).reciprocal()
+        )
+        if not of_weight:
+            found, of_part = self.experts.total(found, of_part)
+        cast_as = cast.data.dtype, experts.transposed
+        self._cast.append(CastOperand(path, operand, found, of_part, *cast_as, of_experts=True))
+
+    def _how(self, cast: CastOperand) -> EightBits | None:
+        """Return how an operand is to be cast; None: it is not."""
+        return (self.formats_of_experts if cast.of_experts else self.formats)[cast.operand]
+
     def compare(self, layer: int, scope: RecordScope, *, is_forward: bool) -> None:
         """Compare what layer `layer`, which has just run, has cast for a micro-batch; not in mode native.
 
@@ -121,8 +169,7 @@ class ScaleChecker:
             self._cast.clear()
         phase = StepPhase.SCALES if is_forward else StepPhase.GRADIENT_SCALES
         for number, cast in enumerate(self._cast):
-            expected = self._expected(cast, layer, scope)
-            how = self.formats[cast.operand]
+            expected, how = self._expected(cast, layer, scope), self._how(cast)
             if expected is None or how is None:
                 continue
             at = Location(
@@ -147,7 +194,7 @@ class ScaleChecker:
         if left_out is not None:
             return f"{left_out} does not multiply in float8"
         for cast in self._cast:
-            expected, how = self._expected(cast, layer, scope), self.formats[cast.operand]
+            expected, how = self._expected(cast, layer, scope), self._how(cast)
             if how is None or not self._is_recorded(cast.path, scope):
                 return f"{cast.path} multiplies in float8, and is to stay as it is"
             if expected is None:
@@ -158,7 +205,7 @@ class ScaleChecker:
             fits = cast.units.shape == expected.shape
             if fits and largest_difference(cast.units, expected) <= allowed:
                 continue
-            if cast.operand == "input" and not is_given(cast.path):
+            if cast.operand == "input" and not is_given(cast.module):
                 return None
             if not fits:
                 counts = f"{len(cast.units)} scales instead of {len(expected)}"
@@ -166,16 +213,24 @@ class ScaleChecker:
             for sentence, units in self._after_mistakes(cast, expected, layer, scope):
                 if largest_difference(cast.units, units) <= allowed:
                     return f"the scale of {cast.name} is another: {sentence}"
-            return None
+            return f"the scale of {cast.name} is another" if cast.depends_on_nothing_else else None
         return None
 
     def _left_out(self, layer: int, scope: RecordScope) -> Iterator[str]:
-        """Yield linears of a layer that have cast nothing, where others have, and the reference has all."""
+        """Yield linears of a layer that have cast nothing, where others have, and the reference has all.
+
+        Experts likewise, also where nothing else has: they are noted in compiled layers, too.
+        """
         within = f"{self.comparison.sequence.layers[layer].path}."
-        found = {cast.path for cast in self._cast}
-        for key in self.comparison.recording.values[scope] if found else ():
+        found, notes_linears = (
+            {cast.path for cast in self._cast},
+            not all(cast.of_experts for cast in self._cast),
+        )
+        for key in self.comparison.recording.values[scope]:
             path, _, operand = key.name.partition("|")
-            if key.kind == SCALE and operand == "weight" and path.startswith(within) and path not in found:
+            if key.kind != SCALE or operand != "weight" or not path.startswith(within):
+                continue
+            if path not in found and (notes_linears or path in self.experts.layouts):
                 yield path
 
     def _is_recorded(self, path: str, scope: RecordScope) -> bool:
@@ -184,11 +239,22 @@ class ScaleChecker:
 
     def _expected(self, cast: CastOperand, layer: int, scope: RecordScope) -> Tensor | None:
         """Return this rank's part of the recorded scales of an operand, or None if there are none."""
+        if cast.is_counted:
+            return self._expected_counts(cast, scope)
         recorded = self.comparison.recording.find(scope, _key(cast))
         return None if recorded is None or not len(recorded) else self._part(cast, recorded, layer, scope)
 
+    def _expected_counts(self, cast: CastOperand, scope: RecordScope) -> Tensor | None:
+        """Return the counts of the recorded scales of rows of experts, or None if there are none."""
+        together = [scope._replace(microbatch=one) for one in self.experts.microbatches(scope.microbatch)]
+        tables = [self.comparison.recording.find(one, _key(cast)) for one in together]
+        found = [one for one in tables if one is not None and len(one)]
+        return self.experts.counts(found) if len(found) == len(together) else None
+
     def _part(self, cast: CastOperand, recorded: Tensor, layer: int, scope: RecordScope) -> Tensor:
         """Return this rank's part of scales `[count]`, each of a token or a feature; all where all fit."""
+        if cast.of_experts:
+            return self.experts.of_weight(cast.path, recorded, is_transposed=cast.is_transposed)
         count = len(cast.units)
         if len(recorded) == count:
             return recorded
@@ -206,12 +272,14 @@ class ScaleChecker:
         self, cast: CastOperand, expected: Tensor, layer: int, scope: RecordScope
     ) -> NamedTensors:
         """Yield the scales that an operand has after common mistakes."""
-        how, recording = self.formats[cast.operand], self.comparison.recording
+        how, recording = self._how(cast), self.comparison.recording
         assert how is not None
-        axes = [axis for axis in (FEATURES, POSITIONS) if self.runtime.mesh.size(axis) > 1]
+        axes = self._dividing(cast)
         if axes and cast.of_part.shape == expected.shape and not torch.equal(cast.of_part, expected):
             over = " and ".join(axes)
             yield f"it is that of this rank's part: largest values are not reduced over {over}", cast.of_part
+        if cast.is_counted:
+            return
         each = self.plan.microbatches
         first = scope.microbatch - scope.microbatch % each
         for number in range(first, first + each):
@@ -228,6 +296,12 @@ class ScaleChecker:
             yield text, self._part(cast, largest, layer, scope)
         yield from with_other_scales(cast.units, expected, how)
 
+    def _dividing(self, cast: CastOperand) -> list[str]:
+        """Return the axes whose ranks hold other parts of an operand."""
+        if cast.of_experts:
+            return [INNER_FEATURES] if self.plan.etp > 1 else []
+        return [axis for axis in (FEATURES, POSITIONS) if self.runtime.mesh.size(axis) > 1]
+
     def _of_all_ranks(self, cast: CastOperand, scope: RecordScope) -> Iterator[Tensor]:
         """Yield the recorded scales of what all ranks of dp run at the same time."""
         each = self.plan.microbatches
@@ -236,6 +310,14 @@ class ScaleChecker:
             found = self.comparison.recording.find(same, _key(cast))
             if found is not None:
                 yield found
+
+
+def scales_of_experts(weight: Tensor, how: EightBits) -> Tensor:
+    """Return the scales of experts' weights `[experts, out, in]`, cast as if this rank had all of each."""
+    if not len(weight):
+        return weight.new_zeros(0)
+    each = [scales_of(one.T, how, 0) for one in weight.unbind()]
+    return torch.stack([one.reciprocal() for one in each])
 
 
 def _key(cast: CastOperand) -> RecordKey:

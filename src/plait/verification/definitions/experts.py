@@ -110,13 +110,23 @@ def _expert(layer: Experts, expert: int, x: Tensor) -> Tensor:
 
 def _matrix(layer: Experts, name: str, expert: int) -> Tensor:
     """Return the matrix of one expert with its adapter, `[in, out]`."""
+    matrix, change = matrix_of(layer, name, expert), change_of(layer, name, expert)
+    return matrix if change is None else matrix + change
+
+
+def matrix_of(layer: Experts, name: str, expert: int) -> Tensor:
+    """Return the matrix of one expert, `[in, out]`, without its adapter."""
     matrix: Tensor = getattr(layer, name)[expert]
-    matrix = matrix if layer.transposed else matrix.T
+    return matrix if layer.transposed else matrix.T
+
+
+def change_of(layer: Experts, name: str, expert: int) -> Tensor | None:
+    """Return what the adapter adds to the matrix of one expert, `[in, out]`; None without an adapter."""
     adapter = getattr(layer, f"{name}_adapter")
     if adapter is None:
-        return matrix
+        return None
     change: Tensor = adapter.alpha / adapter.rank * (adapter.up[expert] @ adapter.down[expert]).T
-    return matrix + change
+    return change
 
 
 def activated(activation: GatedActivation, both: Tensor) -> Tensor:

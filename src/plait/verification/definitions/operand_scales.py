@@ -1,4 +1,4 @@
-"""The scales of the operands of linears in float8, in one run of a micro-batch."""
+"""The scales of the operands of linears and experts in float8, in one run of a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,26 @@ class OperandScales:
 
     found: dict[str, Tensor] = field(default_factory=dict)
     """By `path|operand`; of a linear that runs more than once empty, since nothing tells its runs apart."""
+    _tables: dict[str, dict[object, Tensor]] = field(default_factory=dict)
+    """Of experts, by `path|operand` and call."""
 
     def begin(self) -> None:
         """Forget the scales, before a micro-batch runs."""
         self.found.clear()
+        self._tables.clear()
 
     def note(self, path: str, operand: str, unit: Tensor) -> None:
         """Note the scale of an operand of the linear at `path`."""
         name = f"{path}|{operand}"
         self.found[name] = noted(unit)[:0] if name in self.found else noted(unit)
+
+    def table(self, call: object, path: str, operand: str, shape: tuple[int, int]) -> Tensor:
+        """Return the table to which a `call` of experts writes the scales of an operand; -1 is none."""
+        tables = self._tables.setdefault(f"{path}|{operand}", {})
+        if call not in tables:
+            tables[call] = torch.full(shape, -1.0)
+            self.found[f"{path}|{operand}"] = tables[call] if len(tables) == 1 else tables[call][:0]
+        return tables[call]
 
 
 def noted(unit: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
 from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
+from plait.verification.definitions.float8_experts import experts_in_float8, quantise_experts
 from plait.verification.definitions.float8_layers import linears_in_float8, quantise_linears
 from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
@@ -162,12 +163,14 @@ class ReferenceRun:
         self.is_exact = options.mode == "exact"
 
     def _install_definitions(self, sequence: LayerSequence, rules: Rules | None, linears: str | None) -> None:
-        """Make layers compute by their definitions, and linears by a float8 recipe, if any."""
+        """Make layers compute by their definitions, and linears and experts by a float8 recipe, if any."""
         forwards = {**OF_PLAIT, **OF_HUGGINGFACE, **OF_EXPERTS}
         self.definitions.install((layer.module for layer in self.layers), forwards)
         if linears is not None:
             paths = linears_in_float8(sequence.layers, rules or {})
             quantise_linears(self.definitions, self.layers, paths, linears, self.casts.unnoted)
+            of_experts = experts_in_float8(sequence.layers)
+            quantise_experts(self.definitions, self.layers, of_experts, self.casts.unnoted)
 
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.estimate.time.operation_times import DeviceOperation, Elementwise, FusedAttention, Product
+from plait.tensor.experts.grouped_float8_products import BATCHED_PRODUCT
 from plait.tensor.float8.scaled_product import SCALED_PRODUCT
 
 
@@ -55,6 +56,12 @@ def test_a_matrix_product_has_its_sizes_and_the_bytes_of_its_result(
     [
         (lambda: torch.bmm(meta(2, 3, 5), meta(2, 5, 7), out=meta(2, 3, 7)), True),
         (lambda: meta(2, 3, 7).baddbmm_(meta(2, 3, 5), meta(2, 5, 7)), True),
+        (
+            lambda: BATCHED_PRODUCT(
+                meta(2, 3, 5, dtype=EIGHT), meta(2, 5, 7, dtype=EIGHT), out=meta(2, 3, 7)
+            ),
+            True,
+        ),
         (lambda: torch.bmm(meta(2, 3, 5), meta(2, 5, 7)), False),
         (lambda: torch.mm(A, B, out=TOTAL), False),
     ],
