@@ -112,7 +112,7 @@ class _TracedCall:
         again = trains and not (needs_input and once)
         for_weight = self.casts.gradient_for_weight(rows, self.parts) if again else None
         casts = [None if one is None else self._gathered(one, gradient) for one in (for_input, for_weight)]
-        return rows, casts[0], casts[1] if again else casts[0]
+        return rows, casts[0], casts[0] if trains and not again else casts[1]
 
     def _gathered(self, matrix: MatrixToCast, gradient: Tensor) -> ScaledMatrix:
         """Return the whole output gradient in float8, of which `matrix` may be a part."""

@@ -51,8 +51,8 @@ class ModuleSketches:
 
     `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Of a tuple, such
     as a router's logits, weights and indices, each tensor has one. Other tensors that are not floating-point,
-    have fewer than two dims or are nested in other values have none, nor do those whose elements share memory:
-    linears in float8 gather such inputs of regions.
+    have fewer than two dims or are nested in other values have none, nor do those whose elements share
+    memory: linears in float8 gather such inputs of regions.
     """
 
     def __init__(self, layer: nn.Module) -> None:
