@@ -276,8 +276,9 @@ class Blueprint:
         if not self.float8.chosen:
             return None
         assert self.plan.linears is not None
-        chosen = frozenset(self.float8.chosen)
-        return Float8Layers(RECIPES[self.plan.linears], chosen, tp, cp, compiled=bool(self.plan.compile))
+        chosen, compute = frozenset(self.float8.chosen), DTYPES[self.plan.precision]
+        recipe, compiled = RECIPES[self.plan.linears], bool(self.plan.compile)
+        return Float8Layers(recipe, chosen, tp, cp, compute, compiled=compiled)
 
     def meta_layers(
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]

@@ -87,12 +87,7 @@ def float8_linear(
     """
     assert queue is not None, "an engine's layers have a queue"
     weight, casts = module.weight, module.casts
-    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
-        raise ModelError(
-            f"a linear with a weight {list(weight.shape)} multiplies in float8, by plan.linears, and is "
-            "called within torch.autocast, which would give its output another dtype: take torch.autocast "
-            "out of the layer (plan.precision sets the dtype), or set plan.linears to None."
-        )
+    _require_dtype(module, input)
     bias = module.bias if output_sum is None else None
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
@@ -116,6 +111,28 @@ def float8_linear(
         made = run.result(lambda: (call.output(cast.for_output, bias),))[0]
         output.set_(made)  # type: ignore[call-overload]
     return output
+
+
+def _require_dtype(module: Any, input: Tensor) -> None:
+    """Raise ModelError where the output would have another dtype than that of the linear without float8."""
+    weight, casts = module.weight, module.casts
+    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
+        raise ModelError(
+            f"a linear with a weight {list(weight.shape)} multiplies in float8, by plan.linears, and is "
+            "called within torch.autocast, which would give its output another dtype: take torch.autocast "
+            "out of the layer (plan.precision sets the dtype), or set plan.linears to None."
+        )
+    dtype = weight.dtype if module.weight_scale is None else casts.compute
+    if dtype is not None and input.dtype != dtype:
+        raise ModelError(
+            f"a linear with a weight {list(weight.shape)} in {_named(dtype)} multiplies in float8, by "
+            f"plan.linears, but its input is in {_named(input.dtype)}: cast that to {_named(dtype)}, as a "
+            "linear without float8 asks, too."
+        )
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Float8Linear(torch.autograd.Function):

@@ -67,6 +67,8 @@ class LinearCasts:
         """Of the weight in this step, by format and the dim that a product sums over."""
         self.buffers: dict[FactorKey, Tensor] = {}
         """Where factors are stored, if graphs read them there."""
+        self.compute: torch.dtype | None = None
+        """The dtype that a weight has which is in float8 already, but for `Plan.linears`; None: not known."""
         self.note: Callable[[Operand, Tensor, ScaledMatrix], None] | None = None
         """Called with each operand that is cast and the result; a verification sets it."""
 

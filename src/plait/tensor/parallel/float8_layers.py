@@ -39,6 +39,8 @@ class Float8Layers:
     """The paths of the linears in the model."""
     tp: Group
     cp: Group
+    compute: torch.dtype | None = None
+    """The dtype of parameters in layers; None: that of each."""
     compiled: bool = False
     """Whether layers run as graphs, which are given the factors of weights."""
 
@@ -56,6 +58,7 @@ class Float8Layers:
                 # A buffer, so that graphs of equal layers take it as an argument.
                 module.register_buffer(WEIGHT_SCALE, scales.get(id(module.weight)), persistent=False)
                 self._apply(module, queue, on_parts=on_parts)
+                module.casts.compute = self.compute
                 if self.compiled and module.weight_scale is None:
                     _register_factors(module)
         if any(casts_in(layer.module)):
