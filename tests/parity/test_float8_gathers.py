@@ -141,8 +141,8 @@ def test_a_step_gathers_what_linears_hold_in_half_the_bytes_of_16_bit_weights(th
 
 
 @pytest.mark.parametrize("mode", in_quick(("keep", "regather"), "regather"))
-def test_parts_of_output_gradients_are_gathered_in_float8(thread_ranks: Any, mode: Any) -> None:
-    """Those of the four row-parallel linears of two blocks; once more for `W`, as are the inputs then."""
+def test_parts_of_the_sequence_are_gathered_in_float8(thread_ranks: Any, mode: Any) -> None:
+    """Inputs of the four regions of two blocks, and their output gradients; once more for `W`."""
     elements = 2 * GPT2_CONTEXT * 64 // 2
     plans = [
         Plan(tp=2, pp=1, sequence_parallel=mode, precision="bf16", linears=linears, overlap=False)
@@ -151,4 +151,4 @@ def test_parts_of_output_gradients_are_gathered_in_float8(thread_ranks: Any, mod
     plain, scaled = (thread_ranks.run(traffic_over, "tp", plan, ranks=2)[0]["all_gather"] for plan in plans)
     assert scaled[0] == plain[0]
     again = 8 if mode == "regather" else 0
-    assert plain[1] - scaled[1] == (4 + again) * elements
+    assert plain[1] - scaled[1] == (8 + again) * elements

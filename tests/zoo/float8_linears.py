@@ -71,7 +71,7 @@ def input_scaled_by_each_rank() -> Any:
 
 
 def weight_scaled_by_each_rank() -> Any:
-    return _of_a_part("weight")
+    return patch.object(LinearCasts, "_groups_of_weight", lambda self, *which: ())
 
 
 def gradient_scaled_by_each_rank() -> Any:
@@ -115,7 +115,7 @@ def _by_the_last(operand: str) -> Any:
         self.note = note
         factor = last.get(id(self), right.scale.reciprocal())
         last[id(self)] = right.scale.reciprocal()
-        return self._noted(name, matrix, cast_by(matrix, factor, form))
+        return self.noted(name, matrix, cast_by(matrix, factor, form))
 
     return patch.object(LinearCasts, "_cast", cast)
 

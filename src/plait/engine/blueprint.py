@@ -276,7 +276,8 @@ class Blueprint:
         if self.plan.linears is None:
             return None
         names = frozenset((*self.float8.chosen, *self.float8.experts))
-        return Float8Layers(RECIPES[self.plan.linears], names, tp, cp, etp)
+        recipe, compute = RECIPES[self.plan.linears], DTYPES[self.plan.precision]
+        return Float8Layers(recipe, names, tp, cp, etp, compute, compiled=bool(self.plan.compile))
 
     def meta_layers(
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
@@ -292,7 +293,21 @@ class Blueprint:
             dtype=DTYPES[self.plan.precision],
             results=results,
             output_linear=self.output_linear,
+            gathered_in_float8=self.gathered_in_float8,
         )
+
+    @property
+    def gathered_in_float8(self) -> list[tuple[str, ...]]:
+        """For each layer the names of the linears that can gather the parts of their input in float8.
+
+        A recipe with another cast of the input for weight gradients would send both, which takes as many
+        bytes as 16 bits do, unless what weight gradients need is gathered again for them in any case.
+        """
+        recipe = None if self.plan.linears is None else RECIPES[self.plan.linears]
+        keeps = self.plan.sequence_parallel == "keep"
+        if recipe is None or (keeps and not recipe.casts_input_once):
+            return []
+        return [self.float8.within(layer.path) for layer in self.sequence.layers]
 
 
 def shared_blueprint(

@@ -16,6 +16,7 @@ from plait.models.float8_linears import refuse_other_readers
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.models.layers.stateful_layers import refuse_carried_values
+from plait.models.region_inputs import read_by_float8_only
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import BufferKind
 from plait.plan.rules import join
@@ -49,16 +50,19 @@ class MetaLayers:
         dtype: torch.dtype | None,
         results: dict[Hashable, Any],
         output_linear: str | None = None,
+        gathered_in_float8: Sequence[tuple[str, ...]] = (),
     ) -> None:
         """`results`: a cache of runs, which the ranks of a process may share.
 
         `structures`: of each layer. `layouts` and `kinds` are those of the parameters, see `Blueprint`;
         `dtype` is the compute dtype. `output_linear`: that of the last layer, whose input the layer returns.
+        `gathered_in_float8`: for each layer the names of linears that can gather their input in float8.
         """
         self._sequence, self._given_structures, self._dtype = sequence, structures, dtype
         self._shapes = {name: tuple(layout.local_shape(coordinate)) for name, layout in layouts.items()}
         self._rules, self._results = tensor_parallel, results
         self._output_linear = output_linear
+        self._gathering = gathered_in_float8 or [()] * len(sequence.layers)
         self._output_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
         sharded = {name for name, layout in layouts.items() if is_sharded(layout)}
         frozen = {name for name, kind in kinds.items() if not kind.trains}
@@ -123,7 +127,9 @@ class MetaLayers:
                 self._results[key] = longest, self._run(number, given, proves=proves)
             run: InferredLayer = self._results[key][1]
             counting = () if proves else self._counting(number, given)
-            run = replace(run, info=replace(run.info, counting=counting)) if counting else run
+            regions = () if proves else self.regions_in_float8(number, given)
+            if counting or regions:
+                run = replace(run, info=replace(run.info, counting=counting, regions_in_float8=regions))
             if self._scaled[number] and not proves:
                 self._refuse_other_readers(number, given)
             yield run
@@ -136,9 +142,7 @@ class MetaLayers:
 
         Gradients are proved for the layer with its output linear, like those of the other layers.
         """
-        (layer,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
-        if not torch.is_grad_enabled():
-            layer.module.eval()
+        layer = self._copy(number, trains=torch.is_grad_enabled())
         if proves:
             for parameter in layer.module.parameters():
                 parameter.requires_grad_(parameter.is_floating_point())
@@ -166,9 +170,7 @@ class MetaLayers:
         trains = torch.is_grad_enabled()
         key = "carried values", self.structures[number], trains
         if key not in self._results:
-            (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
-            if not trains:
-                copied.module.eval()
+            copied = self._copy(number, trains=trains)
             # An evaluation counts nothing that training goes on with.
             with nullcontext() if trains else suppress(ModelError):
                 self._results[key] = refuse_carried_values(copied, given.value, given.length)
@@ -185,6 +187,28 @@ class MetaLayers:
                 )
         return counting
 
+    def regions_in_float8(self, number: int, given: LayerInput) -> tuple[bool, ...]:
+        """Return for each region that layer `number` enters whether its input is gathered in float8.
+
+        Looked at as `_counting` does.
+        """
+        linears, trains = self._gathering[number], torch.is_grad_enabled()
+        if not linears or self._rules.sequence_dims[self.layers[number].path].input is None:
+            return ()
+        key = "regions in float8", self.structures[number], linears, trains
+        if key not in self._results:
+            copied = self._copy(number, trains=trains)
+            self._results[key] = read_by_float8_only(copied, linears, given.value, given.length)
+        found: tuple[bool, ...] = self._results[key]
+        return found
+
+    def _copy(self, number: int, *, trains: bool) -> NamedLayer:
+        """Return a copy of a layer with its rules applied, in training mode or not."""
+        (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
+        if not trains:
+            copied.module.eval()
+        return copied
+
     def _refuse_other_readers(self, number: int, given: LayerInput) -> None:
         """Raise ModelError where a layer reads weights that it gets in float8 other than by their linears.
 
@@ -193,9 +217,7 @@ class MetaLayers:
         trains = torch.is_grad_enabled()
         key = "weights in float8", self.structures[number], trains
         if key not in self._results:
-            (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
-            if not trains:
-                copied.module.eval()
+            copied = self._copy(number, trains=trains)
             refuse_other_readers(copied, self._scaled[number], given.value, given.length)
             self._results[key] = True
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.loading import load
+from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.saving import save
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ModelError, PlanError, ScheduleError
@@ -69,7 +69,7 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
     for _, buffer in engine.named_buffers():  # set to values that show if nothing is loaded
         buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
     first = {name: tensor.detach().clone() for name, tensor, _ in _saved_tensors(run)}
-    load(engine, run.optimizer, path)
+    load_checkpoint(engine, run.optimizer, path, "saved")
     loaded = {name: tensor for name, tensor, _ in _saved_tensors(run)}
     saved = list(_saved_tensors(candidate))
     for name, expected, box in saved:
@@ -123,7 +123,7 @@ def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, st
         loaded = old.of_engine(make_engine(plan, other))
         groups = loaded.engine.parameter_groups(old.options.weight_decay)
         optimizer = optimizer_for(loaded.engine, old.options.make_optimizer, groups)
-        load(loaded.engine, optimizer, path)
+        load_checkpoint(loaded.engine, optimizer, path, "saved")
     except (PlanError, ModelError, ScheduleError):
         return  # on every rank: the model or its optimizer does not allow this plan
     finally:

@@ -239,7 +239,7 @@ def trace_layer(
     """
     generates, on_meta = compiler.generates, compiler.on_meta
     inputs, parameters = list_of_tensors(value), list(layer.module.parameters())
-    function = _LayerFunction(layer, value, info)
+    function = _LayerFunction(layer, value, info, compiler.queue.inputs)
     with COMPILER_LOCK, torch.enable_grad():
         with without_memory():
             arguments = [_like(one, "cpu" if on_meta else one.device) for one in (*inputs, *function.tensors)]
@@ -276,9 +276,12 @@ def trace_layer(
 class _LayerFunction:
     """A layer as a function of tensors: its inputs, then its parameters, then its buffers."""
 
-    def __init__(self, layer: NamedLayer, value: Value, info: LayerInfo) -> None:
-        """Run `layer` on inputs structured like `value`, with the tensors that are given."""
-        self._run, self._value = _LayerRun(layer, info), value
+    def __init__(self, layer: NamedLayer, value: Value, info: LayerInfo, inputs: CastInputs) -> None:
+        """Run `layer` on inputs structured like `value`, with the tensors that are given.
+
+        `inputs`: the queue's casts.
+        """
+        self._run, self._value = _LayerRun(layer, info, inputs), value
         named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
         self._names, self.tensors = list(named), list(named.values())
         self.output: Value = None
@@ -300,13 +303,14 @@ class _LayerFunction:
 class _LayerRun(nn.Module):
     """A layer as a stage runs it, with the sequence length that it is given."""
 
-    def __init__(self, layer: NamedLayer, info: LayerInfo) -> None:
+    def __init__(self, layer: NamedLayer, info: LayerInfo, inputs: CastInputs) -> None:
         super().__init__()
-        self.module, self._layer, self._info = layer.module, layer, info
+        self.module, self._layer, self._info, self._inputs = layer.module, layer, info, inputs
 
     def forward(self, value: Value) -> Value:
         """Return the layer's output; if the layer writes to its input, it is given a copy."""
         given = map_tensors(torch.clone, value) if self._info.writes_input else value
+        self._inputs.begin(self._info.regions_in_float8)
         return self._layer.run(given, self._info.length)[0]
 
 

@@ -8,10 +8,11 @@ before a collective that overlaps them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from plait.engine.compilation.autograd_calls import autograd_call, autograd_call_backward
@@ -64,8 +65,7 @@ def operations_of(
     for level, group in groupby(sorted(nodes, key=levels.__getitem__), key=levels.__getitem__):
         members = list(group)
         if level % 2:
-            between = [node for node in members if node.target != operator.getitem]
-            operations += [_between(node, slots, trace, {*nodes, *outside}, outside) for node in between]
+            operations += _all_between(members, slots, trace, {*nodes, *outside}, outside)
         else:
             read = outside.union(*(one.all_input_nodes for one in nodes if levels[one] != level))
             operations.append(_graph(module, members, slots, read, generates=generates))
@@ -145,6 +145,42 @@ def _defer(terms: Sequence[WeightTerm], slots: Mapping[Node, int]) -> LayerOpera
         call.defer(made, given)
 
     return LayerOperation([slots[operand.base] for operand in made.operands], run)
+
+
+def _all_between(
+    members: Sequence[Node],
+    slots: Mapping[Node, int],
+    trace: LayerTrace,
+    readers: set[Node],
+    outside: set[Node],
+) -> Iterator[LayerOperation]:
+    """Yield the operations that run `members` eagerly; those on each element that are equal run as one."""
+    alike: dict[Hashable, list[Node]] = {}
+    for node in members:
+        number = arguments_of(node)[1] if node.target == EAGER_OPERATION else None
+        if number in trace.elementwise:
+            alike.setdefault((trace.elementwise[number], example_of(node).dtype), []).append(node)
+    last = {nodes[-1]: nodes for nodes in alike.values() if len(nodes) > 1}
+    together = {node for nodes in last.values() for node in nodes}
+    for node in members:
+        if node in last:
+            yield _joined(last[node], slots, trace)
+        elif node.target != operator.getitem and node not in together:
+            yield _between(node, slots, trace, readers, outside)
+
+
+def _joined(nodes: Sequence[Node], slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
+    """Return the operation that runs equal operations on each element as one, on all of their arguments."""
+    operation = trace.operations[arguments_of(nodes[0])[1]]
+    results = [StoredResult([slots[node]], example_of(node).stride()) for node in nodes]
+
+    def run(given: list[Any], values: Values, call: LayerCall) -> None:
+        made = operation(torch.cat([one.reshape(-1) for one in given]))
+        parts = torch.split(made, [one.numel() for one in given])
+        for result, part, one in zip(results, parts, given, strict=True):
+            result.store(values, part.view(one.shape))
+
+    return LayerOperation([slots[arguments_of(node)[0]] for node in nodes], run)
 
 
 def _between(

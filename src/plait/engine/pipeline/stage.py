@@ -65,7 +65,7 @@ from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
-from plait.tensor.parallel.float8_layers import casts_in
+from plait.tensor.parallel.float8_layers import find_weight_factors, float8_linears_in
 from plait.tensor.running_sequence import LocalSequence, running
 
 Gradients: TypeAlias = list[Tensor | None]
@@ -163,8 +163,8 @@ class Stage:
             layer.before = None
             for joined in layer.joined:
                 joined.begin_step()
-            for casts in layer.casts:
-                casts.begin_step()
+            for linear in layer.float8_linears:
+                linear.casts.begin_step()
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
         """Run layer `layer`, or layers `layer` to `last` in one graph, on the micro-batch's activation.
@@ -301,10 +301,9 @@ class EagerLayer:
         self.has_contexts = bool(self.dropouts) or self.balance is not None
         """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
         chooses = any(isinstance(one, Router | Experts) for one in layer.module.modules())
-        self.decides = chooses or any(casts.are_divided for casts in casts_in(layer.module))
+        self.float8_linears = float8_linears_in(layer.module)
+        self.decides = chooses or any(one.casts.are_divided for one in self.float8_linears)
         """Whether a recomputation must not choose experts, or reduce scales over ranks, again."""
-        self.casts = casts_in(layer.module)
-        """Of the linears that multiply in float8."""
         self.joined: list[JoinedLinears] = []
         """The linears that are one product."""
         self._readers: tuple[Readers, ...] = ()
@@ -324,6 +323,9 @@ class EagerLayer:
             set_attributes(layer.module, self.before)
         # A recomputed layer runs within a backward, whose mode holds again afterwards.
         outside, queue.mode = queue.mode, NO_WEIGHTS
+        if self.float8_linears:
+            self.find_weight_factors()
+            queue.inputs.begin(info.regions_in_float8)
         try:
             if sequence is None and layer.run_on_parts is None and not self.has_contexts:
                 output = layer.module(given)  # the common case, kept cheap
@@ -334,9 +336,17 @@ class EagerLayer:
             queue.mode = outside
             for joined in self.joined:
                 joined.forget()
-            if self.casts:
+            if self.float8_linears:
                 queue.inputs.forget()
         return (self._without_parameters(output) if info.returns_parameter else output), None
+
+    def find_weight_factors(self) -> None:
+        """Find the factors of weights that are cast to float8, in the first run of a step.
+
+        Communication: as `float8_layers.find_weight_factors`.
+        """
+        if self.float8_linears:
+            find_weight_factors(self.float8_linears, learns=torch.is_grad_enabled())
 
     def join(self, readers: tuple[Readers, ...]) -> None:
         """From now on compute linears that read the same input, those in `readers`, as one product."""
@@ -380,6 +390,7 @@ class CompiledRunner:
         self, microbatch: int, info: LayerInfo, sequence: LocalSequence | None, value: Value
     ) -> tuple[Value, LayerRun | None]:
         """Run the layer and return its output, whose tensors are leaves, and the run."""
+        self.layer.find_weight_factors()
         if sequence is None and not self.layer.has_contexts:  # the common case, kept cheap
             made = self.compiled.forward(value, info)
         else:

@@ -162,11 +162,10 @@ def _trace_layers(
     known: dict[Hashable, TracedLayer],
 ) -> list[TracedLayer]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
+    meta_layers = blueprint.meta_layers(tensor_parallel, FIRST, {})
     structures = [
         (structure, blueprint.float8.within(layer.path))
-        for structure, layer in zip(
-            blueprint.meta_layers(tensor_parallel, FIRST, {}).structures, layers, strict=True
-        )
+        for structure, layer in zip(meta_layers.structures, layers, strict=True)
     ]
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
@@ -178,8 +177,10 @@ def _trace_layers(
         if key not in known:
             with running(share.sequence):
                 run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
+                regions = meta_layers.regions_in_float8(number, given)
             sequence = share.new_sequence()
-            stage = Stage(0, [layer], queue, [[run.info]], [recompute], sequences=[sequence])
+            info = replace(run.info, regions_in_float8=regions)
+            stage = Stage(0, [layer], queue, [[info]], [recompute], sequences=[sequence])
             by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
             if recompute == "selective" and not by_graphs:
                 trace_layer(stage, value)  # what to keep is known from the first backward
@@ -187,8 +188,10 @@ def _trace_layers(
             if any(experts_in(layer.module)):  # whose operands and gradients are large
                 trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
             work = None if recorder is None else recorder.take(recompute)
-            # Graphs compute what eager layers cache.
-            cached = [] if by_graphs else [one.nbytes for one in _caches(layer)]
+            # Graphs compute what eager layers cache, but for factors of weights.
+            cached = [
+                0 if by_graphs and isinstance(one, ResultCache) else one.nbytes for one in _caches(layer)
+            ]
             known[key] = TracedLayer(run, trace, output, cached, sequence, work)
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output

@@ -61,6 +61,8 @@ class LayerInfo:
     """The buffers and numbers, by name in the layer, that each run in training changes, for any input."""
     readers: tuple[Readers, ...] = ()
     """The linears that read the same tensor, for each such tensor, if they may give parts of a larger one."""
+    regions_in_float8: tuple[bool, ...] = ()
+    """For each tensor-parallel region that it enters, in order, whether the input is gathered in float8."""
 
     @cached_property
     def tensors(self) -> list[TensorInfo]:

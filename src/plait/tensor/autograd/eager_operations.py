@@ -12,7 +12,7 @@ such an operator and begin after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -145,6 +145,9 @@ class LayerTrace:
     """Numbers of operations that write to their input."""
     gathers: dict[int, Gather] = field(default_factory=dict)
     """By the number of an operation: the gather that it is, where weight gradients are to gather again."""
+    elementwise: dict[int, Hashable] = field(default_factory=dict)
+    """By the number of an operation on each element: operations of equal values may run as one, on several
+    tensors of one dtype."""
     masks: list[str] = field(default_factory=list)
     """Per mask the name of its dropout."""
     calls: list[AutogradCall] = field(default_factory=list)
@@ -185,6 +188,22 @@ class LayerTrace:
         made: tuple[Tensor, Tensor]
         made = _RecordedWithCarrier.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]
         return made
+
+    def gathered(self, gather: Gather, part: Tensor, *, regathers: bool) -> Tensor:
+        """Record the all-gather of `part`, without a backward; return a tensor in place of the whole.
+
+        `regathers`: whether weight gradients are to gather it again.
+        """
+        (number,) = self.numbers(gather.whole)
+        if regathers:
+            self.gathers[number] = gather
+        whole: Tensor = EAGER_OPERATION(part, number, gather.whole_shape(part))
+        return whole
+
+    def carrier_of(self, part: Tensor, shape: Sequence[int], backward: Operation) -> Tensor:
+        """Return a carrier of `shape`, from whose gradient `backward` gives that of `part`."""
+        carrier: Tensor = _RecordedCarrier.apply(part, tuple(shape), *self.numbers(backward))  # type: ignore[no-untyped-call]
+        return carrier
 
     def numbers(self, *operations: Operation) -> tuple[int, ...]:
         """Record operations, and return the numbers by which `EAGER_OPERATION` calls them."""
@@ -272,6 +291,17 @@ class _RecordedWithCarrier(torch.autograd.Function):
         total = sum_of_gradients(*gradients)
         found = None if total is None else EAGER_OPERATION(total, ctx.back, ctx.shape).to(ctx.dtype)
         return found, None, None, None
+
+
+class _RecordedCarrier(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, shape: tuple[int, ...], back: int) -> Tensor:
+        ctx.back, ctx.shape, ctx.dtype = back, tuple(part.shape), part.dtype
+        return carrier_like(part, shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return EAGER_OPERATION(gradient, ctx.back, ctx.shape).to(ctx.dtype), None, None
 
 
 class _RecordedCall(torch.autograd.Function):

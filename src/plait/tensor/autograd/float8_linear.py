@@ -4,6 +4,9 @@
     I   cast G, W      dX = G W           queued: X and G in float8
     W                  dW = Gᵀ X          added to the weight's gradient buffer
 
+Linears that read the same input leave their G to the backward of its carrier (see `cast_inputs`), which casts
+them by one reduction of largest values.
+
 Products are summed in fp32. They are rounded to the dtype of the input where the sum is complete: outputs and
 input gradients that are summands of several ranks of `tp` are summed in fp32 first.
 """
@@ -19,7 +22,15 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.tensor.autograd.cast_inputs import CastInput, SavedInput, as_matrix, own_part, wide
+from plait.tensor.autograd.cast_inputs import (
+    CastInput,
+    InputGradient,
+    OutputGradient,
+    SavedInput,
+    as_matrix,
+    own_part,
+    wide,
+)
 from plait.tensor.autograd.deferred_weight_gradients import add_product
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
@@ -27,7 +38,7 @@ from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.autograd.split_backward import refuse_other_orders
 from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, rows_of
-from plait.tensor.autograd.traced_float8_linear import traced_float8_linear
+from plait.tensor.autograd.traced_float8_linear import WeightScales, traced_float8_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import product
@@ -69,28 +80,25 @@ def float8_linear(
     """Return the output of a linear by a product in float8; its backward queues the weight gradient.
 
     `module` has `weight` `[out, in]`, or `[in, out]` where transposed, `bias`, `casts`, its `LinearCasts`,
-    and `weight_scale`, with which the weight is in float8; None: it is cast. `output_sum`: sums the ranks'
+    and `weight_scale`, with which the weight is in float8; None: it is cast, in graphs by `weight_factor` and
+    `weight_factor_for_input`. `output_sum`: sums the ranks'
     outputs; the bias is then added elsewhere. Communication: that of the casts, and of `output_sum`. Raises
     ModelError within `torch.autocast`.
     """
     assert queue is not None, "an engine's layers have a queue"
     weight, casts = module.weight, module.casts
-    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
-        raise ModelError(
-            f"a linear with a weight {list(weight.shape)} multiplies in float8, by plan.linears, and is "
-            "called within torch.autocast, which would give its output another dtype: take torch.autocast "
-            "out of the layer (plan.precision sets the dtype), or set plan.linears to None."
-        )
+    _require_dtype(module, input)
     bias = module.bias if output_sum is None else None
     by_rows, trace = weight.t() if is_transposed else weight, TRACE.get()
     if trace is not None:
-        return traced_float8_linear(
-            input, by_rows, bias, queue.inputs, casts, trace, output_sum, module.weight_scale
-        )
+        how = WeightScales(module.weight_scale, None, None)
+        if how.scale is None:
+            how = WeightScales(None, module.weight_factor, module.weight_factor_for_input)
+        return traced_float8_linear(input, by_rows, bias, queue.inputs, casts, trace, output_sum, how)
     call = _Float8Call(input, by_rows, module.weight_scale, casts, queue, is_transposed, output_sum)
-    if not torch.is_grad_enabled():
-        return call.output(casts.input(rows_of(input)), bias)
     cast = queue.inputs.of(input, casts)
+    if cast.carrier is None:
+        return call.output(cast.for_output, bias)
     run = RECOMPUTED_RUN.get()
     apply = partial(apply_function, _Float8Linear, cast.carrier, weight, bias, call, cast)
     if run is None:
@@ -103,6 +111,28 @@ def float8_linear(
         made = run.result(lambda: (call.output(cast.for_output, bias),))[0]
         output.set_(made)  # type: ignore[call-overload]
     return output
+
+
+def _require_dtype(module: Any, input: Tensor) -> None:
+    """Raise ModelError where the output would have another dtype than that of the linear without float8."""
+    weight, casts = module.weight, module.casts
+    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
+        raise ModelError(
+            f"a linear with a weight {list(weight.shape)} multiplies in float8, by plan.linears, and is "
+            "called within torch.autocast, which would give its output another dtype: take torch.autocast "
+            "out of the layer (plan.precision sets the dtype), or set plan.linears to None."
+        )
+    dtype = weight.dtype if module.weight_scale is None else casts.compute
+    if dtype is not None and input.dtype != dtype:
+        raise ModelError(
+            f"a linear with a weight {list(weight.shape)} in {_named(dtype)} multiplies in float8, by "
+            f"plan.linears, but its input is in {_named(input.dtype)}: cast that to {_named(dtype)}, as a "
+            "linear without float8 asks, too."
+        )
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -127,6 +157,7 @@ class _Float8Linear(torch.autograd.Function):
             ctx.save_for_backward()
         ctx.weight, ctx.casts, ctx.queue, ctx.transposed = weight, call.casts, call.queue, call.transposed
         ctx.weight_scale, ctx.output_sum, ctx.ran = call.weight_scale, call.output_sum, False
+        ctx.of_input = cast.gradient
         if is_late:
             shape: Sequence[int] = (*call.input.shape[:-1], call.weight.shape[0])
             shape = shape if call.output_sum is None else call.output_sum.shape(shape)
@@ -136,40 +167,93 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_other_orders(ctx, "a linear")
-        casts, queue, needs_input = ctx.casts, ctx.queue, ctx.needs_input_grad[0]
         of_bias = rows_of(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        whole, for_input, for_weight = _cast_gradient(ctx, gradient)
+        saved = None
         if ctx.trains:
             data, scale = ctx.saved_tensors
             saved = SavedInput(data.detach(), scale, ctx.gather)
-            operands = _gradient_operand(whole, for_weight, queue), _input_operand(saved, queue)
-            queue.add(partial(_add_weight_gradient, queue, ctx.weight, ctx.transposed, *operands))
-        of_input = None
-        if needs_input:
-            assert for_input is not None
-            weight = ctx.weight.detach()
-            by_rows = weight.t() if ctx.transposed else weight
-            made = product(for_input, casts.weight_for_input(by_rows, ctx.weight_scale), wide(gradient.dtype))
-            of_input = made.view(*whole.shape[:-1], made.shape[1])
-        return of_input, None, of_bias, None, None, None
+        output = _output_gradient(ctx, gradient, saved)
+        if ctx.needs_input_grad[0]:
+            ctx.of_input.add(output)  # the carrier's backward computes it, with those of other readers
+        else:
+            alone = InputGradient()
+            alone.add(output)
+            alone.total()
+        return None, None, of_bias, None, None, None
 
 
-def _cast_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, ScaledMatrix | None, ScaledMatrix | None]:
-    """Return the gradient of a linear's outputs, whole, and its casts for the input and the weight gradient.
+def _output_gradient(ctx: Any, gradient: Tensor, saved: SavedInput | None) -> OutputGradient:
+    """Return the gradient of a linear's outputs, to be cast; `saved`: its input, if its weight is trained.
 
-    Where ranks have parts of it, and one cast serves both, the parts are cast before they are gathered, and
-    the whole is returned as bytes.
+    Where ranks have parts of it, and one cast serves both products, each casts its part, which is then
+    gathered in eight bits.
     """
     casts, output_sum = ctx.casts, ctx.output_sum
-    if output_sum is not None and output_sum.is_in_parts and casts.casts_gradient_once:
-        part = casts.gradient(rows_of(gradient), (output_sum.group,))
-        whole = output_sum.gradient(part.data.view(torch.uint8).view(gradient.shape))
-        cast = ScaledMatrix(rows_of(whole).view(part.data.dtype), part.scale)
-        return whole, cast, cast
-    whole = gradient if output_sum is None else output_sum.gradient(gradient)
-    rows = rows_of(whole)
-    for_input = casts.gradient(rows) if ctx.needs_input_grad[0] else None
-    return whole, for_input, casts.gradient_for_weight(rows, for_input) if ctx.trains else None
+    given, once = gradient, casts.recipe.casts_gradient_once
+    gathers = output_sum is not None and output_sum.is_in_parts
+    if gathers and not once:
+        given, gathers = output_sum.gradient(gradient), False
+    rows = rows_of(given)
+    needs_input, parts = ctx.needs_input_grad[0], (output_sum.group,) if gathers else ()
+    for_input = casts.gradient(rows, parts) if needs_input else None
+    casts_again = saved is not None and not (needs_input and once)
+    for_weight = casts.gradient_for_weight(rows, parts) if casts_again else None
+    matrices = [one for one in (for_input, for_weight) if one is not None]
+    whole = output_sum.gradient if gathers else None
+    return OutputGradient(matrices, partial(_backward, _LinearBackward.of(ctx), given, saved, whole))
+
+
+@dataclass(frozen=True)
+class _LinearBackward:
+    """What the backward of a linear takes beside operands that are cast."""
+
+    weight: Tensor
+    weight_scale: Tensor | None
+    casts: LinearCasts
+    queue: WeightGradientQueue
+    transposed: bool
+    needs_input: bool
+
+    @staticmethod
+    def of(ctx: Any) -> _LinearBackward:
+        """Return what the autograd function has in its `ctx`."""
+        given = ctx.weight, ctx.weight_scale, ctx.casts, ctx.queue, ctx.transposed
+        return _LinearBackward(*given, needs_input=ctx.needs_input_grad[0])
+
+    def input_gradient(self, for_input: ScaledMatrix, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the gradient of the input `[*shape, inputs]` in `dtype`."""
+        weight = self.weight.detach()
+        by_rows = weight.t() if self.transposed else weight
+        made = product(for_input, self.casts.weight_for_input(by_rows, self.weight_scale), dtype)
+        return made.view(*shape, made.shape[1])
+
+
+def _backward(
+    linear: _LinearBackward,
+    gradient: Tensor,
+    saved: SavedInput | None,
+    gather: Callable[[Tensor], Tensor] | None,
+    casts: Sequence[ScaledMatrix],
+) -> Tensor | None:
+    """Queue a linear's weight gradient; return that of its input, wide, or None if none is needed.
+
+    `casts`: of the gradient of its outputs. `gather`: gathers that from the ranks' parts; None: it is whole.
+    """
+    whole, each = gradient, list(casts)
+    if gather is not None and each:
+        whole = gather(each[0].data.view(gradient.shape))
+        each[0] = ScaledMatrix(rows_of(whole), each[0].scale)
+    for_input = each[0] if linear.needs_input else None
+    is_shared = linear.needs_input and linear.casts.recipe.casts_gradient_once
+    for_weight = for_input if is_shared else next(iter(each[linear.needs_input :]), None)
+    if saved is not None:
+        queue, is_transposed = linear.queue, linear.transposed
+        operands = _gradient_operand(whole, for_weight, queue), _input_operand(saved, queue)
+        queue.add(partial(_add_weight_gradient, queue, linear.weight, is_transposed, *operands))
+    if not linear.needs_input:
+        return None
+    assert for_input is not None
+    return linear.input_gradient(for_input, whole.shape[:-1], wide(gradient.dtype))
 
 
 Operand = Callable[[], Tensor | ScaledMatrix]
@@ -180,10 +264,10 @@ def _input_operand(saved: SavedInput, queue: WeightGradientQueue) -> Operand:
     """Return a function that returns a linear's saved input, gathered again if only a part was saved."""
     if saved.gather is None:
         return lambda: _operand(saved.data, saved.scale)
-    again = queue.gathered.again(_as_bytes(saved.data, saved.scale), saved.gather)
+    again = queue.gathered.again(saved.data, saved.gather)
     if queue.mode.overlaps:  # the work follows after the product for the input gradient
         again.start()
-    return lambda: _operand(_as_float8(again.whole(), saved.data), saved.scale)
+    return lambda: _operand(again.whole(), saved.scale)
 
 
 def _gradient_operand(gradient: Tensor, cast: ScaledMatrix | None, queue: WeightGradientQueue) -> Operand:
@@ -194,22 +278,13 @@ def _gradient_operand(gradient: Tensor, cast: ScaledMatrix | None, queue: Weight
     if source is None:
         return lambda: _operand(data, scale)
     part, gather = source
-    mine = part if cast is None else own_part(data, gradient.shape, gather)
-    again = queue.gathered.again(_as_bytes(mine, scale), gather)
-    return lambda: _operand(_as_float8(again.whole(), data), scale)
+    mine = part if part.dtype == data.dtype else own_part(data, gradient.shape, gather)
+    again = queue.gathered.again(mine, gather)
+    return lambda: _operand(again.whole(), scale)
 
 
 def _operand(data: Tensor, scale: Tensor | None) -> Tensor | ScaledMatrix:
     return rows_of(data) if scale is None else as_matrix(data, scale)
-
-
-def _as_bytes(data: Tensor, scale: Tensor | None) -> Tensor:
-    """Return float8 data as bytes, which every backend sends; other data as they are."""
-    return data if scale is None else data.view(torch.uint8)
-
-
-def _as_float8(data: Tensor, like: Tensor) -> Tensor:
-    return data if data.dtype == like.dtype else data.view(like.dtype)
 
 
 def _add_weight_gradient(

@@ -35,7 +35,14 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
-from plait.tensor.autograd.cast_inputs import CastInputs, carrier_like, sum_of_gradients
+from plait.tensor.autograd.cast_inputs import (
+    CastInputs,
+    InputGradient,
+    InputParts,
+    carrier_like,
+    carrier_of,
+    sum_of_gradients,
+)
 from plait.tensor.autograd.eager_operations import TRACE, Operation
 from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
@@ -104,16 +111,39 @@ def gather_in(
     """Return the ranks' parts concatenated along `dim` to `size`; the gradient is reduce-scattered.
 
     `overlap` runs during the reduce-scatter. `registry` records the all-gather, so that linears save only
-    the part. `inputs`: as for `copy`. Communication: one all-gather; backward, one reduce-scatter.
+    the part. `inputs`: as for `copy`; where only float8 linears read the result, it has no memory, but NaN
+    as each element, and they gather the part in eight bits. Communication: one all-gather; backward, one
+    reduce-scatter.
     """
     gather, reduce_scattered = Gather(group, dim, size), partial(_reduce_scattered, group, dim, overlap)
     again = None if registry is None else gather
+    if inputs is not None and inputs.take_region() and group.size > 1:
+        return _entered_in_float8(part, gather, reduce_scattered, inputs, regathers=registry is not None)
     result = _paired(
         "gather_in", part, group, gather.whole, reduce_scattered, dim, size, regather=again, inputs=inputs
     )
     if registry is not None and result is not part and TRACE.get() is None:
         registry.add(result, part, gather)
     return result
+
+
+def _entered_in_float8(
+    part: Tensor, gather: Gather, backward: Operation, inputs: CastInputs, *, regathers: bool
+) -> Tensor:
+    """Return the input of a region that float8 linears gather in eight bits: a tensor without memory."""
+    trace, gradient = TRACE.get(), InputGradient()
+    carrier, shape = None, gather.whole_shape(part)
+    if trace is None:
+        parts = InputParts(part.detach(), gather, gather.whole, saves_part=regathers)
+        if torch.is_grad_enabled():
+            carrier = carrier_of(part, gradient, shape, backward)
+    else:
+        recorded = partial(trace.gathered, gather, regathers=regathers)
+        parts = InputParts(part.detach(), gather, recorded, saves_part=False)
+        carrier = trace.carrier_of(part, shape, backward)
+    without_memory = part.detach().new_full([1] * part.dim(), torch.nan).expand(shape)
+    inputs.enter(without_memory, carrier, gradient, parts)
+    return without_memory
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
@@ -265,11 +295,12 @@ def _paired(
         if inputs is None:
             return trace.record(tensor, shape, forward, backward, **options)
         result, carrier = trace.record_with_carrier(tensor, shape, forward, backward, **options)
-        inputs.enter(result, carrier)
+        inputs.enter(result, carrier, InputGradient())
         return result
     if inputs is not None and torch.is_grad_enabled():
-        result, carrier = _PairedWithCarrier.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
-        inputs.enter(result, carrier)
+        of_input = InputGradient()
+        result, carrier = _PairedWithCarrier.apply(tensor, forward, backward, of_input)  # type: ignore[no-untyped-call]
+        inputs.enter(result, carrier, of_input)
         return result  # type: ignore[no-any-return]
     return tag(_Paired.apply(tensor, forward, backward), _TAG, collective)  # type: ignore[no-untyped-call]
 
@@ -301,16 +332,17 @@ class _PairedWithCarrier(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, forward: Operation | None, backward: Operation
+        ctx: Any, tensor: Tensor, forward: Operation | None, backward: Operation, of_input: InputGradient
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.gradient_of, ctx.dtype = backward, tensor.dtype
+        ctx.gradient_of, ctx.dtype, ctx.of_input = backward, tensor.dtype, of_input
         result = tensor.view_as(tensor) if forward is None else forward(tensor)
         return result, carrier_like(result)
 
     @staticmethod
     def backward(
         ctx: Any, gradient: Tensor | None, of_carrier: Tensor | None
-    ) -> tuple[Tensor | None, None, None]:
-        summand = sum_of_gradients(gradient, of_carrier)
-        return None if summand is None else ctx.gradient_of(summand).to(ctx.dtype), None, None
+    ) -> tuple[Tensor | None, None, None, None]:
+        summand = sum_of_gradients(gradient, of_carrier, ctx.of_input.total())
+        of_tensor = None if summand is None else ctx.gradient_of(summand).to(ctx.dtype)
+        return of_tensor, None, None, None

@@ -45,8 +45,12 @@ class Gather:
     def start(self, part: Tensor) -> PendingTensor:
         """Start the all-gather of `part`, padded to the size of the largest rank's part.
 
-        ModelError where the size of `part` is not this rank's.
+        Float8 is sent as bytes, which every backend sends. ModelError where the size of `part` is not this
+        rank's.
         """
+        if part.dtype.itemsize == 1 and part.is_floating_point():
+            pending = self.start(part.view(torch.uint8))
+            return lambda: pending().view(part.dtype)
         group, size = self.group, self.size
         cuts, dim = divide(size, group.size), self.dim % part.dim()
         own = cuts[group.index]
@@ -77,6 +81,12 @@ class Gather:
             return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in parts], dim)
 
         return finish
+
+    def whole_shape(self, part: Tensor) -> list[int]:
+        """Return the shape of the whole tensor of which a rank has `part`."""
+        shape = list(part.shape)
+        shape[self.dim] = self.size
+        return shape
 
     def whole(self, part: Tensor) -> Tensor:
         """Return the whole tensor that is gathered from the ranks' parts. Communication: one all-gather."""

@@ -6,15 +6,24 @@ write operands in the order in which products read them, which a product by itse
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plait.tensor.autograd.cast_inputs import CastInputs, wide
 from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace
-from plait.tensor.autograd.float8_operands import Groups, LinearCasts, reduced, transposed
+from plait.tensor.autograd.float8_operands import (
+    Groups,
+    LinearCasts,
+    MatrixToCast,
+    cast_together,
+    reduced,
+    transposed,
+)
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.autograd.torch_calls import rows_of
 from plait.tensor.float8.cast import ScaledMatrix
@@ -29,29 +38,90 @@ def traced_float8_linear(
     casts: LinearCasts,
     trace: LayerTrace,
     output_sum: SumOfSummands | None,
-    weight_scale: Tensor | None,
+    how_weight: WeightScales,
 ) -> Tensor:
     """Return what `float8_linear` does, while a layer is traced; `weight` is `[out, in]`."""
     cast = inputs.of(input, casts.reducing(TracedReductions(trace)))
-    own = casts.reducing(TracedReductions(trace, casts))
-    shape = *input.shape[:-1], weight.shape[0]
+    assert cast.carrier is not None
     kept = cast.saved(input, None, is_traced=True) if weight.requires_grad else None
-    dtype = input.dtype if output_sum is None else wide(input.dtype)
-    made = _TracedProduct.apply(  # type: ignore[no-untyped-call]
+    call = _TracedCall.of(input, weight, casts, trace, output_sum)
+    output: Tensor = _TracedLinear.apply(  # type: ignore[no-untyped-call]
         cast.carrier,
         weight,
-        weight_scale,
+        *how_weight,
         *cast.for_output,
         None if kept is None else kept.data,
         None if kept is None else kept.scale,
-        own,
-        dtype,
+        call,
     )
-    output: Tensor = made.view(shape)
-    if output_sum is not None:
-        numbers = trace.numbers(output_sum.total, output_sum.gradient)
-        output = _TracedSum.apply(output, output_sum.shape(output.shape), *numbers, input.dtype)  # type: ignore[no-untyped-call]
     return output if bias is None else output + bias
+
+
+class WeightScales(NamedTuple):
+    """The scale of a weight that is in float8 already, or the factors by which its casts multiply it."""
+
+    scale: Tensor | None
+    factor: Tensor | None
+    factor_for_input: Tensor | None
+
+
+@dataclass(frozen=True)
+class _TracedCall:
+    """What a traced call of a float8 linear takes beside tensors."""
+
+    casts: LinearCasts
+    """With all reductions that a backward may make recorded in the trace."""
+    dtype: torch.dtype
+    """Of the input and the output."""
+    summand: list[int]
+    """The shape of the product, which may be a summand of the output."""
+    output: list[int]
+    """The shape of the output."""
+    total: int | None
+    """The number in the trace of the sum of the ranks' products; None: they are not summed."""
+    back: int | None
+    """That of the gradient of a summand."""
+    parts: Groups
+    """The group whose ranks have parts of the output, if one cast of its gradient serves both products."""
+
+    @staticmethod
+    def of(
+        input: Tensor, weight: Tensor, casts: LinearCasts, trace: LayerTrace, output_sum: SumOfSummands | None
+    ) -> _TracedCall:
+        """Return a call of a linear that has `casts`; records what it communicates."""
+        shape = [*input.shape[:-1], weight.shape[0]]
+        parts: Groups = ()
+        total = back = None
+        output = shape
+        if output_sum is not None:
+            total, back = trace.numbers(output_sum.total, output_sum.gradient)
+            output = output_sum.shape(shape)
+            if output_sum.is_in_parts and casts.recipe.casts_gradient_once:
+                parts = (output_sum.group,)
+        own = casts.reducing(TracedReductions(trace, casts.all_groups(parts)))
+        return _TracedCall(own, input.dtype, shape, output, total, back, parts)
+
+    def cast_gradient(
+        self, gradient: Tensor, *, needs_input: bool, trains: bool
+    ) -> tuple[Tensor, ScaledMatrix | None, ScaledMatrix | None]:
+        """Return the gradient of the product as a matrix, and its casts for input and weight gradient."""
+        once = self.casts.recipe.casts_gradient_once
+        if self.back is not None and not self.parts:
+            gradient = EAGER_OPERATION(gradient, self.back, self.summand)
+        rows = rows_of(gradient)
+        for_input = self.casts.gradient(rows, self.parts) if needs_input else None
+        again = trains and not (needs_input and once)
+        for_weight = self.casts.gradient_for_weight(rows, self.parts) if again else None
+        casts = [None if one is None else self._gathered(one, gradient) for one in (for_input, for_weight)]
+        return rows, casts[0], casts[0] if trains and not again else casts[1]
+
+    def _gathered(self, matrix: MatrixToCast, gradient: Tensor) -> ScaledMatrix:
+        """Return the whole output gradient in float8, of which `matrix` may be a part."""
+        (cast,) = cast_together([matrix])
+        if not self.parts:
+            return cast
+        whole = EAGER_OPERATION(cast.data.view(gradient.shape), self.back, self.summand)
+        return ScaledMatrix(rows_of(whole), cast.scale)
 
 
 class TracedReductions:
@@ -60,11 +130,11 @@ class TracedReductions:
     Those of the backward are recorded in the forward: autograd may run it where there is no trace.
     """
 
-    def __init__(self, trace: LayerTrace, casts: LinearCasts | None = None) -> None:
-        """`casts`: whose reductions are recorded at once."""
+    def __init__(self, trace: LayerTrace, every: Iterable[Groups] = ()) -> None:
+        """`every`: the groups over which reductions are recorded at once."""
         self._trace = trace
         self._numbers: dict[Groups, int] = {}
-        for groups in () if casts is None else casts.all_groups():
+        for groups in every:
             self._number(groups)
 
     def __call__(self, largest: Tensor, groups: Groups) -> Tensor:
@@ -75,6 +145,7 @@ class TracedReductions:
     def _number(self, groups: Groups) -> int:
         if groups not in self._numbers:
             (self._numbers[groups],) = self._trace.numbers(partial(_reduced, groups))
+            self._trace.elementwise[self._numbers[groups]] = groups
         return self._numbers[groups]
 
 
@@ -82,8 +153,8 @@ def _reduced(groups: Groups, largest: Tensor) -> Tensor:
     return reduced(largest, groups)
 
 
-class _TracedProduct(torch.autograd.Function):
-    """Autograd function of a float8 linear in a traced layer: float8 products forward and backward."""
+class _TracedLinear(torch.autograd.Function):
+    """Autograd function of a float8 linear in a traced layer, without its bias."""
 
     @staticmethod
     def forward(
@@ -91,49 +162,34 @@ class _TracedProduct(torch.autograd.Function):
         carrier: Tensor,
         weight: Tensor,
         weight_scale: Tensor | None,
+        factor: Tensor | None,
+        factor_for_input: Tensor | None,
         data: Tensor,
         scale: Tensor,
         kept: Tensor | None,
         kept_scale: Tensor | None,
-        casts: LinearCasts,
-        dtype: torch.dtype,
+        call: _TracedCall,
     ) -> Tensor:
-        ctx.save_for_backward(weight, weight_scale, kept, kept_scale)
-        ctx.casts, ctx.wide, ctx.shape = casts, carrier.dtype, carrier.shape
-        made: Tensor = SCALED_PRODUCT(data, scale, *transposed(casts.weight(weight, weight_scale)), dtype)
-        return made
+        ctx.save_for_backward(weight, weight_scale, factor_for_input, kept, kept_scale)
+        ctx.call, ctx.wide, ctx.shape = call, carrier.dtype, carrier.shape
+        dtype = call.dtype if call.total is None else wide(call.dtype)
+        by_columns = transposed(call.casts.weight(weight, weight_scale, factor))
+        made: Tensor = SCALED_PRODUCT(data, scale, *by_columns, dtype).view(call.summand)
+        return made if call.total is None else EAGER_OPERATION(made, call.total, call.output).to(call.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, weight_scale, kept, kept_scale = ctx.saved_tensors
-        casts, rows, needs_input = ctx.casts, rows_of(gradient), ctx.needs_input_grad[0]
-        for_input = casts.gradient(rows) if needs_input else None
+        weight, weight_scale, factor, kept, kept_scale = ctx.saved_tensors
+        call, needs_input = ctx.call, ctx.needs_input_grad[0]
+        trains = kept is not None
+        rows, for_input, for_weight = call.cast_gradient(gradient, needs_input=needs_input, trains=trains)
         of_input = of_weight = None
         if for_input is not None:
-            by_weight = by_columns(casts.weight_for_input(weight, weight_scale))
-            made = SCALED_PRODUCT(*for_input, *by_weight, ctx.wide)
-            of_input = made.view(ctx.shape)
-        if kept is not None:
-            cast = casts.gradient_for_weight(rows, for_input)
-            if cast is None:
-                of_weight = rows.t() @ rows_of(kept)
-            else:
-                input = ScaledMatrix(kept, kept_scale)
-                of_weight = SCALED_PRODUCT(*transposed(by_columns(cast)), *input, weight.dtype)
-        return of_input, of_weight, *(None,) * 7
-
-
-class _TracedSum(torch.autograd.Function):
-    """Autograd function of the sum of the ranks' outputs, rounded to the dtype of the input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, summand: Tensor, shape: list[int], total: int, back: int, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.back, ctx.shape = back, tuple(summand.shape)
-        made: Tensor = EAGER_OPERATION(summand, total, shape).to(dtype)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return EAGER_OPERATION(gradient, ctx.back, ctx.shape), None, None, None, None
+            by_weight = by_columns(call.casts.weight_for_input(weight, weight_scale, factor))
+            of_input = SCALED_PRODUCT(*for_input, *by_weight, ctx.wide).view(ctx.shape)
+        if for_weight is not None:
+            input = ScaledMatrix(kept, kept_scale)
+            of_weight = SCALED_PRODUCT(*transposed(by_columns(for_weight)), *input, weight.dtype)
+        elif trains:
+            of_weight = rows.t() @ rows_of(kept)
+        return of_input, of_weight, *(None,) * 8

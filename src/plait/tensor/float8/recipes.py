@@ -51,6 +51,16 @@ class Recipe:
     """Of X in dW = Gᵀ X; None: that product is not in float8."""
 
     @property
+    def casts_input_once(self) -> bool:
+        """Whether both products with the input take it cast with one scale."""
+        return self.input == self.input_for_weight and self.input.per == "tensor"
+
+    @property
+    def casts_gradient_once(self) -> bool:
+        """Whether both products with the output gradient take it cast with one scale."""
+        return self.gradient == self.gradient_for_weight and self.gradient.per == "tensor"
+
+    @property
     def casts_weight_once(self) -> bool:
         """Whether both products with the weight take it cast with one scale, so that it can be kept so."""
         return self.weight == self.weight_for_input and self.weight.per == "tensor"

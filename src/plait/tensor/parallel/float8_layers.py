@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from plait.plan.rules import join
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import bind_forward, is_transposed_linear
 from plait.tensor.autograd.float8_linear import float8_linear
-from plait.tensor.autograd.float8_operands import DividedDims, Groups, LinearCasts
+from plait.tensor.autograd.float8_operands import DividedDims, Groups, LinearCasts, find_factors
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.expert_casts import ExpertCasts, MatrixCasts
 from plait.tensor.experts.expert_layouts import experts_in
@@ -25,6 +26,10 @@ CASTS = "casts"
 """Attribute of a linear that multiplies in float8: its `LinearCasts`."""
 WEIGHT_SCALE = "weight_scale"
 """Attribute of such a linear: the scale of a weight that is in float8 already; None: the weight is cast."""
+WEIGHT_FACTOR = "weight_factor"
+"""Attribute of such a linear whose weight is cast in graphs: the factor of the cast, found once a step."""
+FACTOR_FOR_INPUT = "weight_factor_for_input"
+"""Likewise for the input gradient; the same tensor where the recipe casts the weight once."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,10 @@ class Float8Layers:
     tp: Group
     cp: Group
     etp: Group
+    compute: torch.dtype | None = None
+    """The dtype of parameters in layers; None: that of each."""
+    compiled: bool = False
+    """Whether layers run as graphs, which are given the factors of weights."""
 
     def apply(
         self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
@@ -55,6 +64,9 @@ class Float8Layers:
                 # A buffer, so that graphs of equal layers take it as an argument.
                 module.register_buffer(WEIGHT_SCALE, scales.get(id(module.weight)), persistent=False)
                 self._apply(module, queue, on_parts=on_parts)
+                module.casts.compute = self.compute
+                if self.compiled and module.weight_scale is None:
+                    _register_factors(module)
         if any(casts_in(layer.module)):
             for module in layer.module.modules():
                 _without_fast_path(module)
@@ -71,6 +83,43 @@ class Float8Layers:
         setattr(module, CASTS, LinearCasts(self.recipe, dims))
         queue.products.add(id(module.weight))
         bind_forward(module, partial(_run, module, queue, is_transposed_linear(module)))
+
+
+def _register_factors(linear: Any) -> None:
+    """Give a linear buffers for the factors of its weight."""
+    casts: LinearCasts = linear.casts
+    rows, columns = _by_rows(linear).shape
+    shapes = {casts.key_of_weight: (rows, 1), casts.key_of_weight_for_input: (1, columns)}
+    for name, key in (
+        (WEIGHT_FACTOR, casts.key_of_weight),
+        (FACTOR_FOR_INPUT, casts.key_of_weight_for_input),
+    ):
+        if key not in casts.buffers:
+            shape = shapes[key] if key[0].per == "row" else ()
+            casts.buffers[key] = torch.ones(shape, device=linear.weight.device)
+        linear.register_buffer(name, casts.buffers[key], persistent=False)
+
+
+def _by_rows(linear: Any) -> Tensor:
+    """Return the weight of a linear as `[outputs, inputs]`, without a graph."""
+    is_transposed = getattr(linear, "transposed", False) or is_transposed_linear(linear)
+    weight: Tensor = linear.weight.detach()
+    return weight.t() if is_transposed else weight
+
+
+def find_weight_factors(linears: Iterable[Any], *, learns: bool) -> None:
+    """Find the factors by which a layer's run casts the weights of its float8 linears, if not known.
+
+    `learns`: whether input gradients are computed. Communication: one reduction of largest values over each
+    set of ranks with parts of some weights, once a step.
+    """
+    cast = (one for one in linears if one.weight_scale is None)
+    find_factors([found for one in cast for found in one.casts.factors_to_find(_by_rows(one), learns=learns)])
+
+
+def float8_linears_in(layer: nn.Module) -> list[Any]:
+    """Return the linears in `layer` that multiply in float8."""
+    return [one for one in layer.modules() if isinstance(getattr(one, CASTS, None), LinearCasts)]
 
 
 def casts_in(layer: nn.Module) -> list[LinearCasts | MatrixCasts]:

@@ -38,6 +38,7 @@ from plait.verification.reference.inner_differences import (
     RMSNorms,
     first_inner_difference,
     input_is_equal,
+    overlaps,
     rounded_otherwise,
 )
 from plait.verification.reference.recording import NO_TOLERANCE
@@ -287,7 +288,7 @@ class InstructionChecker:
             base=base,
             inside=lambda: self._inner_difference(phase, layer, scope),
         )
-        if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
+        if (self.recording.narrowing if equal else self.isolate) and not overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
         return equal
 
@@ -388,8 +389,3 @@ class InstructionChecker:
         """Return the scope of a micro-batch, by its index in the global batch."""
         first = self.runtime.mesh.index("dp") * self.blueprint.plan.microbatches
         return RecordScope(self.step, first + action.microbatch, self.evaluating)
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Return whether elements share memory, as after `expand`, so that writing is not possible."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

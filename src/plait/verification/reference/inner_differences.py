@@ -51,7 +51,8 @@ class ModuleSketches:
 
     `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Of a tuple, such
     as a router's logits, weights and indices, each tensor has one. Other tensors that are not floating-point,
-    have fewer than two dims or are nested in other values have none.
+    have fewer than two dims or are nested in other values have none, nor do those whose elements share
+    memory: linears in float8 gather such inputs of regions.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -90,9 +91,14 @@ class ModuleSketches:
 
 def _is_sketched(value: object, *, among_several: bool) -> bool:
     """Return whether a value has a sketch; whole numbers have one beside other tensors only."""
-    if not isinstance(value, Tensor) or value.dim() < 2 or not value.numel():
+    if not isinstance(value, Tensor) or value.dim() < 2 or not value.numel() or overlaps(value):
         return False
     return value.is_floating_point() or (among_several and value.dtype == torch.int64)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Return whether elements share memory, as after `expand`, so that writing is not possible."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def sketch_of(tensor: Tensor) -> Tensor:

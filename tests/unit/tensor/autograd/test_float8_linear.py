@@ -18,7 +18,7 @@ from plait.plan.plan import Plan
 from plait.ranks.group import alone
 from plait.tensor.autograd import cast_inputs
 from plait.tensor.autograd.float8_linear import float8_linear
-from plait.tensor.autograd.float8_operands import LinearCasts, transposed
+from plait.tensor.autograd.float8_operands import LinearCasts, cast_together, transposed
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.float8.scaled_product import product
@@ -31,7 +31,9 @@ TOKENS, HIDDEN, INNER = 64, 64, 128
 def in_float8(module: nn.Module, recipe: str, *names: str) -> tuple[Any, WeightGradientQueue]:
     """A copy of `module` whose linears `names` multiply in float8, its gradients zero."""
     twin, queue = copy.deepcopy(module), WeightGradientQueue()
-    layers = Float8Layers(RECIPES[recipe], [f"layer.{name}" for name in names], alone("tp"), alone("cp"))
+    layers = Float8Layers(
+        RECIPES[recipe], [f"layer.{name}" for name in names], alone("tp"), alone("cp"), alone("etp")
+    )
     layers.apply(NamedLayer("layer", twin), queue, {}, on_parts=False)
     for parameter in twin.parameters():
         queue.buffers[id(parameter)] = torch.zeros_like(parameter, dtype=torch.float32)
@@ -89,7 +91,7 @@ def test_linears_of_one_input_cast_it_once_and_sum_its_gradients_in_fp32(monkeyp
     own = LinearCasts(RECIPES["float8"])
     summands = [
         product(
-            own.gradient(gradient.view(-1, INNER)),
+            *cast_together([own.gradient(gradient.view(-1, INNER))]),
             LinearCasts(RECIPES["float8"]).weight_for_input(one.weight.detach(), None),
             torch.float32,
         )
@@ -213,7 +215,7 @@ def test_the_carrier_of_a_region_is_left_when_its_input_has_been_written_to() ->
     inputs, casts = cast_inputs.CastInputs(), LinearCasts(RECIPES["float8"])
     entered = torch.randn(2, 16, requires_grad=True) * 1
     carrier = cast_inputs.carrier_like(entered)
-    inputs.enter(entered, carrier)
+    inputs.enter(entered, carrier, cast_inputs.InputGradient())
     assert inputs.of(entered, casts).carrier is carrier
     entered.relu_()
     later = inputs.of(entered, casts).carrier
