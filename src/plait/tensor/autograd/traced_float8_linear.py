@@ -173,8 +173,9 @@ class _TracedLinear(torch.autograd.Function):
         ctx.save_for_backward(weight, weight_scale, factor_for_input, kept, kept_scale)
         ctx.call, ctx.wide, ctx.shape = call, carrier.dtype, carrier.shape
         dtype = call.dtype if call.total is None else wide(call.dtype)
-        by_columns = transposed(call.casts.weight(weight, weight_scale, factor))
-        made: Tensor = SCALED_PRODUCT(data, scale, *by_columns, dtype).view(call.summand)
+        by_rows = ScaledMatrix(data, scale)
+        made = _product(by_rows, transposed(call.casts.weight(weight, weight_scale, factor)), dtype)
+        made = made.view(call.summand)
         return made if call.total is None else EAGER_OPERATION(made, call.total, call.output).to(call.dtype)
 
     @staticmethod
@@ -186,10 +187,23 @@ class _TracedLinear(torch.autograd.Function):
         of_input = of_weight = None
         if for_input is not None:
             by_weight = by_columns(call.casts.weight_for_input(weight, weight_scale, factor))
-            of_input = SCALED_PRODUCT(*for_input, *by_weight, ctx.wide).view(ctx.shape)
+            of_input = _product(for_input, by_weight, ctx.wide).view(ctx.shape)
         if for_weight is not None:
             input = ScaledMatrix(kept, kept_scale)
             of_weight = SCALED_PRODUCT(*transposed(by_columns(for_weight)), *input, weight.dtype)
         elif trains:
             of_weight = rows.t() @ rows_of(kept)
         return of_input, of_weight, *(None,) * 8
+
+
+def _product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
+    """Return `a @ b` in `dtype`; scales of rows multiply it in the graph, where they join what follows.
+
+    As powers of two they change no bit after the product is rounded.
+    """
+    if a.scale.dim() == b.scale.dim() == 0:
+        found: Tensor = SCALED_PRODUCT(*a, *b, dtype)
+        return found
+    one = torch.ones((), device=a.data.device)
+    unscaled: Tensor = SCALED_PRODUCT(a.data, one, b.data, one, dtype)
+    return (unscaled * a.scale * b.scale).to(dtype)
