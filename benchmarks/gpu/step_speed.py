@@ -54,24 +54,28 @@ class Pair:
     compiles: bool = False
 
 
+FLOAT8: dict[str, Any] = {"compile": True, "linears": "float8"}
+MASTERS = {"master_precision": "fp32"}
 PAIRS = (
     Pair("eager", {}, "plain PyTorch"),
     Pair("graphs", {"cuda_graphs": True}, "plain PyTorch"),
     Pair("loss_rows 1024", {"loss_rows": 1024}, "plain PyTorch"),
     Pair("recompute full", {"recompute": "full"}, "plain PyTorch"),
-    Pair("masters fp32", {"master_precision": "fp32"}, "FSDP2, masters fp32"),
+    Pair("masters fp32", MASTERS, "FSDP2, masters fp32"),
     Pair("graphs", {"cuda_graphs": True}, "plain PyTorch, reduce-overhead"),
+    Pair("compiled, graphs", {"compile": True, "cuda_graphs": True}, "plain PyTorch, reduce-overhead"),
     Pair("compiled", {"compile": True}, "plain PyTorch, compiled"),
     Pair("compiled, loss_rows 1024", {"compile": True, "loss_rows": 1024}, "plain PyTorch, compiled"),
-    Pair("float8", {"compile": True, "linears": "float8"}, "plait, compiled in bf16"),
+    Pair("float8", FLOAT8, "plait, compiled in bf16"),
     Pair("float8-rowwise-gw", {"compile": True, "linears": "float8-rowwise-gw"}, "plait, compiled in bf16"),
-    Pair("float8", {"compile": True, "linears": "float8"}, "torchao, compiled"),
+    Pair("float8", FLOAT8, "torchao, compiled"),
+    Pair("float8, masters fp32", FLOAT8 | MASTERS, "plait, compiled in bf16, masters fp32"),
 )
 
 
-def compiled_in_bf16(work: Work, ranks: int, device: torch.device) -> Trainee:
-    """Return plait's own step in bf16, beside which linears in float8 stand."""
-    return woven(work, ranks, {"compile": True}, device, 120.0)[0]
+def compiled_in_bf16(work: Work, ranks: int, device: torch.device, **fields: Any) -> Trainee:
+    """Return plait's own step in bf16, beside which linears in float8 stand; `fields`: more of its plan."""
+    return woven(work, ranks, {"compile": True, **fields}, device, 120.0)[0]
 
 
 MAKERS: dict[str, Callable[..., Trainee]] = {
@@ -79,6 +83,7 @@ MAKERS: dict[str, Callable[..., Trainee]] = {
     "plain PyTorch, compiled": compiled,
     "plain PyTorch, reduce-overhead": partial(compiled, mode="reduce-overhead"),
     "plait, compiled in bf16": compiled_in_bf16,
+    "plait, compiled in bf16, masters fp32": partial(compiled_in_bf16, **MASTERS),
     "torchao, compiled": partial(compiled, float8="tensorwise"),
 }
 

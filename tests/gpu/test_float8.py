@@ -13,6 +13,8 @@ import plait
 from gpu.host_waits import forbid_host_waits
 from plait.plan.plan import Plan
 from plait.ranks.device import default_device, multiplies_float8
+from plait.tensor.experts.grouped_float8_products import grouped_float8_product
+from plait.tensor.experts.grouped_products import Groups
 from plait.tensor.float8.cast import ScaledMatrix, cast
 from plait.tensor.float8.recipes import RECIPES, CastFormat
 from plait.tensor.float8.scaled_product import product
@@ -75,3 +77,32 @@ def test_a_run_in_float8_learns_without_waits_of_the_host(
 ) -> None:
     (found,) = gpu_ranks.run(losses, recipe, compiled, ranks=1)
     assert found[3] < found[0]
+
+
+def difference_of_groups(one_scale: bool) -> float:
+    """Of products of rows in groups, one of them empty, relative to the sums of absolute values."""
+    require_float8()
+    draw, device = torch.Generator().manual_seed(0), default_device()
+    sizes, scaling = (5, 0, 40, 19), "tensor" if one_scale else "row"
+    rows = cast(torch.randn(sum(sizes), 64, generator=draw), CastFormat(torch.float8_e4m3fn, "row", True))
+    form = CastFormat(torch.float8_e4m3fn, scaling, True)
+    each = [cast(torch.randn(48, 64, generator=draw), form) for _ in sizes]
+    data = torch.stack([one.data.t() for one in each])
+    scale = torch.stack([one.scale.reshape(1, -1) for one in each])
+    ends = torch.tensor(sizes).cumsum(0).int()
+    matrices = ScaledMatrix(data.to(device), scale.to(device))
+    there = ScaledMatrix(rows.data.to(device), rows.scale.to(device))
+    found = (
+        grouped_float8_product(there, matrices, Groups(sizes, ends.to(device)), torch.bfloat16).cpu().double()
+    )
+    parts = zip(rows.data.double().split(sizes), rows.scale.double().split(sizes), each, strict=True)
+    wide = [(a * scales, one.data.double() * one.scale) for a, scales, one in parts]
+    exact, bound = (torch.cat([f(a) @ f(b).t() for a, b in wide]) for f in (torch.clone, torch.abs))
+    return float(((found - exact).abs() / bound).max())
+
+
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_a_float8_product_of_groups_is_the_sum_of_the_scaled_values(
+    gpu_ranks: GpuRanks, one_scale: bool
+) -> None:
+    assert gpu_ranks.run(difference_of_groups, one_scale, ranks=1)[0] < 2**-8

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import plait
 from gpu.training import RECIPE, trained
-from parity import reference, woven
-from parity.cases import gpt2, sparse_llama
+from parity import reference
+from parity.cases import gpt2
 from parity.norm import assert_equal
 from parity.parity import compare, merged
 from parity.test_experts import CASE
@@ -45,20 +45,26 @@ def test_a_model_with_experts_trains_as_on_one_rank(gpu_ranks: GpuRanks, name: s
 
 def losses_of_experts(plan: Plan, steps: int) -> list[float]:
     """In bf16, of steps in which one kernel multiplies all experts."""
-    case = sparse_llama()
-    engine = weave(case, plan)
+    sizes = {"hidden": 32, "heads": 4, "inner": 32, "layers": 2, "vocab": 32, "context": 16}
+    model = plait.models.llama(**sizes, experts=4, top_k=2, shared=32)
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
     found = list[Tensor]()
-    for whole in case.batches(woven.global_rows(plan), steps, torch.float32):
-        found.append(engine.forward_backward(*(one.chunk(plan.dp)[engine.mesh.index("dp")] for one in whole)))
+    draw, rows = torch.Generator().manual_seed(0), 4 // plan.dp
+    for _ in range(steps):
+        tokens = torch.randint(32, (4, 17), generator=draw).split(rows)[engine.mesh.index("dp")]
+        found.append(engine.forward_backward(tokens[:, :-1], tokens[:, 1:]))
         optimizer.step()
         optimizer.zero_grad()
     return [float(one) for one in found]
 
 
+@pytest.mark.parametrize("linears", [None, "float8-rowwise-gw"])
 @pytest.mark.parametrize("ep", [1, 2])
-def test_experts_in_bf16_compute_on_gpus_what_they_compute_on_cpus(gpu_ranks: GpuRanks, ep: int) -> None:
-    plan = Plan(dp=ep, ep=ep, precision="bf16", microbatches=2)
+def test_experts_in_bf16_compute_on_gpus_what_they_compute_on_cpus(
+    gpu_ranks: GpuRanks, ep: int, linears: Any
+) -> None:
+    plan = Plan(dp=ep, ep=ep, precision="bf16", microbatches=2, linears=linears)
     found = gpu_ranks.run(losses_of_experts, plan, 4, ranks=ep)[0]
     on_cpu = plait.launch(losses_of_experts, plan, 4, ranks=ep, device="cpu")[0]
     assert found == pytest.approx(on_cpu, rel=2e-2)
