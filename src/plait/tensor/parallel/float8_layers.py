@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from plait.plan.rules import join
-from plait.ranks.group import Group
+from plait.ranks.group import Group, alone
 from plait.tensor.autograd.deferred_weight_gradients import bind_forward, is_transposed_linear
 from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import DividedDims, Groups, LinearCasts
@@ -36,7 +36,7 @@ class Float8Layers:
     """The paths of the linears in the model, and of experts."""
     tp: Group
     cp: Group
-    etp: Group
+    etp: Group = field(default_factory=lambda: alone("etp"))
 
     def apply(
         self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
