@@ -96,8 +96,8 @@ def scales_reduced_over_dp() -> Iterator[None]:
 
     of_blueprint = Blueprint.float8_layers
 
-    def layers(self: Blueprint, tp: Group, cp: Group) -> Any:
-        return of_blueprint(self, tp, groups[0] if groups else cp)
+    def layers(self: Blueprint, tp: Group, cp: Group, etp: Group) -> Any:
+        return of_blueprint(self, tp, groups[0] if groups else cp, etp)
 
     with patch.object(parallelize, "build_stages", build), patch.object(Blueprint, "float8_layers", layers):
         yield

@@ -16,6 +16,9 @@ from plait.errors import ModelError, PlanError
 from plait.models.float8_linears import choose_linears
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.plan import Plan
+from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.router import Router
+from plait.verification.definitions.float8_experts import experts_in_float8
 from plait.verification.definitions.float8_layers import linears_in_float8
 
 LLAMA = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "inner": 96, "vocab": 32, "context": 8}
@@ -44,7 +47,7 @@ def test_the_choice_is_the_same_under_every_plan() -> None:
     assert choices[0] == choices[1] == choices[2]
 
 
-def test_adapters_tied_weights_odd_sizes_hooks_and_experts_stay_as_they_are() -> None:
+def test_adapters_tied_weights_odd_sizes_and_hooks_stay_as_they_are() -> None:
     adapted = plait.lora(plait.models.llama(**LLAMA), rank=16, targets=["*.mlp.up"])
     others = choice_of(adapted).others
     assert others == {
@@ -53,9 +56,6 @@ def test_adapters_tied_weights_odd_sizes_hooks_and_experts_stay_as_they_are() ->
         "head.output": "head",
     }
     assert "blocks.0.mlp.up.base" in choice_of(adapted).chosen
-    sparse = choice_of(plait.models.llama(**LLAMA | {"inner": 32}, experts=4, shared=32))
-    assert sparse.others["blocks.0.mlp.mixture.experts"] == "experts"
-    assert "blocks.0.mlp.mixture.shared.down" in sparse.chosen
     table = nn.Embedding(32, 64)
     inside = nn.Linear(64, 32, bias=False)
     inside.weight = table.weight
@@ -65,6 +65,73 @@ def test_adapters_tied_weights_odd_sizes_hooks_and_experts_stay_as_they_are() ->
     found = choose_linears(sequence_of(model).layers, {})
     assert found.others == {"1": "tied", "2": "sizes", "3": "sizes", "4": "hooks", "5": "head"}
     assert found.chosen == ()
+
+
+SPARSE = {**LLAMA, "inner": 32, "experts": 4, "shared": 32}
+IN_MIXTURE = "blocks.0.mlp.mixture.experts"
+
+
+@pytest.mark.parametrize("recipe", ["float8", "float8-rowwise", "float8-rowwise-gw"])
+def test_experts_multiply_row_by_row_whatever_linears_do(recipe: Any) -> None:
+    choice = choice_of(plait.models.llama(**SPARSE), Plan(linears=recipe))
+    assert choice.experts == (IN_MIXTURE,)
+    assert choice.others == {"head.output": "head"}
+    assert choice.formats(recipe)[IN_MIXTURE] == "float8-rowwise-gw"
+    assert choice.formats(recipe)["blocks.0.mlp.mixture.shared.down"] == recipe
+    assert choice.within("blocks.0.mlp")[-1] == "mixture.experts"
+    assert choice.line(recipe) == (
+        f"Linears: 6 multiply in {recipe}, and 1 layer of experts in float8-rowwise-gw; the others stay in "
+        "the run's precision: head.output (head)."
+    )
+
+
+def test_experts_with_odd_sizes_hooks_or_shared_weights_stay_as_they_are() -> None:
+    def reasons(change: Any, **sizes: int) -> str:
+        model: nn.Module = plait.models.llama(**{**SPARSE, "layers": 2, **sizes})
+        first, second = (module for module in model.modules() if isinstance(module, Experts))
+        change(first, second)
+        choice = choice_of(model)
+        assert list(choice.experts) == experts_in_float8(sequence_of(model).layers)
+        return str(choice.others.get(IN_MIXTURE))
+
+    class Own(Experts):
+        pass
+
+    def share(first: Any, second: Any) -> None:
+        second.down_proj = first.down_proj
+
+    assert reasons(lambda first, _: None) == "None"
+    assert reasons(lambda first, _: first.register_forward_hook(lambda *_: None)) == "hooks"
+    assert reasons(lambda first, _: None, inner=24) == "sizes"
+    assert reasons(lambda first, _: setattr(first, "__class__", Own)) == "subclass"
+    assert reasons(share) == "tied"
+
+
+def test_a_model_of_experts_alone_multiplies_in_float8() -> None:
+    model = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), Routed(), nn.Linear(32, 16))
+    choice = choice_of(model)
+    assert (choice.chosen, choice.experts) == ((), ("2.experts",))
+
+
+class Routed(nn.Module):
+    """Experts, of which each position has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(32, 4, 2), Experts(32, 16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        _, weights, indices = self.router(rows)
+        result: Tensor = self.experts(rows, indices, weights).view_as(x)
+        return result
+
+
+def test_shards_of_experts_that_are_no_multiple_of_16_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"etp cuts gate_up_proj of .* \[4, 96, 64\] to \[4, 48, 64\], no|to \["
+    ):
+        choice_of(plait.models.llama(**SPARSE | {"inner": 48}), Plan(dp=2, etp=2, linears="float8"))
 
 
 def test_linears_of_a_subclass_are_listed_and_may_be_the_head() -> None:

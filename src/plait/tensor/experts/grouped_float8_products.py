@@ -60,7 +60,7 @@ def _by_one_kernel(rows: ScaledMatrix, matrices: ScaledMatrix, groups: Groups, d
         matrices.data.mT.contiguous().mT,
         rows.scale.flatten(),
         _SCALE_A_ROW,
-        matrices.scale.expand(count, 1, columns).reshape(count, columns),
+        matrices.scale.expand(count, 1, columns).contiguous().view(count, columns),
         _SCALE_A_ROW,
         offs=groups.ends,
         output_dtype=dtype,

@@ -52,7 +52,9 @@ def largest_of(matrix: Tensor, per: Scaling, dim: int = -1) -> Tensor:
         shape = list(matrix.shape)
         shape[dim] = 1
         return matrix.new_zeros(shape, dtype=torch.float32)
-    return matrix.abs().amax(dim, keepdim=True).float()
+    # In one pass, without a temporary as large as the matrix.
+    largest: Tensor = torch.linalg.vector_norm(matrix, torch.inf, dim, keepdim=True)
+    return largest.float()
 
 
 def largest_magnitude(tensor: Tensor) -> Tensor:
@@ -82,6 +84,9 @@ def factor_of(largest: Tensor, form: CastFormat) -> Tensor:
 def cast_by(matrix: Tensor, factor: Tensor, form: CastFormat) -> ScaledMatrix:
     """Return `matrix`, multiplied by `factor` and rounded to float8, with the factor's reciprocal."""
     bound = torch.finfo(form.dtype).max
-    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    scaled = (wide * factor).clamp_(-bound, bound)  # a rounded factor may exceed the bound
+    if form.power_of_two and matrix.dtype == torch.bfloat16:  # which has the range of fp32: that is exact
+        scaled = matrix * factor.to(matrix.dtype)
+    else:
+        scaled = matrix.to(torch.promote_types(matrix.dtype, torch.float32)) * factor
+    scaled = scaled.clamp_(-bound, bound)  # a rounded factor may exceed the bound
     return ScaledMatrix(scaled.to(form.dtype), factor.reciprocal())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.plan.rules import join
-from plait.ranks.group import Group
+from plait.ranks.group import Group, alone
 from plait.tensor.autograd.deferred_weight_gradients import bind_forward, is_transposed_linear
 from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import DividedDims, Groups, LinearCasts, find_factors
@@ -41,7 +41,7 @@ class Float8Layers:
     """The paths of the linears in the model, and of experts."""
     tp: Group
     cp: Group
-    etp: Group
+    etp: Group = field(default_factory=lambda: alone("etp"))
     compute: torch.dtype | None = None
     """The dtype of parameters in layers; None: that of each."""
     compiled: bool = False
