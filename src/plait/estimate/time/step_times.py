@@ -255,7 +255,7 @@ class StepTimes:
             "ep communication": parts.ep,
             "pp communication": pp,
             "dp communication": parts.dp + sums[last] + slowest[1] + exchanges,
-            "bubble": waiting - pp,
+            "bubble": max(waiting - pp, 0.0),
             "optimizer": slowest[0] + iterations,
             "host overhead": parts.host,
         }

@@ -53,9 +53,12 @@ def _multiplied(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return `left @ right.T` of matrices in row-major order, with scales of one kind."""
-    result: Tensor = functional.scaled_mm(
-        left, right.t(), scale_left, kind, scale_right, kind, output_dtype=dtype
-    )
+    try:
+        result: Tensor = functional.scaled_mm(
+            left, right.t(), scale_left, kind, scale_right, kind, output_dtype=dtype
+        )
+    except NotImplementedError:  # older torch, such as 2.11, on a CPU
+        return ((left.float() @ right.float().t()) * scale_left * scale_right).to(dtype)
     return result
 
 
