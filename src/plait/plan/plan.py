@@ -77,8 +77,8 @@ class Plan:
     anything that changes between steps but its tensors, positions and documents.
 
     `cuda_graphs`: whether the work between two messages, gathers or reductions is recorded as CUDA graphs,
-    which later steps replay; `parallelize` refuses it, since no GPU has run it yet. Whole parameters and
-    gradients then stay allocated, whatever the `strategy`.
+    which later steps replay; `parallelize` refuses it on CPUs. Whole parameters and gradients then stay
+    allocated, whatever the `strategy`.
 
     `linears`: the number format in which linears multiply; None: that of `precision`. By torchao's recipes:
     `float8` has one scale a tensor, `float8-rowwise` one a row, a power of two, `float8-rowwise-gw` likewise

@@ -151,8 +151,7 @@ class ParallelConfig(Section):
     """whether each distinct layer is compiled when it first trains: true with generated code, where possible
     likewise, others eagerly, or graphs, without generated code"""
     cuda_graphs: bool = False
-    """whether the work between two messages is recorded as CUDA graphs and replayed; refused: no GPU has run
-    it yet"""
+    """whether the work between two messages is recorded as CUDA graphs and replayed; on GPUs only"""
     linears: Linears | None = None
     """number format in which linears multiply: float8 with one scale a tensor, float8-rowwise with one a row,
     float8-rowwise-gw likewise but for weight gradients; mxfp8 is refused: no device here has it; none: the
