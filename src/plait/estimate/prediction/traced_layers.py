@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, ModelTraces, TracedLayer
-from plait.estimate.memory.optimizer_state import Moments, optimizer_state
+from plait.estimate.memory.optimizer_state import tensor_counts
+from plait.estimate.memory.owner_needs import Moments
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
 from plait.plan.decoder_sizes import LayerKind
@@ -65,10 +66,10 @@ class TracedLayers:
     def mean_moments(self) -> float:
         """Tensors of a parameter's size that the optimizer keeps for it, in the mean over elements."""
         blueprint = self.blueprint(Plan())
-        state, kept, elements = optimizer_state(blueprint, self.moments), 0, 0
+        (of_all, of_parameters), kept, elements = tensor_counts(blueprint, self.moments), 0, 0
         for name, one in blueprint.sequence.parameters.items():
             if one.requires_grad:
-                kept, elements = kept + state.tensors_of(name) * one.numel(), elements + one.numel()
+                kept, elements = kept + of_parameters.get(name, of_all) * one.numel(), elements + one.numel()
         return kept / elements if elements else 0.0
 
     @cached_property

@@ -14,7 +14,9 @@ from plait.errors import PlanError
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.hardware import load_hardware
 from plait.estimate.time.operation_times import AxisTransfer, Network, Product, operation_seconds
-from plait.optimizers.matrix_work import found_matrices, matrix_work
+from plait.estimate.time.owner_times import StageOwners
+from plait.optimizers.made_for_engine import MuonSettings
+from plait.optimizers.owner_work import found_matrices, matrix_work
 from plait.plan.plan import Plan
 
 WIDE = nn.Sequential(nn.Embedding(8, 512), nn.Linear(512, 1024), nn.Linear(1024, 512), nn.Linear(512, 8))
@@ -28,12 +30,12 @@ def test_iterations_and_exchanges_take_the_time_of_their_products_and_elements()
     first, second = Product(512, 512, 1024), Product(512, 512, 512)
     third = Product(512, 1024, 512)
     each = sum(operation_seconds(one, hardware, "bf16", 2) for one in (first, second, third))
-    assert muon.times.matrix_seconds[0] == pytest.approx(5 * each)
+    assert muon.times.owner_seconds[0] == pytest.approx(5 * each)
     transfer = AxisTransfer("all-to-all", "stage", 2 * 2 * 512 * 1024)
-    assert muon.times.matrix_seconds[1] == pytest.approx(Network(plan, hardware).seconds(transfer))
-    assert other.times.matrix_seconds == (0.0, 0.0)
+    assert muon.times.owner_seconds[1] == pytest.approx(Network(plan, hardware).seconds(transfer))
+    assert other.times.owner_seconds == (0.0, 0.0)
     gained = muon.breakdown["optimizer"] - other.breakdown["optimizer"]
-    assert gained > muon.times.matrix_seconds[0], "the table's second moment is read and written, too"
+    assert gained > muon.times.owner_seconds[0], "the table's second moment is read and written, too"
     assert muon.step_seconds == pytest.approx(sum(muon.breakdown.values()))
 
 
@@ -45,7 +47,8 @@ def test_memory_of_muon_is_a_moment_of_matrices_two_of_others_and_its_buffers(pl
         for moments in (0, 1, 2, "muon")
     )
     blueprint = build_blueprint(model, plan)
-    work = matrix_work(blueprint, found_matrices(blueprint))
+    matrices = matrix_work(blueprint, found_matrices(blueprint, MuonSettings()), MuonSettings())
+    work = [sizes for one in matrices for sizes in one.exchanges.values()]
     assert of_none == [0] * plan.pp
     assert sum(one.owned for one in work) == 24 * 32 * 32
     for rank, (one, two, muon) in enumerate(zip(of_one, of_two, of_muon, strict=True)):
@@ -64,11 +67,16 @@ def test_other_words_than_muon_are_refused() -> None:
             call(*arguments, moments="shampoo")
 
 
+def count(owners: StageOwners) -> float:
+    """How many matrices the ranks of a stage orthogonalize together."""
+    return sum(sum(counts.values()) for counts in owners.shapes)
+
+
 def test_stages_of_one_cut_have_the_matrices_of_their_layers() -> None:
     model = plait.models.gpt2(layers=4, hidden=64, heads=4, vocab=64, context=8)
     plan = Plan(pp=2, dp=2, microbatches=2, layers_per_stage=(3, 7), precision="bf16")
     found = predict(model, plan, "h100-sxm", rows=2, moments="muon")
-    first, second = found.times.matrices
-    assert sum(first.shapes.values()) < sum(second.shapes.values())
+    first, second = found.times.owners
+    assert count(first) < count(second)
     turned = predict(model, replace(plan, layers_per_stage=(7, 3)), "h100-sxm", rows=2, moments="muon")
-    assert turned.times.matrices[0].shapes == second.shapes
+    assert turned.times.owners[0].shapes == second.shapes
