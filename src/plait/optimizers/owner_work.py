@@ -7,7 +7,7 @@ Owned    owners of whole parameters, which travel in the dtype that the optimize
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.engine.blueprint import Blueprint
@@ -78,23 +78,18 @@ def owner_work(
 ) -> tuple[OwnerWork, ...]:
     """Return what each rank of the world owns and exchanges of `parts`, in order. No rank is needed.
 
-    `dtype_of`: in which dtype the parts of a parameter are exchanged. What several ranks hold and its owner
-    does not, each of them is assumed to send as much of.
+    `dtype_of`: in which dtype the parts of a parameter are exchanged.
     """
     held = held_boxes(
         blueprint.shard_plan, sizes_of_plan(blueprint.plan), dict.fromkeys(one.parameter for one in parts)
     )
     owned: dict[int, list[OwnedPart]] = {}
-    counts: dict[Dtype, _Counts] = {}
+    counts: dict[Dtype, _ExchangeCounts] = {}
     for one in assign_owners(parts, held):
         owned.setdefault(one.owner, []).append(one)
-        count = counts.setdefault(dtype_of(one.parameter), _Counts())
-        count.add(one, boxes_within(one.box, held[one.parameter]))
+        counts.setdefault(dtype_of(one.parameter), _ExchangeCounts(held)).add(one)
     return tuple(
-        OwnerWork(
-            owned.get(rank, ()),
-            {dtype: count.of(rank) for dtype, count in counts.items()},
-        )
+        OwnerWork(owned.get(rank, ()), {dtype: count.of(rank) for dtype, count in counts.items()})
         for rank in range(blueprint.plan.world)
     )
 
@@ -138,37 +133,49 @@ def matrix_shapes(work: OwnerWork, parts: Sequence[MatrixPart]) -> Counter[tuple
     return Counter(shape for one in work.parts for shape in parts[one.number].shapes)
 
 
-class _Counts:
+class _ExchangeCounts:
     """Counts of elements by rank that are owned and exchanged in one dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Mapping[str, RankBoxes]) -> None:
+        """`held`: the boxes of each parameter that ranks hold."""
+        self._held = held
         self._owned = Counter[int]()
-        self._to_owners, self._as_owner = Counter[int](), Counter[int]()
-        self._to_others, self._from_owners = Counter[int](), Counter[int]()
+        self._sent = Counter[int](), Counter[int]()
+        self._received = Counter[int](), Counter[int]()
+        self._cells: dict[tuple[Box, int], list[tuple[int, list[int]]]] = {}
 
     def of(self, rank: int) -> ExchangeSizes:
         """Return the counts of a rank."""
-        sent = self._to_owners[rank], self._to_others[rank]
-        return ExchangeSizes(self._owned[rank], sent, (self._as_owner[rank], self._from_owners[rank]))
+        sent, received = self._sent, self._received
+        return ExchangeSizes(
+            self._owned[rank], (sent[0][rank], sent[1][rank]), (received[0][rank], received[1][rank])
+        )
 
-    def add(self, part: OwnedPart, held: RankBoxes) -> None:
-        """Count the elements of a part that ranks exchange; `held`: what ranks hold of it."""
-        self._owned[part.owner] += part.box.numel
-        for boxes, ranks in _holders(held):
-            elements, others = sum(box.numel for box in boxes), [rank for rank in ranks if rank != part.owner]
-            for rank in others:
-                self._from_owners[rank] += elements
-                self._to_others[part.owner] += elements
-            if len(others) == len(ranks):
-                self._as_owner[part.owner] += elements
-                for rank in ranks:
-                    self._to_owners[rank] += -(-elements // len(ranks))
+    def add(self, part: OwnedPart) -> None:
+        """Count the elements of a part that ranks exchange.
 
+        What several ranks hold and its owner does not, that one sends which `BoxRouter` chooses.
+        """
+        owner, (to_owners, to_others), (as_owner, from_owners) = part.owner, self._sent, self._received
+        self._owned[owner] += part.box.numel
+        for elements, ranks in self._cells_of(part):
+            if owner not in ranks:
+                sender = min(ranks, key=lambda rank: (to_owners[rank], abs(rank - owner), rank))
+                to_owners[sender] += elements
+                as_owner[owner] += elements
+            for rank in ranks:
+                if rank != owner:
+                    from_owners[rank] += elements
+                    to_others[owner] += elements
 
-def _holders(held: RankBoxes) -> Iterable[tuple[tuple[Box, ...], list[int]]]:
-    """Return the distinct boxes that ranks hold, each with the ranks that do."""
-    holders: dict[tuple[Box, ...], list[int]] = {}
-    for rank, boxes in held.items():
-        if boxes:
-            holders.setdefault(tuple(boxes), []).append(rank)
-    return holders.items()
+    def _cells_of(self, part: OwnedPart) -> list[tuple[int, list[int]]]:
+        """Return the elements of each box that ranks hold of a part, and the ranks that do."""
+        held = self._held[part.parameter]
+        key = part.box, id(held)
+        if key not in self._cells:
+            ranks: dict[Box, list[int]] = {}
+            for rank, boxes in sorted(boxes_within(part.box, held).items()):
+                for box in boxes:
+                    ranks.setdefault(box, []).append(rank)
+            self._cells[key] = [(box.numel, each) for box, each in ranks.items()]
+        return self._cells[key]

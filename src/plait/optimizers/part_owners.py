@@ -84,10 +84,14 @@ def assign_owners(parts: Sequence[ParameterPart], held: Mapping[str, RankBoxes])
     """
     loads: dict[int, int] = {}
     owners: dict[int, int] = {}
+    known: dict[tuple[Box, int], dict[int, int]] = {}
     for number in sorted(range(len(parts)), key=lambda number: -parts[number].cost):
         part = parts[number]
-        within = boxes_within(part.box, held[part.parameter])
-        elements = {rank: sum(box.numel for box in boxes) for rank, boxes in within.items()}
+        key = part.box, id(held[part.parameter])  # parameters of equal layouts share what ranks hold
+        if key not in known:
+            within = boxes_within(part.box, held[part.parameter])
+            known[key] = {rank: sum(box.numel for box in boxes) for rank, boxes in within.items()}
+        elements = known[key]
         owner = min(elements, key=lambda rank: (loads.get(rank, 0), -elements[rank], rank))
         loads[owner] = loads.get(owner, 0) + part.cost
         owners[number] = owner

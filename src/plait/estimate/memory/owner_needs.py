@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -11,6 +12,7 @@ import torch
 from plait.engine.blueprint import Blueprint
 from plait.errors import PlanError
 from plait.estimate.memory.measured_state import measured_state
+from plait.optimizers.hidden_matrices import ParameterMatrices
 from plait.optimizers.made_for_engine import (
     MakeOptimizer,
     MuonSettings,
@@ -28,11 +30,17 @@ from plait.optimizers.owner_work import (
     matrix_work,
     parameter_work,
 )
+from plait.optimizers.part_owners import held_boxes
 from plait.plan.argument_checks import require_whole
+from plait.plan.axes import sizes_of_plan
 
 Moments: TypeAlias = int | Literal["muon"] | MakeOptimizer
 """How many tensors of a parameter's size an optimizer keeps for it; or an optimizer of whole parts, as `fit`
 takes it: `plait.Muon`, which "muon" is too, or a `partial` of it or of `plait.Owned`."""
+
+
+OF_MATRICES, OF_OTHERS = 1, 2
+"""Tensors that Muon keeps for a hidden matrix, its momentum, and AdamW for other parameters."""
 
 
 def require_moments(moments: object) -> None:
@@ -63,12 +71,12 @@ def muon_of(moments: Moments) -> MuonSettings | None:
 class OwnerNeeds:
     """What one rank keeps for the parts that it owns, and what it does with them in a step."""
 
+    kept: int
+    """Bytes of state: of Muon's for the rank's shards; of `Owned` for parameters, and their copies."""
     buffers: int
     """Bytes of the parts as they are exchanged, and of what the rank sends and receives."""
     exchanged: tuple[int, int]
     """Bytes that it sends or receives in the two all-to-alls."""
-    copies: int = 0
-    """Bytes of the whole parameters and of the state that the optimizer keeps of them."""
     updated: int = 0
     """Bytes that the optimizer reads and writes of whole parameters, their gradients and state."""
     shapes: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -95,8 +103,26 @@ def by_stage(blueprint: Blueprint, needs: Sequence[OwnerNeeds]) -> list[Sequence
 def _of_muon(blueprint: Blueprint, muon: MuonSettings) -> Iterator[OwnerNeeds]:
     found = found_matrices(blueprint, muon)
     parts = [part for _, part in matrix_parts_of(found)]
-    for work in matrix_work(blueprint, found, muon):
-        yield OwnerNeeds(work.buffered_bytes, work.exchanged_bytes, shapes=matrix_shapes(work, parts))
+    state = _bytes_of_shards(blueprint, tensor_counts(found))
+    for rank, work in enumerate(matrix_work(blueprint, found, muon)):
+        shapes = matrix_shapes(work, parts)
+        yield OwnerNeeds(state.get(rank, 0), work.buffered_bytes, work.exchanged_bytes, shapes=shapes)
+
+
+def tensor_counts(found: Mapping[str, ParameterMatrices]) -> dict[str, int]:
+    """Return how many tensors of its size Muon keeps for each parameter, given its matrices."""
+    return {name: OF_MATRICES if one.parts else OF_OTHERS for name, one in found.items()}
+
+
+def _bytes_of_shards(blueprint: Blueprint, counts: Mapping[str, int]) -> Mapping[int, int]:
+    """Return by rank the bytes of `counts` tensors for each shard of the parameters that it holds."""
+    found = Counter[int]()
+    held = held_boxes(blueprint.shard_plan, sizes_of_plan(blueprint.plan), counts)
+    for name, boxes_of in held.items():
+        each = counts[name] * blueprint.kinds[name].master.itemsize
+        for rank, boxes in boxes_of.items():
+            found[rank] += each * sum(box.numel for box in boxes)
+    return found
 
 
 def _of_owned(blueprint: Blueprint, moments: Moments) -> Iterator[OwnerNeeds]:
@@ -119,4 +145,4 @@ def _of_owned(blueprint: Blueprint, moments: Moments) -> Iterator[OwnerNeeds]:
             whole, state = whole + of_parameter, state + of_state
         # Parameter and state are read and written, the gradient read, the result written for the exchange.
         updated = 2 * (whole + state) + 2 * whole
-        yield OwnerNeeds(work.buffered_bytes, work.exchanged_bytes, whole + state, updated)
+        yield OwnerNeeds(whole + state, work.buffered_bytes, work.exchanged_bytes, updated)

@@ -224,7 +224,7 @@ def simulate_step(
     units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), state)
     if owner := state.of_owners.get(rank):
         offloaded = blueprint.plan.offload == "full" and device.type != "cpu"
-        blocks = [MemoryBlock(owner.copies, Category.STATE, offloaded)]
+        blocks = [MemoryBlock(owner.kept, Category.STATE, offloaded)]
         ledger.hold("optimizer", [*blocks, MemoryBlock(owner.buffers, Category.STATE)])
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
