@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.engine.blueprint import Blueprint
+from plait.estimate.memory.memory_report import Category, MemoryBlock
 from plait.estimate.memory.owner_needs import Moments, OwnerNeeds, by_stage, owner_needs
 
 
@@ -17,6 +18,19 @@ class OptimizerState:
     """How many tensors of its size each shard of a parameter has."""
     of_owners: Mapping[int, OwnerNeeds]
     """By rank of `pp`, what the rank of that stage needs that needs most; nothing without an entry."""
+
+    def blocks_of_owner(self, rank: int, *, offloads: bool) -> list[MemoryBlock]:
+        """Return the memory blocks of what the rank of stage `rank` keeps for whole parts that needs most.
+
+        `offloads`: whether the optimizer's parameters, and so its state, are on the host.
+        """
+        if rank not in self.of_owners:
+            return []
+        needs = self.of_owners[rank]
+        return [
+            MemoryBlock(needs.kept, Category.STATE, offloads),
+            MemoryBlock(needs.buffers, Category.STATE),
+        ]
 
 
 def optimizer_state(blueprint: Blueprint, moments: Moments) -> OptimizerState:

@@ -222,10 +222,8 @@ def simulate_step(
     spans = {stage: blueprint.stage_layers[stage] for stage in blueprint.schedule.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
     units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), state)
-    if owner := state.of_owners.get(rank):
-        offloaded = blueprint.plan.offload == "full" and device.type != "cpu"
-        blocks = [MemoryBlock(owner.kept, Category.STATE, offloaded)]
-        ledger.hold("optimizer", [*blocks, MemoryBlock(owner.buffers, Category.STATE)])
+    offloads = blueprint.plan.offload == "full" and device.type != "cpu"
+    ledger.hold("optimizer", state.blocks_of_owner(rank, offloads=offloads))
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
     activations = None

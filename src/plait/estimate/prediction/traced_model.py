@@ -126,7 +126,8 @@ class TracedModel(PredictedModel):
         if isinstance(moments, int):
             return ()
         degrees = plan.pp, plan.dp, plan.replicate, plan.cp, plan.tp, plan.ep, plan.etp
-        key = degrees, plan.strategy, plan.schedule, plan.chunks, tuple(cut)
+        kind = self.sizes(plan, 1, on_cpu=True).kind
+        key = degrees, kind, plan.schedule, plan.chunks, tuple(cut)
         if key not in self._owners:
             made = replace(plan, layers_per_stage=tuple(cut))
             blueprint = build_blueprint(self.layers.module, made, self.layers.rules)
