@@ -14,8 +14,8 @@ from plait.tensor import balance_experts
 
 PLAN = plait.Plan(dp=2, ep=2)
 EXPERTS, TOP_K, TOKENS, LENGTH, ROWS, STEPS = 6, 2, 32, 16, 32, 60
-RULES = ((1, 1), (1, 5), (3, 2), (5, 7), (7, 3), (9, 4))
-"""A rule (a, b) goes from token x to (a x + b) modulo 32."""
+STEP_RULES = ((1, 1), (1, 5), (3, 2), (5, 7), (7, 3), (9, 4))
+"""A step rule (a, b) goes from token x to (a x + b) modulo 32."""
 
 
 def build_model() -> nn.Sequential:
@@ -30,7 +30,7 @@ def build_model() -> nn.Sequential:
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
     """Return sequences `[rows, length]` and the next token at each position."""
     generator = torch.Generator().manual_seed(step)
-    rules = torch.tensor(RULES)[torch.randint(len(RULES), (ROWS,), generator=generator)]
+    rules = torch.tensor(STEP_RULES)[torch.randint(len(STEP_RULES), (ROWS,), generator=generator)]
     tokens = [torch.randint(TOKENS, (ROWS,), generator=generator)]
     for _ in range(LENGTH):
         tokens.append((rules[:, 0] * tokens[-1] + rules[:, 1]) % TOKENS)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plait
 from parity.case import Case
 from parity.pairs import in_quick
-from parity.test_memory import SIZES, count_in_a_rank, draw, foretold
+from parity.test_memory import SIZES, adamw, count_in_a_rank, draw, foretold
 from parity.test_memory import TOLERANCE as OF_MOST
 from plait.plan.plan import Plan
 from plait.tensor.experts.router import Choose, Router
@@ -113,7 +113,7 @@ def test_predicted_memory_of_adapted_experts_is_what_ranks_allocate(rank_pool: A
 def check(rank_pool: Any, case: Case, fields: dict[str, Any]) -> None:
     """Each rank's tokens are a multiple of the choices, or nearly."""
     plan, rows = Plan(**{"microbatches": 2, "precision": "fp32", **fields}), 12
-    counted = rank_pool.run(count_in_a_rank, case, plan, False, rows, ranks=plan.world)
+    counted = rank_pool.run(count_in_a_rank, case, plan, adamw, rows, ranks=plan.world)
     ranks, moments = foretold(case, plan, 2, rows)
     for rank, foreseen in enumerate(ranks):
         found = counted[rank * plan.world // plan.pp]
@@ -131,7 +131,7 @@ def check(rank_pool: Any, case: Case, fields: dict[str, Any]) -> None:
 def test_the_worst_case_is_what_a_rank_with_all_tokens_allocates(rank_pool: Any, name: str) -> None:
     plan = Plan(**{"microbatches": 2, "precision": "fp32", **PLANS[name]})
     case, rows = sparse(the_first), 12
-    counted = rank_pool.run(count_in_a_rank, case, plan, False, rows, ranks=plan.world)
+    counted = rank_pool.run(count_in_a_rank, case, plan, adamw, rows, ranks=plan.world)
     ((inputs, targets),) = case.batches(rows, 1, torch.float32)
     foreseen = plait.memory(case.build(), plan, inputs, targets, loss=case.loss, device="cpu")
     assert foreseen.worst == pytest.approx(max(one.most for one in counted), rel=OF_MOST)

@@ -55,7 +55,7 @@ def test_predicted_memory_of_an_adapted_model_is_what_ranks_allocate(
     rank_pool: Any, case: str, plan: str
 ) -> None:
     chosen = PLANS[plan]
-    counted = rank_pool.run(memory.count_in_a_rank, CASES[case], chosen, False, ranks=chosen.world)
+    counted = rank_pool.run(memory.count_in_a_rank, CASES[case], chosen, memory.adamw, ranks=chosen.world)
     ranks, _ = memory.foretold(CASES[case], chosen, 2)
     for rank, foreseen in enumerate(ranks):
         found = counted[rank * chosen.dp * chosen.tp]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
@@ -17,7 +18,9 @@ from parity.cases import USER_CASES, with_values
 from parity.dropping import dropping
 from parity.live_bytes import LiveBytes
 from parity.pairs import in_quick
+from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import RankMemory
+from plait.estimate.memory.owner_needs import Moments
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.models.rotary import ResultCache, result_caches
 from plait.plan.plan import Plan
@@ -159,7 +162,18 @@ class Counted:
         return max(alive for _, alive in self.after)
 
 
-def count_in_a_rank(case: Case, plan: Plan, momentum: bool, rows: int = ROWS) -> Counted:
+def adamw(engine: Engine) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(engine.parameters())
+
+
+def sgd_with_momentum(engine: Engine) -> torch.optim.Optimizer:
+    return torch.optim.SGD(engine.parameters(), lr=1e-3, momentum=0.9)
+
+
+MakeOfEngine = Callable[[Engine], torch.optim.Optimizer]
+
+
+def count_in_a_rank(case: Case, plan: Plan, make: MakeOfEngine, rows: int = ROWS) -> Counted:
     live = LiveBytes()
     remembered_plan.cache_clear()
     with live:
@@ -167,11 +181,7 @@ def count_in_a_rank(case: Case, plan: Plan, momentum: bool, rows: int = ROWS) ->
         for unit in engine.runtime.units.values():
             for buffer in unit.trainable:
                 live.own(buffer.gradient)
-        optimizer = (
-            torch.optim.SGD(engine.parameters(), lr=1e-3, momentum=0.9)
-            if momentum
-            else torch.optim.AdamW(engine.parameters())
-        )
+        optimizer = make(engine)
         ((inputs, targets),) = case.batches(rows, 1, torch.float32)
         engine.forward_backward(inputs, targets)
         optimizer.step()
@@ -188,7 +198,7 @@ def count_in_a_rank(case: Case, plan: Plan, momentum: bool, rows: int = ROWS) ->
 
 
 def foretold(
-    case: Case, plan: Plan, moments: int, rows: int = ROWS
+    case: Case, plan: Plan, moments: Moments, rows: int = ROWS
 ) -> tuple[list[RankMemory], list[list[tuple[str, int]]]]:
     """Per rank of `pp`: the answer, and what is held after each instruction."""
     ((inputs, targets),) = case.batches(rows, 1, torch.float32)
@@ -207,7 +217,8 @@ def last_of_cp(plan: Plan) -> int:
 
 
 def check(rank_pool: Any, case: Case, plan: Plan, *, momentum: bool = False) -> None:
-    counted = rank_pool.run(count_in_a_rank, case, plan, momentum, ranks=plan.world)
+    make = sgd_with_momentum if momentum else adamw
+    counted = rank_pool.run(count_in_a_rank, case, plan, make, ranks=plan.world)
     ranks, moments = foretold(case, plan, 1 if momentum else 2)
     for rank, foreseen in enumerate(ranks):
         found = counted[rank * plan.dp * plan.cp * plan.tp + last_of_cp(plan) * plan.tp]
@@ -311,7 +322,7 @@ def test_predicted_memory_of_users_models_is_what_a_rank_allocates_after_each_in
 ) -> None:
     """Layers in place, of several tensors, frozen, tied, with views, recomputed: to a few numbers."""
     case, plan = BY_NAME[name], Plan(microbatches=2, precision="fp32", overlap=False, compile=compile)
-    counted = count_in_a_rank(case, plan, momentum=True, rows=4)
+    counted = count_in_a_rank(case, plan, sgd_with_momentum, rows=4)
     ((foreseen,), (moments,)) = foretold(case, plan, 1, rows=4)
     assert foreseen.peak == pytest.approx(counted.peak, abs=FEW)
     for (name, held), (other, alive) in zip(moments, counted.after, strict=True):

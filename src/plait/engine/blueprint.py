@@ -343,8 +343,8 @@ def build_blueprint(
     sequence = sequence_of(model)
     if plan.pp > 1 and len(sequence.layers) == 1 and sequence.layers[0].module is model:
         raise PlanError(
-            f"plan.pp is {plan.pp}, but the model is a {type(model).__name__}, one layer for plait: give an "
-            "nn.Sequential of its parts, which run one after the other."
+            f"plan.pp is {plan.pp}, but the model is a {type(model).__name__}, one layer for plait: give "
+            f"{_as_layers(model) or 'an nn.Sequential of its parts, which run one after the other'}."
         )
     refuse_compiled_modules(model)
     recompute = recompute_per_layer(plan, len(sequence.layers))
@@ -481,7 +481,7 @@ def rules_of_partitioned_modules(
     if chosen is None:
         raise PlanError(
             f"plan.tp is {plan.tp}, but the model has no rules for tensor parallelism: give parallelize "
-            "rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
+            f"{_as_layers(model) or 'rules, such as plait.models.gpt2.RULES'}, or set plan.tp to 1."
         )
     matched = match_modules(chosen, named(sequence.layers))
     if not plan.cuts_sequence:
@@ -492,6 +492,12 @@ def rules_of_partitioned_modules(
             "it to layers that work on each position by itself outside of their regions, or choose 'none'."
         )
     return matched
+
+
+def _as_layers(model: nn.Module) -> str:
+    """Return the call that makes layers, with rules, of a model of transformers; "" for other models."""
+    is_of_transformers = type(model).__module__.partition(".")[0] == "transformers"
+    return "plait.models.from_huggingface(model)" if is_of_transformers else ""
 
 
 def chosen_rules(model: nn.Module, rules: Rules | None) -> Rules | None:

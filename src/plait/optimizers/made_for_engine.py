@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from torch.optim.optimizer import Optimizer
 
 from plait.engine.engine import Engine
+from plait.errors import PlanError
+from plait.optimizers.matrix_parts import sent_dtype
+from plait.optimizers.newton_schulz import ITERATIONS
+from plait.plan.parameter_units import PRECISIONS, Dtype
 from plait.proof.optimizer_proof import communicating_class
+from plait.tensor.layer_values import named_dtype
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 """An optimizer's class, or a function of parameter groups that returns one; `plait.Muon` and `plait.Owned`,
@@ -29,3 +35,39 @@ def takes_engine(make: MakeOptimizer) -> bool:
 def optimizer_for(engine: Engine, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Return the optimizer that `make` makes of an engine's parameter groups."""
     return make(engine, list(groups)) if takes_engine(make) else make(list(groups))
+
+
+def of_owners(make: MakeOptimizer) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the class and the settings in a `partial` of `plait.Owned`. Raises PlanError without a class."""
+    if not (isinstance(make, partial) and make.args and isinstance(make.args[0], type)):
+        raise PlanError(
+            "the optimizer is plait.Owned without a class: give functools.partial(plait.Owned, CLASS, ...)."
+        )
+    return make.args[0], dict(make.keywords)
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """The settings of Muon by which its memory and the time of its step differ; by default Muon's own."""
+
+    per_head: bool = False
+    """Whether each head of query, key and value is a matrix of its own."""
+    routers: bool = False
+    """Whether weights of routers are hidden matrices."""
+    dtype: Dtype = PRECISIONS["bf16"]
+    """In which matrices are orthogonalized."""
+    iterations: int = ITERATIONS
+    """Iterations of Newton–Schulz."""
+
+    def sent_dtype(self, own: Dtype) -> Dtype:
+        """Return the dtype in which matrices of a parameter are exchanged; `own`: that of the parameter."""
+        return sent_dtype(own, self.dtype)
+
+
+def muon_settings(make: MakeOptimizer) -> MuonSettings:
+    """Return the settings of `plait.Muon`, or of a `partial` of it."""
+    given: Mapping[str, Any] = make.keywords if isinstance(make, partial) else {}
+    known = {name: given[name] for name in ("per_head", "routers") if name in given}
+    if "dtype" in given:
+        known["dtype"] = named_dtype(given["dtype"])
+    return MuonSettings(**known, iterations=given.get("ns_steps", ITERATIONS))

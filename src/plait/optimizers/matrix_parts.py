@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plait.optimizers.newton_schulz import iteration_cost
 from plait.plan.layout.layout import Box
+from plait.plan.parameter_units import Dtype
 from plait.ranks.device import is_accelerator
 
 BLOCK_ELEMENTS = 1 << 16
@@ -61,6 +62,14 @@ class MatrixPart:
         periods = [one.unflatten(0, (-1, rows)) for one, rows in pairs]  # type: ignore[no-untyped-call]
         rows = (torch.cat(periods, dim=1) if len(periods) > 1 else periods[0]).flatten(0, 1)
         return (rows.mT if self.transposed else rows).reshape(self.box.sizes)
+
+
+def sent_dtype(own: Dtype, iterations: Dtype) -> Dtype:
+    """Return the dtype in which matrices are exchanged: that of iterations, or the parameter's if narrower.
+
+    `own`: the dtype of the parameter that the optimizer updates.
+    """
+    return own if own.itemsize < iterations.itemsize else iterations
 
 
 def divided_matrix(

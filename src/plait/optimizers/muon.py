@@ -25,10 +25,11 @@ from plait.engine.engine import Engine
 from plait.errors import PlanError
 from plait.optimizers.engine_parameters import EngineParameters, GivenGroups
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
-from plait.optimizers.matrix_parts import MatrixPart, batches_of, row_blocks
+from plait.optimizers.matrix_parts import MatrixPart, batches_of, row_blocks, sent_dtype
 from plait.optimizers.muon_groups import ADAMW_OPTIONS, adamw_options, muon_options, option_groups
 from plait.optimizers.newton_schulz import (
     EPSILON,
+    ITERATIONS,
     QUINTIC,
     RateScaling,
     Triple,
@@ -39,6 +40,7 @@ from plait.optimizers.owned_parts import own_parts
 from plait.optimizers.part_owners import ParameterPart
 from plait.plan.argument_checks import require_flag
 from plait.ranks.device import is_accelerator
+from plait.tensor.layer_values import named_dtype
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """In which matrices can be orthogonalized."""
@@ -60,7 +62,7 @@ class Muon(Optimizer):
         nesterov: bool = True,
         ns_coefficients: Triple | Sequence[Triple] = QUINTIC,
         eps: float = EPSILON,
-        ns_steps: int = 5,
+        ns_steps: int = ITERATIONS,
         adjust_lr_fn: RateScaling = "original",
         dtype: torch.dtype = torch.bfloat16,
         others: Mapping[str, Any] | None = None,
@@ -125,7 +127,11 @@ class Muon(Optimizer):
         ]
         self.matrix_parts: Sequence[MatrixPart] = [part for _, part in parts]
         """What single ranks orthogonalize, in the order of `owned.parts`."""
-        dtypes = {name: self._sent_dtype(kind.master.name) for name, kind in engine.blueprint.kinds.items()}
+        iterations = named_dtype(self.dtype)
+        dtypes: dict[str, torch.dtype] = {
+            name: getattr(torch, sent_dtype(kind.master, iterations).name)
+            for name, kind in engine.blueprint.kinds.items()
+        }
         self.owned = own_parts(
             engine, [ParameterPart(name, part.box, part.cost) for name, part in parts], dtypes
         )
@@ -133,11 +139,6 @@ class Muon(Optimizer):
 
     def _is_matrix(self, parameter: nn.Parameter) -> bool:
         return bool(self.matrices[self._parameters.names[id(parameter)]].parts)
-
-    def _sent_dtype(self, of_parameter: str) -> torch.dtype:
-        """Return the dtype in which matrices are sent: that of iterations, or the parameter's if narrower."""
-        own: torch.dtype = getattr(torch, of_parameter)
-        return own if own.itemsize < self.dtype.itemsize else self.dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -24,6 +24,8 @@ Triple: TypeAlias = tuple[float, float, float]
 RateScaling: TypeAlias = Literal["original", "match_rms_adamw"]
 QUINTIC: Triple = (3.4445, -4.7750, 2.0315)
 """Those of Jordan et al., section "Newton-Schulz", which `torch.optim.Muon` has by default."""
+ITERATIONS = 5
+"""How many `torch.optim.Muon` has by default."""
 EPSILON = 1e-7
 """The least norm by which a matrix is divided, as in `torch.optim.Muon`."""
 RMS_OF_ADAMW = 0.2
@@ -50,7 +52,7 @@ def coefficients_of_steps(coefficients: Triple | Sequence[Triple], steps: int) -
 def orthogonalized(
     matrices: Tensor,
     coefficients: Triple | Sequence[Triple] = QUINTIC,
-    steps: int = 5,
+    steps: int = ITERATIONS,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = EPSILON,
 ) -> Tensor:

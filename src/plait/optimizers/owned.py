@@ -22,8 +22,7 @@ from plait.errors import PlanError
 from plait.optimizers.engine_parameters import EngineParameters, GivenGroups
 from plait.optimizers.listed_state import flat_state, nested_state
 from plait.optimizers.owned_parts import own_parts
-from plait.optimizers.part_owners import ParameterPart
-from plait.plan.layout.shards import full_box
+from plait.optimizers.part_owners import whole_parts
 from plait.proof.optimizer_proof import require_parameterwise
 
 NOT_SHARED = frozenset({"params", "param_names"})
@@ -58,9 +57,8 @@ class Owned(Optimizer):
         self._parameters = EngineParameters(engine, f"Owned({kind.__name__})")
         groups = self._parameters.groups(params)
         everyone, kinds = self._parameters.require_same(groups), engine.blueprint.kinds
-        boxes = {name: full_box(one.shape) for name, one in engine.layouts.items() if name in everyone}
-        parts = [ParameterPart(name, box, box.numel) for name, box in boxes.items()]
-        dtypes = {name: getattr(torch, kinds[name].master.name) for name in boxes}
+        parts = whole_parts(engine.layouts, everyone)
+        dtypes = {part.parameter: getattr(torch, kinds[part.parameter].master.name) for part in parts}
         self.owned = own_parts(engine, parts, dtypes)
         """Which rank owns which parameter, and how they are exchanged."""
         self._part_of = {part.parameter: part for part in self.owned.parts}

@@ -10,13 +10,13 @@ a copy of its parameter. Every rank decides for all parts, and so they agree wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.plan.axes import rank_at
-from plait.plan.layout.layout import Box
+from plait.plan.layout.layout import Box, Layout
 from plait.plan.layout.routes import RankBoxes, boxes_by_rank
-from plait.plan.layout.shards import intersection
+from plait.plan.layout.shards import full_box, intersection
 from plait.plan.shard_plan import ShardPlan
 
 
@@ -44,6 +44,12 @@ class OwnedPart:
     def name(self) -> str:
         """The parameter's name, and the number, by which transfers are told apart."""
         return f"{self.parameter} {self.number}"
+
+
+def whole_parts(layouts: Mapping[str, Layout], names: Collection[str]) -> list[ParameterPart]:
+    """Return a part for each of the parameters `names` that is all of it; its elements are its cost."""
+    boxes = ((name, full_box(one.shape)) for name, one in layouts.items() if name in names)
+    return [ParameterPart(name, box, box.numel) for name, box in boxes]
 
 
 def held_boxes(shard_plan: ShardPlan, sizes: Mapping[str, int], names: Iterable[str]) -> dict[str, RankBoxes]:
@@ -78,10 +84,14 @@ def assign_owners(parts: Sequence[ParameterPart], held: Mapping[str, RankBoxes])
     """
     loads: dict[int, int] = {}
     owners: dict[int, int] = {}
+    known: dict[tuple[Box, int], dict[int, int]] = {}
     for number in sorted(range(len(parts)), key=lambda number: -parts[number].cost):
         part = parts[number]
-        within = boxes_within(part.box, held[part.parameter])
-        elements = {rank: sum(box.numel for box in boxes) for rank, boxes in within.items()}
+        key = part.box, id(held[part.parameter])  # parameters of equal layouts share what ranks hold
+        if key not in known:
+            within = boxes_within(part.box, held[part.parameter])
+            known[key] = {rank: sum(box.numel for box in boxes) for rank, boxes in within.items()}
+        elements = known[key]
         owner = min(elements, key=lambda rank: (loads.get(rank, 0), -elements[rank], rank))
         loads[owner] = loads.get(owner, 0) + part.cost
         owners[number] = owner

@@ -91,6 +91,8 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """A started communication operation. Keep it until `wait()`: it keeps the operation's tensors alive.
 
+    What ranks of one host copied to shared memory for it is kept until its wait, or that of a later operation
+    of the group, or until 256 MiB are full; other ranks wait for its reductions in shared memory in vain.
     On NCCL waiting orders streams and does not block the host; on Gloo it blocks, for at most the
     group's timeout.
     """

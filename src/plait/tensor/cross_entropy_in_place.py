@@ -22,6 +22,7 @@ from plait.tensor.losses import (
     CrossEntropy,
     LossOverVocabulary,
     local_targets,
+    naming_unknown_targets,
     overwrite_logits,
     require_target_of_each_row,
     wide,
@@ -55,8 +56,8 @@ class CrossEntropyInPlace:
 
         `output`: the logits `[..., classes]` of this rank. Logits that are not contiguous are copied.
         Communication where classes are partitioned: the two all-reduces of `softmax_terms`. Raises DataError
-        where there is not a class number for each row, ModelError where the last dim has not the size of this
-        rank's classes.
+        where there is not a class number for each row, and (on a CPU) for a number that is no class;
+        ModelError where the last dim has not the size of this rank's classes.
         """
         logits = output if self.vocabulary is None else self.vocabulary.require_vocabulary_shard(output)
         require_target_of_each_row(targets, logits.shape)
@@ -94,7 +95,8 @@ def _overwrite_whole(part: Tensor, numbers: Tensor, ignore_index: int, scale: Te
     Both have the bits of torch's, but for the rounding of the gradient's products.
     """
     torch.log_softmax(part, 1, out=part)  # reads a row before, and each element as, it writes them
-    total = functional.nll_loss(part, numbers, ignore_index=ignore_index, reduction="sum")
+    with naming_unknown_targets(numbers, part.shape[1], ignore_index):
+        total = functional.nll_loss(part, numbers, ignore_index=ignore_index, reduction="sum")
     counted = numbers != ignore_index
     part.exp_().scatter_(1, (numbers * counted)[:, None], -1.0, reduce="add")  # one element a row: no order
     part.mul_((counted * scale.to(part.dtype))[:, None])

@@ -16,6 +16,8 @@ The partition is that of Shoeybi et al. 2019 (Megatron-LM, section 3); ε over C
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -109,6 +111,19 @@ def local_targets(
     elsewhere = ignored | (numbers < own.start) | (numbers >= own.stop)
     columns = (numbers - own.start).masked_fill_(elsewhere, 0)[:, None]
     return LocalTargets(ignored, unknown, elsewhere, columns[:, : len(own)])
+
+
+@contextmanager
+def naming_unknown_targets(numbers: Tensor, classes: int, ignore_index: int) -> Iterator[None]:
+    """Raise DataError with the number, if torch meets one in the context that is no class.
+
+    It raises IndexError on a CPU; on an accelerator, which is not asked, the next synchronisation fails.
+    """
+    try:
+        yield
+    except IndexError:
+        _require_classes(numbers.masked_fill(numbers == ignore_index, 0), classes, ignore_index)
+        raise
 
 
 def _require_classes(numbers: Tensor, classes: int, ignore_index: int) -> None:
@@ -229,10 +244,20 @@ class CrossEntropy:
     z_loss: float = 0.0
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy summed over all targets not ignored, 0-d, in at least float32."""
+        """Return the cross-entropy summed over all targets not ignored, 0-d, in at least float32.
+
+        Raises ModelError unless the output is a tensor, DataError (on a CPU) for a target that is no class.
+        """
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"the cross-entropy was given a {type(output).__name__}, but takes a tensor of logits "
+                "[..., classes]: let the last layer return one, as those of a model of transformers do after "
+                "plait.models.from_huggingface(model)."
+            )
         logits, numbers = wide(output.reshape(-1, output.shape[-1])), targets.reshape(-1)
         options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
-        total = functional.cross_entropy(logits, numbers, **options, reduction="sum")  # type: ignore[arg-type]
+        with naming_unknown_targets(numbers, logits.shape[1], self.ignore_index):
+            total = functional.cross_entropy(logits, numbers, **options, reduction="sum")  # type: ignore[arg-type]
         if self.z_loss:
             squares = logits.logsumexp(-1).square()
             total = total + self.z_loss * squares.where(numbers != self.ignore_index, 0).sum()

@@ -14,11 +14,12 @@ from parity import huggingface_cases as cases
 from parity.kernels import Kernels
 from plait.app.loop.meter import flops_per_token
 from plait.engine.whole_tensors import locate_tensors
-from plait.errors import ModelError
+from plait.errors import ModelError, PlanError
 from plait.models.huggingface.common import Rotary
 from plait.models.initial_values import initial_value
 from plait.models.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.models.rotary import ResultCache
+from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.parallel.tensor_parallelism import named
@@ -179,3 +180,9 @@ def test_operations_are_counted_as_for_plaits_own_model() -> None:
     assert flops_per_token(theirs, **sizes) == flops_per_token(ours, **sizes)
     costs, own = layer_costs(sequence_of(theirs).layers), layer_costs(sequence_of(ours).layers)
     assert costs[1:] == own[1:]
+
+
+@pytest.mark.parametrize("fields", [{"pp": 2, "microbatches": 2}, {"tp": 2}], ids=str)
+def test_a_model_that_was_not_made_into_layers_is_told_how(fields: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"give (parallelize )?plait\.models\.from_huggingface\(model\)"):
+        plait.memory(cases.MODELS["gpt2"](), Plan(**fields), device="cpu")

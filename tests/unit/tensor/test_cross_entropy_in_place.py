@@ -121,7 +121,6 @@ def test_targets_that_are_no_classes_are_refused() -> None:
         with pytest.raises(DataError, match="give one class number for each row of logits"):
             CrossEntropyInPlace(CrossEntropy(), None).gradient(logits, given, SCALE)
     targets[2, 3] = CLASSES
-    with pytest.raises(DataError, match=f"the target {CLASSES} is no class: give numbers from 0 to 6"):
-        CrossEntropyInPlace(CrossEntropy(z_loss=1.0), None).gradient(logits.clone(), targets, SCALE)
-    with pytest.raises(IndexError, match=f"Target {CLASSES} is out of bounds"):
-        CrossEntropyInPlace(CrossEntropy(), None).gradient(logits, targets, SCALE)
+    for loss in (CrossEntropy(z_loss=1.0), CrossEntropy()):
+        with pytest.raises(DataError, match=f"the target {CLASSES} is no class: give numbers from 0 to 6"):
+            CrossEntropyInPlace(loss, None).gradient(logits.clone(), targets, SCALE)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.errors import ModelError
+from plait.errors import DataError, ModelError
 from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.losses import CrossEntropy, Loss, LossOverVocabulary, PiecewiseLoss, cross_entropy
 from plait.tensor.parallel.partition import Vocabulary
@@ -129,3 +129,18 @@ def test_only_losses_for_sharded_logits_are_piecewise() -> None:
     assert isinstance(cross_entropy, PiecewiseLoss)
     assert not isinstance(ShareOfSquares(), PiecewiseLoss)
     assert isinstance(LossOverVocabulary(ShareOfSquares(), vocabulary), Loss)
+
+
+@pytest.mark.parametrize("number", [5, -1])
+@pytest.mark.parametrize("loss", [cross_entropy, CrossEntropy(z_loss=0.1), CrossEntropy(label_smoothing=0.1)])
+def test_a_target_that_is_no_class_is_named(loss: CrossEntropy, number: int) -> None:
+    logits, targets = torch.randn(4, 5), torch.tensor([0, -100, number, 4])
+    told = f"the target {number} is no class: give numbers from 0 to 4, or -100 for targets to ignore"
+    with pytest.raises(DataError, match=told):
+        loss.total(logits, targets)
+
+
+def test_an_output_that_is_no_tensor_is_refused() -> None:
+    told = r"was given a dict, but takes a tensor of logits .*plait.models.from_huggingface\(model\)"
+    with pytest.raises(ModelError, match=told):
+        cross_entropy.total({"logits": torch.randn(2, 5)}, torch.tensor([0, 1]))

@@ -10,15 +10,18 @@ import torch
 from torch import nn
 
 from plait.app.config.config import Config, configured_decoder, vocabulary
-from plait.app.train.trainer import trained_part
+from plait.app.config.train_section import TrainConfig
+from plait.app.train.trainer import optimizer_maker, trained_part
 from plait.errors import ConfigError, PlaitError
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan
 from plait.estimate.memory.memory_report import Memory
+from plait.estimate.memory.owner_needs import Moments
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import traced_model
 from plait.estimate.time.hardware import bundled_name
+from plait.optimizers.made_for_engine import takes_engine
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
 from plait.pictures.report.run_record import METRICS_FILE
@@ -38,7 +41,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
     """
     shape = config.train.batch // plan.dp, config.model.context
     inputs = torch.empty(shape, dtype=torch.int64, device="meta")
-    estimator = MemoryEstimator(model, inputs, moments=config.train.optimizer.moments, device=device)
+    estimator = MemoryEstimator(model, inputs, moments=optimizer_moments(config.train), device=device)
     memory, limit = estimator.estimate(plan), config.run.memory_limit
     if limit is not None and memory.most > limit * GIGA:
         other = fit_plan(estimator, plan, int(limit * GIGA))
@@ -55,6 +58,12 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
             f"{remedy}."
         )
     return memory
+
+
+def optimizer_moments(settings: TrainConfig) -> Moments:
+    """Return what predictions take of the configured optimizer: an optimizer of whole parts, or a number."""
+    made = optimizer_maker(settings)
+    return made if takes_engine(made) else settings.optimizer.moments
 
 
 def prediction_line(memory: Memory) -> str:
@@ -90,7 +99,7 @@ def configured_model(config: Config) -> PredictedModel:
         return DecoderModel(decoder)
     model = trained_part(config, 0 if config.model.folder is not None else vocabulary(config))
     rows = torch.empty(1, config.model.context, dtype=torch.int64, device="meta")
-    return traced_model(model, rows, moments=config.train.optimizer.moments)
+    return traced_model(model, rows, moments=optimizer_moments(config.train))
 
 
 def predicted_step(config: Config, plan: Plan, device: torch.device) -> Prediction | None:

@@ -1,56 +1,42 @@
-"""The memory of an optimizer: tensors of the size of each parameter, and the buffers of Muon's exchanges."""
+"""The memory of an optimizer: tensors of the size of each parameter, or what it keeps for whole parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from plait.engine.blueprint import Blueprint
-from plait.errors import PlanError
-from plait.optimizers.matrix_work import found_matrices, work_of_stages
-from plait.plan.argument_checks import require_whole
-
-Moments: TypeAlias = int | Literal["muon"]
-"""How many tensors of a parameter's size an optimizer keeps for it; "muon": one for hidden matrices, which
-are exchanged in bf16, two for others."""
-EXCHANGED_BYTES = 2
-"""Of an element of a matrix that Muon sends, in bf16; no parameter's dtype is narrower."""
-OF_MATRICES, OF_OTHERS = 1, 2
-"""Tensors that Muon keeps for a hidden matrix, its momentum, and AdamW for other parameters."""
-
-
-def require_moments(moments: object) -> None:
-    """Raise PlanError unless `moments` is a number of tensors, or "muon"."""
-    if isinstance(moments, str) and moments != "muon":
-        raise PlanError(f"moments is {moments!r}: give a whole number of at least 0, or 'muon'.")
-    if moments != "muon":
-        require_whole("moments", moments, PlanError, least=0)
+from plait.estimate.memory.memory_report import Category, MemoryBlock
+from plait.estimate.memory.owner_needs import Moments, OwnerNeeds, by_stage, owner_needs
 
 
 @dataclass(frozen=True)
 class OptimizerState:
     """The tensors that an optimizer keeps on the ranks of a plan."""
 
-    of_all: int
-    of_parameters: Mapping[str, int]
-    """How many tensors of its size a parameter has, by name; `of_all` without an entry."""
-    buffers: Mapping[int, int]
-    """By rank of `pp`, bytes of buffers on the rank of that stage that has most; none without an entry."""
+    tensors: int
+    """How many tensors of its size each shard of a parameter has."""
+    of_owners: Mapping[int, OwnerNeeds]
+    """By rank of `pp`, what the rank of that stage needs that needs most; nothing without an entry."""
 
-    def tensors_of(self, name: str) -> int:
-        """Return how many tensors of its size are kept for a parameter."""
-        return self.of_parameters.get(name, self.of_all)
+    def blocks_of_owner(self, rank: int, *, offloads: bool) -> list[MemoryBlock]:
+        """Return the memory blocks of what the rank of stage `rank` keeps for whole parts that needs most.
+
+        `offloads`: whether the optimizer's parameters, and so its state, are on the host.
+        """
+        if rank not in self.of_owners:
+            return []
+        needs = self.of_owners[rank]
+        return [
+            MemoryBlock(needs.kept, Category.STATE, offloads),
+            MemoryBlock(needs.buffers, Category.STATE),
+        ]
 
 
 def optimizer_state(blueprint: Blueprint, moments: Moments) -> OptimizerState:
     """Return what the optimizer of a model keeps under a plan."""
-    if moments != "muon":
-        return OptimizerState(moments, {}, {})
-    found = found_matrices(blueprint)
-    of_parameters = {name: OF_MATRICES for name, one in found.items() if one.parts}
-    buffers = {
-        stage: EXCHANGED_BYTES * max(one.buffered for one in ranks)
-        for stage, ranks in enumerate(work_of_stages(blueprint, found))
-    }
-    return OptimizerState(OF_OTHERS, of_parameters, buffers)
+    if isinstance(moments, int):
+        return OptimizerState(moments, {})
+    stages = enumerate(by_stage(blueprint, owner_needs(blueprint, moments)))
+    most = {stage: max(ranks, key=lambda one: one.kept + one.buffers) for stage, ranks in stages}
+    return OptimizerState(0, most)

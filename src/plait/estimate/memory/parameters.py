@@ -43,12 +43,9 @@ class RankBuffer:
         if not self.spec.kind.trains:
             return 0
         offsets = self.spec.offsets
-        bounds = [(offsets.bounds(slot), state.tensors_of(slot.name)) for slot in offsets.slots]
-        elements = (
-            sum(count * (cuts[rank + 1] - cuts[rank]) for cuts, count in bounds)
-            for rank in range(offsets.shards)
-        )
-        return max(elements) * self.spec.kind.master.itemsize
+        bounds = [offsets.bounds(slot) for slot in offsets.slots]
+        elements = (sum(cuts[rank + 1] - cuts[rank] for cuts in bounds) for rank in range(offsets.shards))
+        return state.tensors * max(elements) * self.spec.kind.master.itemsize
 
     @property
     def converted(self) -> int:

@@ -30,7 +30,8 @@ from plait.estimate.memory.memory_report import (
 )
 from plait.estimate.memory.model_traces import ModelTraces, TracedLayer, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
-from plait.estimate.memory.optimizer_state import Moments, OptimizerState, optimizer_state, require_moments
+from plait.estimate.memory.optimizer_state import OptimizerState, optimizer_state
+from plait.estimate.memory.owner_needs import Moments, require_moments
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.plan import Plan
@@ -73,8 +74,10 @@ def memory(
     plait's own have, is assumed to get `rows` full sequences of tokens (default: one a micro-batch); for
     other models no activations are counted. Without `targets` there is a class for each row of the output.
     `moments`: how many tensors of a parameter's size the optimizer keeps for it: 2 for AdamW, 1 for SGD with
-    momentum; "muon": 1 for hidden matrices, 2 for others, and Muon's buffers in bf16. `device` is where
-    layers run, by default CUDA where that is available.
+    momentum. For `plait.Muon`, or "muon", that is 1 for hidden matrices and 2 for others, with the buffers
+    of their exchanges; for a `partial` of `plait.Owned` the owners' whole parameters, the state of the class
+    for them, which a step of each shape on the meta device shows, and buffers. `device` is where layers run,
+    by default CUDA where that is available.
 
     Layers run once, on the meta device, and ranks do not communicate. Not counted: temporaries of the
     optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are
@@ -219,7 +222,8 @@ def simulate_step(
     spans = {stage: blueprint.stage_layers[stage] for stage in blueprint.schedule.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
     units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), state)
-    ledger.hold("optimizer", [MemoryBlock(state.buffers.get(rank, 0), Category.STATE)])
+    offloads = blueprint.plan.offload == "full" and device.type != "cpu"
+    ledger.hold("optimizer", state.blocks_of_owner(rank, offloads=offloads))
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
     activations = None

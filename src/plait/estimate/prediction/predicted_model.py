@@ -11,7 +11,7 @@ from plait.estimate.memory.decoder_memories import DecoderMemories
 from plait.estimate.memory.plan_memories import PlanMemories
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
-from plait.estimate.time.matrix_times import StageMatrices
+from plait.estimate.time.owner_times import StageOwners
 from plait.pictures.quantities import count_text
 from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
@@ -71,9 +71,19 @@ class PredictedModel(ABC):
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchSizes:
         """Return sizes and work of a micro-batch of `rows` sequences; `on_cpu`: layers run on CPUs."""
 
-    def matrices(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageMatrices]:
-        """Return Muon's work on each rank of `pp`; `cut`: how many layers each stage has."""
+    def owners(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageOwners]:
+        """Return the work of owners of whole parts on each rank of `pp`; empty where there are none.
+
+        `cut`: how many layers each stage has.
+        """
         return ()
+
+    def mean_owner(self, plan: Plan) -> StageOwners | None:
+        """Return no more than the mean of the work of owners over all ranks, for every cut into stages.
+
+        None where there are none, or where it is not known.
+        """
+        return None
 
     @abstractmethod
     def memories(self) -> PlanMemories:

@@ -162,8 +162,8 @@ def prediction_of(
     hardware.peak_of(sizes.linear_precision)  # raises where it is not known
     stages, modes = stage_kinds(model.kinds, pipeline.cut), stage_modes(plan, pipeline.cut)
     memory = memories.ranks(sizes, pipeline, hardware.reserved)
-    timer, matrices = LayerTimer(sizes, hardware, sizes.precision), model.matrices(plan, pipeline.cut)
-    times = StepTimes(timer, pipeline.schedule, stages, modes, matrices)
+    timer, owners = LayerTimer(sizes, hardware, sizes.precision), model.owners(plan, pipeline.cut)
+    times = StepTimes(timer, pipeline.schedule, stages, modes, owners)
     return Prediction(plan, model, hardware, rows, pipeline.cut, times, memory)
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, ModelTraces, TracedLayer
-from plait.estimate.memory.optimizer_state import Moments, optimizer_state
+from plait.estimate.memory.owner_needs import Moments, muon_of, tensor_counts
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
+from plait.optimizers.owner_work import found_matrices
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import FLOAT8, ModelParameter, kind_of
 from plait.plan.plan import Plan
@@ -64,12 +65,14 @@ class TracedLayers:
     @cached_property
     def mean_moments(self) -> float:
         """Tensors of a parameter's size that the optimizer keeps for it, in the mean over elements."""
-        blueprint = self.blueprint(Plan())
-        state, kept, elements = optimizer_state(blueprint, self.moments), 0, 0
-        for name, one in blueprint.sequence.parameters.items():
-            if one.requires_grad:
-                kept, elements = kept + state.tensors_of(name) * one.numel(), elements + one.numel()
-        return kept / elements if elements else 0.0
+        if isinstance(self.moments, int):
+            return self.moments
+        muon, blueprint = muon_of(self.moments), self.blueprint(Plan())
+        if muon is None:
+            return 0.0  # its owners keep the state
+        counts, parameters = tensor_counts(found_matrices(blueprint, muon)), blueprint.sequence.parameters
+        kept = sum(count * parameters[name].numel() for name, count in counts.items())
+        return kept / max(1, sum(parameters[name].numel() for name in counts))
 
     @cached_property
     def experts(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
@@ -13,23 +14,33 @@ from plait.engine.blueprint import assumed_costs, build_blueprint
 from plait.errors import ModelError, PlaitError
 from plait.estimate.memory.memory_report import Category, RankMemory
 from plait.estimate.memory.model_traces import ModelTraces
-from plait.estimate.memory.optimizer_state import Moments, require_moments
+from plait.estimate.memory.owner_needs import (
+    Moments,
+    OwnerNeeds,
+    by_stage,
+    muon_of,
+    owner_needs,
+    require_moments,
+)
 from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
 from plait.estimate.memory.predicted_memory import routing_assumption
 from plait.estimate.memory.state_memory import ParameterCounts, state_bytes
 from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
-from plait.estimate.time.matrix_times import StageMatrices
 from plait.estimate.time.operation_times import FusedAttention, Product
+from plait.estimate.time.owner_times import MatrixCounts, StageOwners
 from plait.models.gpt2 import gpt2_of
 from plait.models.llama import llama_of
-from plait.optimizers.matrix_work import found_matrices, work_of_stages
+from plait.optimizers.made_for_engine import MuonSettings
+from plait.optimizers.newton_schulz import iteration_cost
+from plait.optimizers.owner_work import found_matrices, matrix_parts_of
 from plait.pictures.quantities import count_text
 from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.schedules.search.stage_cuts import LayerCosts
+from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import Value, tensors_of
 from plait.tensor.losses import cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
@@ -43,6 +54,7 @@ class TracedModel(PredictedModel):
     """Any model that `parallelize` takes, for predictions: its layers run on the meta device."""
 
     layers: TracedLayers
+    _owners: dict[tuple[object, ...], Sequence[StageOwners]] = field(default_factory=dict)
 
     @property
     def kinds(self) -> Sequence[LayerKind]:
@@ -105,21 +117,57 @@ class TracedModel(PredictedModel):
         """Return sizes and work of a micro-batch of `rows` rows."""
         return TracedSizes(self.layers, plan, rows, on_cpu, self.layers.mean_moments)
 
-    def matrices(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageMatrices]:
-        """Return Muon's work on each rank of `pp`; `cut`: how many layers each stage has."""
-        if self.layers.moments != "muon":
+    def owners(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageOwners]:
+        """Return the work of owners of whole parts on each rank of `pp`; empty where there are none.
+
+        `cut`: how many layers each stage has.
+        """
+        moments = self.layers.moments
+        if isinstance(moments, int):
             return ()
-        blueprint = build_blueprint(
-            self.layers.module, replace(plan, layers_per_stage=tuple(cut)), self.layers.rules
-        )
-        stages = work_of_stages(blueprint, found_matrices(blueprint))
-        return [
-            StageMatrices(
-                max(ranks, key=lambda one: one.cost).shapes,
-                (max(one.exchanged[0] for one in ranks), max(one.exchanged[1] for one in ranks)),
-            )
-            for ranks in stages
-        ]
+        degrees = plan.pp, plan.dp, plan.replicate, plan.cp, plan.tp, plan.ep, plan.etp
+        kind = self.sizes(plan, 1, on_cpu=True).kind
+        key = degrees, kind, plan.schedule, plan.chunks, tuple(cut)
+        if key not in self._owners:
+            made = replace(plan, layers_per_stage=tuple(cut))
+            blueprint = build_blueprint(self.layers.module, made, self.layers.rules)
+            stages = by_stage(blueprint, owner_needs(blueprint, moments))
+            self._owners[key] = [_owners_of(ranks, muon_of(moments)) for ranks in stages]
+        return self._owners[key]
+
+    def mean_owner(self, plan: Plan) -> StageOwners | None:
+        """Return no more than the mean of Muon's work over all ranks, for every cut into stages.
+
+        All ranks together iterate for each matrix once, and of c copies of a matrix c − 1 at least are sent
+        back. One rank iterates for the largest matrix.
+        """
+        muon = muon_of(self.layers.moments)
+        if muon is None:
+            return None
+        shapes, elements, largest = self._all_matrices
+        sizes = self.sizes(plan, 1, on_cpu=True)
+        copies = plan.world / plan.pp / plan.tp / sizes.state_ranks
+        sent = muon.sent_dtype(sizes.kind.master).itemsize * elements * max(copies - 1, 0.0)
+        counts = {shape: count / plan.world for shape, count in shapes.items()}
+        exchanged = 0.0, sent / plan.world
+        return StageOwners([counts, largest], exchanged, iterations=muon.iterations, dtype=muon.dtype)
+
+    @cached_property
+    def _all_matrices(self) -> tuple[MatrixCounts, int, MatrixCounts]:
+        """How many matrices of each shape Muon has, elements of those not of experts, the most expensive."""
+        muon, blueprint = muon_of(self.layers.moments), self.layers.blueprint(Plan())
+        assert muon is not None
+        modules = (layer.module for layer in blueprint.sequence.layers)
+        of_experts = {
+            id(one) for layer in modules for _, part in experts_in(layer) for one in part.parameters()
+        }
+        shapes, elements = Counter[tuple[int, int]](), 0
+        for name, part in matrix_parts_of(found_matrices(blueprint, muon)):
+            shapes.update(part.shapes)
+            if id(blueprint.sequence.parameters[name]) not in of_experts:
+                elements += part.box.numel
+        largest = max(shapes, key=lambda shape: iteration_cost(*shape), default=None)
+        return shapes, elements, {} if largest is None else {largest: 1}
 
     def memories(self) -> TracedMemories:
         """Return a `TracedMemories`, which predicts this model's memory under any plan."""
@@ -155,6 +203,15 @@ def traced_model(
             )
         inputs = torch.empty(1, context, dtype=torch.int64, device="meta")
     return TracedModel(TracedLayers(model, inputs, targets, as_loss(loss), rules, moments))
+
+
+def _owners_of(ranks: Sequence[OwnerNeeds], muon: MuonSettings | None) -> StageOwners:
+    """Return the work of owners on the ranks of a stage; `muon`: None for an optimizer within `Owned`."""
+    there, back = zip(*(one.exchanged for one in ranks), strict=True)
+    found = StageOwners(
+        [one.shapes for one in ranks], (max(there), max(back)), max(one.updated for one in ranks)
+    )
+    return found if muon is None else found._replace(iterations=muon.iterations, dtype=muon.dtype)
 
 
 def _degrees(plan: Plan) -> str:

@@ -18,6 +18,7 @@ from plait.estimate.prediction.prediction import Prediction, prediction_of
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
 from plait.estimate.time.layer_work import MicrobatchSizes
+from plait.estimate.time.owner_times import owner_seconds
 from plait.estimate.time.step_times import (
     NANOSECOND,
     StepEndSizes,
@@ -172,7 +173,22 @@ class Bounds:
             part, hops = (1 - last, 2 * hop) if whole else (time.forward_part, hop)
             least = pipeline_seconds(time.total - rounding, plan, part, hops, last)
             found = max(found, least / timer.speedup)
-        return (found + after) * ROUNDING
+        return (found + after) * ROUNDING + self.owner_seconds(plan, exchanges=state)
+
+    def owner_seconds(self, plan: Plan, *, exchanges: bool = True) -> float:
+        """Return a lower bound of the seconds that owners of whole parts add to a step, for every cut.
+
+        The stage where work and exchanges together take longest has the mean of both over stages at least
+        where there is one; of several it has the more of the two means. Without `exchanges`: of the work
+        alone, which strategies have in common.
+        """
+        mean = self.model.mean_owner(plan)
+        if mean is None:
+            return 0.0
+        work, exchanged = owner_seconds(self.timer(plan), mean)
+        if not exchanges:
+            return work * ROUNDING
+        return (work + exchanged if plan.pp == 1 else max(work, exchanged)) * ROUNDING
 
     def _waits(self, plan: Plan, time: ModelTime, hop: float) -> tuple[float, float]:
         """Return mean seconds for which ranks wait for earlier stages at the start, and at the end of a step.
@@ -323,6 +339,12 @@ class PlanSteps:
             modes = stage_modes(plan, pipeline.cut)
             self._steps[key] = ScheduledActions(StepTimes(timer, schedule, stages, modes))
         return self._steps[key]
+
+    def owner_seconds(self, plan: Plan) -> float:
+        """Return the seconds that owners of whole parts add to the step of a plan."""
+        owners = self.bounds.model.owners(plan, self.pipeline(plan).cut)
+        timer = self.bounds.timer(plan)
+        return max((sum(owner_seconds(timer, one)) for one in owners), default=0.0)
 
     def prediction(self, plan: Plan) -> Prediction:
         """Return the predicted time and memory of a plan's step, as `predict` does."""

@@ -237,11 +237,13 @@ class _PlanQueue:
             self.too_large += 1
             return
         least = self.steps.step(plan).least
-        self._push(step_seconds(self.bounds.timer(plan), least) * ROUNDING, partial(self._predict, plan))
+        seconds = step_seconds(self.bounds.timer(plan), least) * ROUNDING + self.bounds.owner_seconds(plan)
+        self._push(seconds, partial(self._predict, plan))
 
     def _predict(self, plan: Plan) -> None:
         """Put a plan back with its step time."""
         seconds = step_seconds(self.bounds.timer(plan), self.steps.step(plan).latest)
+        seconds += self.steps.owner_seconds(plan)
         known = self.steps.memory_at_once(plan)
         if known is None:
             self._push(seconds, partial(self._weigh, plan, seconds), known=1)

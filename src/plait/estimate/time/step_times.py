@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from plait.estimate.time.layer_times import HOST_LINK, LayerTimer, Parts, PassTimes
 from plait.estimate.time.layer_work import MicrobatchSizes
-from plait.estimate.time.matrix_times import StageMatrices, matrix_seconds
 from plait.estimate.time.operation_times import AxisTransfer
+from plait.estimate.time.owner_times import StageOwners, owner_seconds
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Plan, Recompute
@@ -122,13 +122,13 @@ class StepTimes:
     stages: Sequence[Sequence[LayerKind]]
     """The kinds of each stage's layers."""
     modes: Sequence[Sequence[Recompute]]
-    matrices: Sequence[StageMatrices] = ()
-    """What Muon does on each rank of `pp`; empty for other optimizers."""
+    owners: Sequence[StageOwners] = ()
+    """What owners of whole parts do on each rank of `pp`; empty for optimizers without any."""
 
     @cached_property
-    def matrix_seconds(self) -> tuple[float, float]:
-        """Seconds of Muon's iterations and exchanges, on the rank of `pp` where they take longest."""
-        return max((matrix_seconds(self.timer, one) for one in self.matrices), key=sum, default=(0.0, 0.0))
+    def owner_seconds(self) -> tuple[float, float]:
+        """Seconds of owners' work and exchanges, on the rank of `pp` where they take longest."""
+        return max((owner_seconds(self.timer, one) for one in self.owners), key=sum, default=(0.0, 0.0))
 
     @cached_property
     def passes(self) -> tuple[PassTimes, ...]:
@@ -225,7 +225,7 @@ class StepTimes:
     @cached_property
     def seconds(self) -> float:
         """The time of the step."""
-        return step_seconds(self.timer, self.latest) + sum(self.matrix_seconds)
+        return step_seconds(self.timer, self.latest) + sum(self.owner_seconds)
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -237,7 +237,7 @@ class StepTimes:
         ]
         last = max(range(plan.pp), key=lambda rank: self.ends[rank] + sums[rank])
         slowest = max(after, key=sum)
-        iterations, exchanges = self.matrix_seconds
+        owning, exchanges = self.owner_seconds
         parts = Parts()
         for stage in self.schedule.stages_of(last):
             parts = parts + self.passes[stage].total
@@ -256,7 +256,7 @@ class StepTimes:
             "pp communication": pp,
             "dp communication": parts.dp + sums[last] + slowest[1] + exchanges,
             "bubble": max(waiting - pp, 0.0),
-            "optimizer": slowest[0] + iterations,
+            "optimizer": slowest[0] + owning,
             "host overhead": parts.host,
         }
 

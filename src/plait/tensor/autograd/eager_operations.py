@@ -134,6 +134,18 @@ class AutogradCall:
     """Whether the backward adds gradients to parameters of the layer."""
 
 
+@dataclass(frozen=True)
+class RecordedPair:
+    """An operation of a layer and that of its gradient; None where a tensor passes as it is."""
+
+    forward: Operation | None
+    backward: Operation | None = None
+    writes: bool = False
+    """Whether `forward` may write to its input."""
+    regather: Gather | None = None
+    """The gather that `forward` is, if weight gradients are to gather its result again."""
+
+
 @dataclass
 class LayerTrace:
     """What a layer calls outside its graphs, recorded while it is traced."""
@@ -154,37 +166,17 @@ class LayerTrace:
     checks: list[Callable[[], None]] = field(default_factory=list)
     """What each call of the layer runs first, as the running sequence's documents may not fit."""
 
-    def record(
-        self,
-        input: Tensor,
-        shape: Sequence[int],
-        forward: Operation | None,
-        backward: Operation | None,
-        *,
-        writes: bool = False,
-        regather: Gather | None = None,
-    ) -> Tensor:
-        """Record `forward` and its `backward`; return a tensor of `shape` in place of the result.
-
-        None returns the tensor as it is. `writes`: `forward` may write to its input. `regather`: the gather
-        that `forward` is, if weight gradients are to gather its result again.
-        """
-        numbers = self._numbers(forward, backward, writes=writes, regather=regather)
+    def record(self, input: Tensor, shape: Sequence[int], pair: RecordedPair) -> Tensor:
+        """Record operations; return a tensor of `shape` in place of the result of `pair.forward`."""
+        numbers = self._numbers(pair)
         recorded: Tensor = _Recorded.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]
         return recorded
 
     def record_with_carrier(
-        self,
-        input: Tensor,
-        shape: Sequence[int],
-        forward: Operation | None,
-        backward: Operation | None,
-        *,
-        writes: bool = False,
-        regather: Gather | None = None,
+        self, input: Tensor, shape: Sequence[int], pair: RecordedPair
     ) -> tuple[Tensor, Tensor]:
         """Record as `record` does; return also a carrier of the result, whose gradient may be in fp32."""
-        numbers = self._numbers(forward, backward, writes=writes, regather=regather)
+        numbers = self._numbers(pair)
         made: tuple[Tensor, Tensor]
         made = _RecordedWithCarrier.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]
         return made
@@ -211,15 +203,14 @@ class LayerTrace:
         self.operations += operations
         return tuple(range(first, len(self.operations)))
 
-    def _numbers(
-        self, forward: Operation | None, backward: Operation | None, *, writes: bool, regather: Gather | None
-    ) -> tuple[int | None, int | None]:
-        (there,) = (None,) if forward is None else self.numbers(forward)
-        (back,) = (None,) if backward is None else self.numbers(backward)
-        if writes and there is not None:
+    def _numbers(self, pair: RecordedPair) -> tuple[int | None, int | None]:
+        """Record the operations of a pair, and return their numbers."""
+        (there,) = (None,) if pair.forward is None else self.numbers(pair.forward)
+        (back,) = (None,) if pair.backward is None else self.numbers(pair.backward)
+        if pair.writes and there is not None:
             self.writes.add(there)
-        if regather is not None and there is not None:
-            self.gathers[there] = regather
+        if pair.regather is not None and there is not None:
+            self.gathers[there] = pair.regather
         return there, back
 
     def dropout_mask(self, module: nn.Module, shape: Sequence[int], device: torch.device) -> Tensor:

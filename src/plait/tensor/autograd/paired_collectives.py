@@ -43,7 +43,7 @@ from plait.tensor.autograd.cast_inputs import (
     carrier_of,
     sum_of_gradients,
 )
-from plait.tensor.autograd.eager_operations import TRACE, Operation
+from plait.tensor.autograd.eager_operations import TRACE, Operation, RecordedPair
 from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
 
@@ -283,7 +283,7 @@ def _paired(
     """Return `forward(tensor)`, whose gradient passes through `backward`; for one rank, `tensor` itself.
 
     None for one of the two: nothing. The result has `size` elements along `dim`, by default as many as
-    `tensor`. `writes`: `forward` may write to it. `regather`: see `LayerTrace.record`. `inputs`: see `copy`.
+    `tensor`. `writes`: `forward` may write to it. `regather`: see `RecordedPair`. `inputs`: see `copy`.
     """
     if group.size == 1:
         return tensor
@@ -291,10 +291,10 @@ def _paired(
     if trace is not None:
         shape = list(tensor.shape)
         shape[dim] = shape[dim] if size is None else size
-        options: Any = {"writes": writes, "regather": regather}
+        pair = RecordedPair(forward, backward, writes, regather)
         if inputs is None:
-            return trace.record(tensor, shape, forward, backward, **options)
-        result, carrier = trace.record_with_carrier(tensor, shape, forward, backward, **options)
+            return trace.record(tensor, shape, pair)
+        result, carrier = trace.record_with_carrier(tensor, shape, pair)
         inputs.enter(result, carrier, InputGradient())
         return result
     if inputs is not None and torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from plait.errors import DataError, ModelError
 from plait.plan.layout.layout import divide
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import embedding
-from plait.tensor.autograd.eager_operations import TRACE
+from plait.tensor.autograd.eager_operations import TRACE, RecordedPair
 from plait.tensor.autograd.paired_collectives import copy, reduce
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.parallel.partition import AXIS, UNEVEN, column_layouts, local_shard
@@ -76,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
             if trace is None:
                 self._require_known(tokens)
             else:  # reads values, which a trace does not have
-                tokens = trace.record(tokens, tokens.shape, self._require_known, None)
+                tokens = trace.record(tokens, tokens.shape, RecordedPair(self._require_known))
         first, count = self._own.start, len(self._own)
         local = tokens - first
         elsewhere = (local < 0) | (local >= count)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from plait.errors import PlanError
 from plait.models.layers.layer_sequence import LayerSequence
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
-from plait.optimizers.made_for_engine import MakeOptimizer, class_of
+from plait.optimizers.made_for_engine import MakeOptimizer, class_of, of_owners
 from plait.optimizers.muon import Muon
 from plait.optimizers.muon_groups import ADAMW_OPTIONS, option_groups
 from plait.optimizers.newton_schulz import (
@@ -59,15 +58,6 @@ def whole_optimizer(
         parameters[name]: one for name, one in found.items() if one.parts
     }
     return WholeMuon(groups, matrices, **options)
-
-
-def of_owners(make: MakeOptimizer) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the class and the settings in a `partial` of `plait.Owned`. Raises PlanError without a class."""
-    if not (isinstance(make, partial) and make.args and isinstance(make.args[0], type)):
-        raise PlanError(
-            "the optimizer is plait.Owned without a class: give functools.partial(plait.Owned, CLASS, ...)."
-        )
-    return make.args[0], dict(make.keywords)
 
 
 class WholeMuon(Optimizer):

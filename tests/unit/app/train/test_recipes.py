@@ -17,10 +17,13 @@ from plait.app.cli.plan_output import config_text
 from plait.app.config.config import Config, configured_decoder
 from plait.app.config.config_parser import config_from_arguments, fields, nearest_field
 from plait.app.config.train_section import OPTIONS, TrainConfig
+from plait.app.train.predicted_run import optimizer_moments
 from plait.app.train.trainer import build_learning_rate, optimizer_maker, run_groups, trained_part
 from plait.checkpoint.inspecting import summary
 from plait.errors import ConfigError, PlanError
-from plait.optimizers.made_for_engine import optimizer_for
+from plait.estimate.memory.owner_needs import muon_of
+from plait.optimizers.made_for_engine import MuonSettings, of_owners, optimizer_for
+from plait.plan.parameter_units import PRECISIONS
 from plait.ranks.launch.rank_pool import RankPool
 
 EVERY_CLASS = {"params", "lr", "weight_decay"}
@@ -92,6 +95,11 @@ def test_options_reach_the_optimizer_and_its_memory_is_predicted(tmp_path: Path)
     assert (config.train.matrix_decay, Config().train.matrix_decay) == (0.0, 0.1)
     assert config.train.optimizer.moments == 1
     assert given("--train.optimizer muon").train.optimizer.moments == "muon"
+    assert optimizer_moments(config.train) == 1
+    in_fp32 = given("--train.optimizer muon --train.optimizer.iterations fp32").train
+    assert muon_of(optimizer_moments(in_fp32)) == MuonSettings(dtype=PRECISIONS["fp32"])
+    owned = given("--train.optimizer adafactor --train.optimizer.owned true").train
+    assert of_owners(optimizer_moments(owned))[0] is torch.optim.Adafactor
     assert TrainConfig(weight_decay=0.0).matrix_decay == 0.0
     assert TrainConfig(optimizer=config.train.optimizer, weight_decay=0.3).matrix_decay == 0.3
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

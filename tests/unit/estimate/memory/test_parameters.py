@@ -43,7 +43,7 @@ class Account:
         self.ledger = MemoryLedger()
         blueprint = build_blueprint(model, Plan(dp=N, **plan))
         self.account = ParameterAccount(
-            self.ledger, rank_buffers(blueprint, [0], device), OptimizerState(moments, {}, {})
+            self.ledger, rank_buffers(blueprint, [0], device), OptimizerState(moments, {})
         )
 
     def after(self, *instructions: type) -> MemorySnapshot:
@@ -188,7 +188,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     for strategy, parameters in (("none", 1), ("optimizer", 1), ("full", 1 / N)):
         blueprint = build_blueprint(model, Plan(dp=N, strategy=strategy))
         ledger = MemoryLedger()
-        account = ParameterAccount(ledger, rank_buffers(blueprint, [0], DEVICE), OptimizerState(2, {}, {}))
+        account = ParameterAccount(ledger, rank_buffers(blueprint, [0], DEVICE), OptimizerState(2, {}))
         for kind in (AllocateGradient, ScatterGradient, ReduceGradient):
             account.handlers()[kind](kind("0"))
         assert ledger.snapshot(Finish()).total == parameters * P

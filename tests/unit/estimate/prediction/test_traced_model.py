@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,9 @@ def half_frozen() -> nn.Module:
     return model
 
 
-def perceptron() -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)]
+def perceptron(wide: int = 16) -> nn.Module:
+    widths = [16, wide, 16, wide, 16]
+    layers = [nn.Sequential(nn.Linear(*sizes), nn.GELU()) for sizes in pairwise(widths)]
     return nn.Sequential(*layers, nn.Linear(16, 3))
 
 
@@ -172,8 +174,10 @@ def search_and_predict_all(
     return every
 
 
-def test_a_search_returns_what_predicting_every_plan_does() -> None:
-    model = traced_model(perceptron(), torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss())
+@pytest.mark.parametrize("moments", [2, "muon"])
+def test_a_search_returns_what_predicting_every_plan_does(moments: Any) -> None:
+    layers = perceptron(wide=256 if moments == "muon" else 16)  # which takes Muon longer than the layers
+    model = traced_model(layers, torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss(), moments=moments)
     search_and_predict_all(model, 2, 4)
 
 

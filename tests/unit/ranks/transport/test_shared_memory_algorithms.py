@@ -512,3 +512,20 @@ def test_a_staged_tensor_of_unexpected_size_is_refused(rank_pool):
 
     told = rank_pool.run(body, ranks=3)
     assert "index 1 sends 2 elements to index 0, which expects 1" in told[0]
+
+
+def test_an_operation_that_is_never_awaited_holds_up_no_shared_memory(rank_pool):
+    def body():
+        group = Mesh(tp=2).group("tp")
+        all_reduce(torch.ones(2**18), group).wait()
+        kept = broadcast(torch.full((4,), float(group.index)), group, 1)
+        broadcast(torch.ones(4), group, 0)  # whose handle is dropped at once
+        for _ in range(6):
+            all_reduce(torch.ones(2**18), group).wait()
+        blocks = group.transport.staging._used // 2**20
+        return blocks, unfinished(group), kept.wait().tolist()
+
+    for blocks, left, late in rank_pool.run(body, ranks=2):
+        assert blocks <= 2, "as without the operations that nobody awaits"
+        assert left == {}
+        assert late == [1.0] * 4

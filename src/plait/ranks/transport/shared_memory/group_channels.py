@@ -63,6 +63,8 @@ class Channels:
         self._next = 0
         self._unfinished: dict[int, bytes] = {}
         """The call of each sequence number that is not finished."""
+        self._announced: set[int] = set()
+        """Those of operations whose calls alone are compared: other ranks carry them out elsewhere."""
         self._error: str | None = None
         self.call = b""
         """The description of the call that sequence numbers are reserved for."""
@@ -98,14 +100,47 @@ class Channels:
         messages = [channel.received.pop(sequence) for channel in self._channels]
         return [*messages[: self.index], own, *messages[self.index :]]
 
-    def require_same_call(self, sequence: int) -> None:
-        """Raise `RuntimeError` if another rank's message `sequence` shows that it made another call.
+    def announce(self) -> int:
+        """Send this rank's call to all others, for a comparison, under the sequence number that is returned.
 
-        Does not block. Of ranks that make two calls at least one is told before it goes on, since each first
-        sends its own.
+        Does not block. Raises `RuntimeError` if a message that has arrived shows that its rank made another
+        call: of ranks that make two calls at least one is told before it goes on, since each first sends its
+        own.
         """
+        sequence = self.next_sequence()
+        self.send(sequence)
+        self._announced.add(sequence)
         self._receive_pending(self._channels)
         self._compare(sequence)
+        return sequence
+
+    def compare_announced(self, sequence: int) -> None:
+        """Block until all others have announced call `sequence`, unless it was compared already.
+
+        Raises as `receive`.
+        """
+        if sequence in self._announced:
+            self.receive(sequence, ChannelMessage(0))
+            self.withdraw(sequence)
+
+    def withdraw(self, sequence: int) -> None:
+        """Finish the announced call `sequence` without a comparison, if it was not compared already."""
+        if sequence in self._announced:
+            self._announced.remove(sequence)
+            self.acknowledge(sequence)
+
+    def _compare_before(self, sequence: int) -> None:
+        """Compare the calls announced before `sequence`, which all have announced: those it was received of.
+
+        So an operation that nobody waits for holds up no acknowledgement.
+        """
+        for number in sorted(one for one in self._announced if one < sequence):
+            if all(number in channel.received for channel in self._channels):
+                self._announced.remove(number)
+                self._compare(number)
+                for channel in self._channels:
+                    channel.received.pop(number)
+                self._unfinished.pop(number, None)
 
     def _compare(self, sequence: int) -> None:
         mine = self._unfinished.get(sequence, b"")
@@ -133,6 +168,7 @@ class Channels:
         """
         for sequence in sequences:
             self._unfinished.pop(sequence, None)
+        self._compare_before(max(sequences))
         if self._unfinished and max(self._unfinished) > max(sequences):
             self.send_acknowledgement()
 

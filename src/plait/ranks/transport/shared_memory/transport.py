@@ -185,24 +185,17 @@ class AnnouncedPending:
 
     def __init__(self, channels: Channels, sequence: int, pending: Pending) -> None:
         self._channels, self._sequence, self._pending = channels, sequence, pending
-        self._compared = False
 
     def wait(self, awaited: str = "") -> None:
         """Block until the operation is complete; raise if a rank has made another call instead."""
-        if not self._compared:
-            self._channels.receive(self._sequence, ChannelMessage(0))
-            self._finish_comparison()
+        self._channels.compare_announced(self._sequence)
         self._pending.wait(awaited)
 
     def abandon(self) -> bool:
         """Stop comparing calls, and abandon the operation; return whether tensors can be reused."""
         with suppress(OSError):  # after an error the channels are closed
-            self._finish_comparison()
+            self._channels.withdraw(self._sequence)
         return self._pending.abandon()
-
-    def _finish_comparison(self) -> None:
-        self._compared = True
-        self._channels.acknowledge(self._sequence)
 
 
 class SharedMemoryTransport(TorchTransport):
@@ -329,10 +322,7 @@ class SharedMemoryTransport(TorchTransport):
         """
         if tensor is not None and tensor.device.type != "cpu":
             return start()
-        sequence = self.channels.next_sequence()
-        self.channels.send(sequence)
-        self.channels.require_same_call(sequence)
-        return AnnouncedPending(self.channels, sequence, start())
+        return AnnouncedPending(self.channels, self.channels.announce(), start())
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Return zeros in a new shared-memory segment of this rank; map the other ranks' segments too."""
