@@ -12,15 +12,19 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+import plait
 from parity.case import Batch, Case
 from parity.cases import case, gpt2
 from parity.layers import CLASSES
 from plait.engine import blueprint, parallelize
 from plait.engine.blueprint import Blueprint
 from plait.models.float8_linears import LinearChoice
+from plait.plan.rules import column, row, sequence
+from plait.proof import layers_on_meta
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
-from plait.tensor.autograd import float8_linear, float8_operands
+from plait.tensor.autograd import cast_inputs, float8_linear, float8_operands
+from plait.tensor.autograd.cast_inputs import InputParts
 from plait.tensor.autograd.float8_operands import WHOLE, LinearCasts
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.float8.cast import ScaledMatrix, cast_by
@@ -244,6 +248,72 @@ def scales_of_rows_not_reduced() -> Any:
     return _of_a_part("input")
 
 
+def adapted() -> nn.Module:
+    """That model with an adapter at its queries, which reads what they read."""
+    return plait.lora(MODEL.build(), rank=4, targets=["*.query"])
+
+
+ADAPTED = replace(MODEL, name="adapted", build=adapted)
+
+
+class WithoutNorm(nn.Module):
+    """An MLP whose input is not normed, so that tokens have unlike scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of `x`."""
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return result
+
+
+def unlike_tokens() -> nn.Module:
+    """Tokens whose embeddings are up to sixteen times as large as those of others."""
+    model = nn.Sequential(nn.Embedding(48, 32), WithoutNorm(), nn.Linear(32, 48))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-2, 2, 48, base=2)[:, None])  # type: ignore[operator, union-attr]
+    model.rules = {"*.up": column, "*.down": row, "1": sequence.along(1)}  # type: ignore[assignment]
+    return model
+
+
+UNLIKE_TOKENS = replace(MODEL, name="unlike tokens", build=unlike_tokens)
+
+
+def parts_of_an_input_scaled_by_each_rank() -> Any:
+    """A rank casts its part of the sequence by the largest value of that, and all products take its scale."""
+    original = cast_inputs.CastInput._operand
+    return patch.object(cast_inputs.CastInput, "_operand", lambda self, input: (original(self, input)[0], ()))
+
+
+def scales_of_own_tokens_for_all() -> Any:
+    """The scales of tokens are not gathered beside the eight bits."""
+
+    def gathered(own: ScaledMatrix, parts: InputParts) -> ScaledMatrix:
+        whole = parts.whole(own.data.view(parts.part.shape))
+        data = whole.view(-1, whole.shape[-1])
+        return ScaledMatrix(data, own.scale.repeat(len(data) // len(own.data), 1))
+
+    return patch.object(cast_inputs, "_gathered", gathered)
+
+
+def adapter_reads_what_has_no_memory() -> Any:
+    """A region's input is gathered in eight bits although an adapter reads it."""
+    return patch.object(layers_on_meta, "read_by_float8_only", lambda *given: (True,) * 8)
+
+
+def largest_values_of_another_gradient() -> Any:
+    """What one reduction gives for gradients of queries, keys and values is dealt out in another order."""
+    original = cast_inputs.reduced_together
+
+    def reduced(each: Any, reduce: Any) -> list[Tensor]:
+        found = original(each, reduce)
+        return [*found[1:], *found[:1]]
+
+    return patch.object(cast_inputs, "reduced_together", reduced)
+
+
 def _row(
     defect: Defect,
     plan: Any,
@@ -339,6 +409,42 @@ FLOAT8 = (
         "the scale of the weight of .* that of the step before",
         step=1,
         options=TWO_STEPS,
+    ),
+    _row(
+        weight_scaled_as_in_the_step_before,
+        replace(ONE_RANK, compile="graphs"),
+        ATTENTION,
+        "",
+        step=1,
+        options=TWO_STEPS,
+    ),
+    _row(
+        scales_of_own_tokens_for_all,
+        replace(TWO_PARTS_BY_ROWS, sequence_parallel="regather"),
+        "1",
+        "up gives is the first to differ",
+        model=UNLIKE_TOKENS,
+    ),
+    _row(
+        adapter_reads_what_has_no_memory,
+        replace(TWO_PARTS, sequence_parallel="keep"),
+        ATTENTION,
+        "not a number",
+        model=ADAPTED,
+    ),
+    _row(
+        largest_values_of_another_gradient,
+        TWO_PARTS,
+        ATTENTION,
+        "the scale of the output's gradient of .* is another: it is that of the output's gradient of",
+        phase=StepPhase.INPUT_GRADIENT,
+    ),
+    _row(
+        parts_of_an_input_scaled_by_each_rank,
+        replace(TWO_PARTS, sequence_parallel="keep"),
+        ATTENTION,
+        f"the scale of the input of .*{OF_PART} tp",
+        full=False,
     ),
     _row(
         scales_of_rows_not_reduced,

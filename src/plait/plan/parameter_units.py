@@ -95,7 +95,10 @@ class BufferKind:
     summands: int = 1
     """How many neighbours along `tp` hold a summand of the gradient each."""
     scaled: bool = False
-    """Whether layers have matrices in float8, cast from `compute`, and a scale for each."""
+    """Whether layers have matrices in float8, cast from `compute`, and a scale for each.
+
+    They are in a buffer of their own: an all-gather takes as many bytes of each rank, and shards of as many
+    elements would not have as many bytes where some take one byte and others two."""
     keeps_parameters: bool = True
     """Whether whole parameters keep their values between the layers that use them."""
     keeps_gradients: bool = True

@@ -289,6 +289,10 @@ class ScaleChecker:
         before = recording.find(scope._replace(step=scope.step - 1, evaluated=False), _key(cast))
         if before is not None:
             yield "it is that of the step before", self._part(cast, before, layer, scope)
+        for one in self._cast:
+            scales = self._expected(one, layer, scope) if one.operand == cast.operand else None
+            if scales is not None and one.path != cast.path and scales.shape == expected.shape:
+                yield f"it is that of {one.name}", scales
         together = list(self._of_all_ranks(cast, scope))
         if len(together) > 1:
             largest = torch.stack(together).amax(0)
