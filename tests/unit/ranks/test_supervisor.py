@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerState
 
 import plait
-from plait.errors import DataError, MeshError, RankError
+from plait.errors import DataError, MeshError, PlaitError, RankError
 from plait.ranks.collectives import all_reduce
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.options import Elastic
@@ -111,6 +111,32 @@ def test_an_error_that_happens_three_times_ends_the_run_and_the_processes_live_u
     for path in tmp_path.glob("rank-*"):
         processes = path.read_text().split()
         assert processes == processes[:1] * 3
+
+
+class CannotBeSent:
+    def __reduce__(self) -> str:
+        raise TypeError("no pickle of this")
+
+
+def fails_by_a_bug(folder: Path, count: int) -> object:
+    """Raise an error that is none of plait's, `count` times on rank 1; then return what cannot be sent."""
+    mesh = plait.Mesh(dp=2, timeout=20.0)
+    with (folder / f"rank-{mesh.rank}").open("a") as file:
+        file.write("called\n")
+    if mesh.rank == 1 and len((folder / "rank-1").read_text().splitlines()) <= count:
+        raise ValueError("a bug of the user's own")
+    return CannotBeSent()
+
+
+def test_tracebacks_are_printed_and_a_result_that_cannot_be_sent_ends_the_run_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(PlaitError, match=r"result, of type CannotBeSent, cannot be sent .*no pickle of this"):
+        plait.launch(fails_by_a_bug, tmp_path, 1, ranks=2, threads=1, device="cpu", elastic=True)
+    told = capfd.readouterr().err
+    assert "rank 1 failed: ValueError: a bug of the user's own; the ranks go on" in told
+    assert told.count('raise ValueError("a bug of the user') == 1
+    assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("rank-*"))] == [2, 2]
 
 
 @pytest.mark.full

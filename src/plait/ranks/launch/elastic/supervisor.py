@@ -201,7 +201,9 @@ class Supervisor(SimpleElasticAgent):
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
-        """Print a failure; raise its error where the same one has happened three times at the same step."""
+        """Print a failure; raise its error where it is final, or has happened three times at the same step."""
+        if cause.is_final:
+            raise cause.exception()
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
@@ -212,6 +214,8 @@ class Supervisor(SimpleElasticAgent):
         if isinstance(error := cause.exception(), CorruptionError):
             go_on_before(self._folder, error.last_good_step)
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
+        if cause.traceback and cause.error is None and not cause.secondary:  # a PlaitError is one sentence
+            print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
 
     def _update(self, seconds: float, members: Sequence[Member]) -> None:
         """Block until one of `members` sends something or ends, at most `seconds`; take all messages."""
