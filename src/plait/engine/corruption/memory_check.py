@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from plait.checkpoint.optimizer_set import whole_states
 from plait.engine.corruption.held_tensors import HeldTensors
 from plait.engine.corruption.recorded_sums import ChangedTensor, NamedTensor, RecordedSums
-from plait.engine.corruption.replica_sums import ReplicaSums
+from plait.engine.corruption.replica_sums import ReplicaSums, UnlikeReplicas
 from plait.engine.runner import Runner, Runtime
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.replica_check import check_replicas
@@ -53,7 +53,9 @@ class MemoryCheck:
         self._recorded = dict.fromkeys(optimizers, 0)
         """After how many steps the state of each optimizer was recorded."""
         self._unread: list[_Comparison] = []
-        self._of_replicas: tuple[int, Callable[[], list[tuple[int, ...]]]] | None = None
+        self._of_replicas: tuple[int, Callable[[], list[UnlikeReplicas]]] | None = None
+        self._began = self._steps
+        """After how many steps the checks began: the state of then counts as right."""
         self.record_all()
 
     @property
@@ -178,28 +180,30 @@ class MemoryCheck:
     def _change(self, comparison: _Comparison, changed: Sequence[ChangedTensor]) -> CorruptionError:
         first, bits = changed[0].named, "one bit" if changed[0].is_one_bit else "several bits"
         more = f", and {len(changed) - 1} more of its tensors" if len(changed) > 1 else ""
-        good = comparison.recorded - 1
+        good = max(comparison.recorded - 1, self._began)
         return CorruptionError(
             f"rank {self._runtime.mesh.rank} on host {socket.gethostname()}: {first} changed in memory by "
             f"{bits}{more}, {comparison.text}, and no operation has written to it: {_remedy(good)}; where "
             "the program writes in ways that torch does not count, as through .data or NumPy, let it call "
             "accept_changes() of its plait.CorruptionChecks afterwards.",
             good,
+            [self._runtime.mesh.rank],
         )
 
-    def _difference(self, steps: int, different: Sequence[tuple[int, ...]]) -> CorruptionError:
+    def _difference(self, steps: int, different: Sequence[UnlikeReplicas]) -> CorruptionError:
         """Return the error for sums after `steps` that differ; names the tensor if it still differs."""
-        runtime, good = self._runtime, steps - 1
+        runtime, good = self._runtime, max(steps - 1, self._began)
         optimizer = self._optimizers[0] if len(self._optimizers) == 1 else None
         try:
             parameters = dict(runtime.named_parameters())
             blueprint = runtime.blueprint
             check_replicas(parameters, blueprint.layouts, blueprint.owners, runtime.mesh, optimizer)
-            ranks = " and of ".join(", ".join(map(str, one)) for one in different)
+            ranks = " and of ".join(", ".join(map(str, one.ranks)) for one in different)
             text = f"the replicas of ranks {ranks} differed, and are alike again"
         except ReplicaError as error:
             text = str(error).rpartition(": go back")[0]
-        return CorruptionError(f"after step {steps} {text}: {_remedy(good)}.", good)
+        wrong = sorted({rank for one in different for rank in one.minority})
+        return CorruptionError(f"after step {steps} {text}: {_remedy(good)}.", good, wrong)
 
 
 def _remedy(good: int) -> str:

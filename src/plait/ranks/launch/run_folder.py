@@ -1,4 +1,4 @@
-"""`run_folder`: a temporary folder for the files of one run, which a later run removes if its process is killed."""
+"""`run_folder`: a temporary folder for the files of one run; a later run removes it after a kill."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from plait.ranks.mesh import Mesh
 
 
 def signalled_and_lost(folder: Path) -> int:
-    """Return the signal that this rank knows of, after the first ranks were told to stop and one was killed."""
+    """Return the signal that this rank knows of; rank 1 is killed after it has received one."""
     mesh = Mesh(dp=2, timeout=20.0)
     with received_signal([STOP_SIGNAL]) as received:
         if mesh.rank == 1 and not (folder / "restarted").exists():

@@ -163,6 +163,8 @@ def found_with_a_fault(
                 engine.forward_backward(*batch(engine, step))
             except CorruptionError as error:
                 told.append(f"{error.last_good_step} {error}")
+                assert error.ranks
+                assert all(f"rank {rank} on host" in str(error) for rank in error.ranks)
                 engine.passes += 1
             optimizer.zero_grad()
         return told, checks.rechecked

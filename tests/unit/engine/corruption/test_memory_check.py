@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import plait
 from plait.engine import Engine
 from plait.engine.corruption.corruption_checks import CorruptionChecks
+from plait.engine.corruption.replica_sums import unlike
 from plait.errors import CorruptionError
 from plait.plan.plan import Plan
 from plait.ranks.consistency_check import all_numbers
@@ -78,9 +79,10 @@ def flip_in_each_step(plan: Plan, maker: str, seeds: range) -> int:
                 with pytest.raises(CorruptionError, match="by one bit") as raised:
                     engine.step(optimizer, float("inf"))
                 assert f"rank {rank} on host" in str(raised.value)
+                assert raised.value.ranks == (rank,)
                 assert f"{told} changed in memory by one bit, " in str(raised.value)
                 step = engine.passes
-                assert raised.value.last_good_step == (step - 1 if kind == "gradient" else max(step - 2, -1))
+                assert raised.value.last_good_step == (step - 1 if kind == "gradient" else max(step - 2, 0))
                 flip(tensor, *place)
                 optimizer.step()
                 found += 1
@@ -244,6 +246,12 @@ def test_an_update_that_one_rank_computes_wrongly_is_found_in_the_next_step(thre
     assert "rank 0 (dp 0) but " in told
     assert "on rank 1 (dp 1); 1 of the " in told
     assert "go on from a checkpoint or snapshot of step 1 or before" in told
+
+
+def test_the_ranks_that_differ_from_more_than_half_are_named() -> None:
+    assert unlike([0, 2, 4], [7, 8, 7]) == ((0, 2, 4), (2,))
+    assert unlike([0, 1], [7, 8]) == ((0, 1), ())
+    assert unlike([0, 1, 2, 3], [7, 8, 8, 7]) == ((0, 1, 2, 3), ())
 
 
 class Counted(nn.Module):

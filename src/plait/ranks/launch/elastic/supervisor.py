@@ -201,7 +201,7 @@ class Supervisor(SimpleElasticAgent):
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
-        """Print a failure; raise its error where it is final, or has happened three times at the same step."""
+        """Print a failure; raise its error where it is final, or happens the third time at one step."""
         if cause.is_final:
             raise cause.exception()
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
@@ -213,6 +213,9 @@ class Supervisor(SimpleElasticAgent):
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
         if isinstance(error := cause.exception(), CorruptionError):
             go_on_before(self._folder, error.last_good_step)
+            if self._settings.replace or len(error.ranks) < len(self._running):
+                for rank in error.ranks:  # another process takes its place, in other memory
+                    self._running[rank].kill()
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
         if cause.traceback and cause.error is None and not cause.secondary:  # a PlaitError is one sentence
             print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
