@@ -4,6 +4,8 @@ update    ──▶  record parameters, optimizer state  …  compare  ──▶
 gather    ──▶  record what layers read             …  compare  ──▶  end of the backward
 reduction ──▶  record gradients                    …  compare  ──▶  clipping, the update
 
+Gradients that are scattered to shards are recorded after their own reduction, others at the end of the pass.
+
 In each pass what was recorded is compared with the ranks that hold the same.
 """
 
@@ -49,7 +51,7 @@ class MemoryCheck:
         self._gathered: list[RecordedSums] = []
         """What layers read of parameters in this pass, where it is kept beside the optimizer's."""
         self._scattered: dict[int, RecordedSums] = {}
-        """Gradients of shards, by the `id` of the buffer, as the last reduction in this pass left them."""
+        """Gradients of shards, by the `id` of the buffer, as their last reduction left them."""
         self._recorded = dict.fromkeys(optimizers, 0)
         """After how many steps the state of each optimizer was recorded."""
         self._unread: list[_Comparison] = []
@@ -102,22 +104,27 @@ class MemoryCheck:
     def _forget_gradients(self) -> None:
         """Drop the recorded sums of gradients that were set to None."""
         if not self._held.have_gradients:
-            self._gradients.forget()
+            for sums in self._sums_of_gradients:
+                sums.forget()
+
+    @property
+    def _sums_of_gradients(self) -> list[RecordedSums]:
+        return [self._gradients, *self._scattered.values()]
 
     def _compare_gradients(self, before: str) -> None:
-        self._start(
-            self._steps, f"after the reductions of step {self._steps}, before {before}", self._gradients
-        )
+        for sums in self._sums_of_gradients:
+            self._start(self._steps, f"after the reductions of step {self._steps}, before {before}", sums)
 
     def begin_pass(self, runner: Runner) -> None:
         """Start to compare this rank's sums with those of the ranks that hold the same."""
         self._gathered.clear()
-        self._scattered.clear()
         runner.gatherer.observer, runner.reducer.observer = self._record_gathered, self._record_scattered
         if self._replicas.are_needed:
-            gradients = [self._gradients] if self._gradients.are_recorded else []
+            gradients = [one for one in self._sums_of_gradients if one.are_recorded]
             recorded = [*self._of_optimizers.values(), self._others, *gradients]
             self._of_replicas = self._steps, self._replicas.compare(recorded)
+        for sums in self._sums_of_gradients:
+            sums.forget()
 
     def _record_gathered(self, buffer: FlatBuffer) -> None:
         """Record sums of a unit's gathered parameters, if they stay allocated until the end of the pass."""
@@ -140,15 +147,21 @@ class MemoryCheck:
         step = self._steps + 1
         for sums in self._gathered:
             self._start(step, f"after it was gathered in step {step}, before its backward ended", sums)
-        for sums in self._scattered.values():
-            self._start(step, f"after its reduction in step {step}, before its backward ended", sums)
         self._gathered.clear()
-        self._scattered.clear()
         self._read_finished()
 
     def record_gradients(self) -> None:
-        """Record the gradients that a pass has left, and buffers that its forward has written."""
-        self._gradients.record(self._held.gradients())
+        """Record the gradients that a pass has left, and buffers that its forward has written.
+
+        Sums of scattered gradients stay, where nothing was written since their reduction.
+        """
+        recorded: set[int] = set()
+        for sums in (one for one in self._scattered.values() if one.are_recorded):
+            if any(sums.are_written):  # by a division by the loss's scale, or earlier gradients were added
+                sums.forget()
+            else:
+                recorded.update(id(one.tensor) for one in sums.tensors)
+        self._gradients.record([one for one in self._held.gradients() if id(one.tensor) not in recorded])
         if any(self._others.are_written):  # as running means are, in a forward
             self._start(self._steps, f"before the end of step {self._steps + 1}", self._others)
             self._others.record(self._held.of_no_optimizer())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from flipped_bits import SIZES, Optimizer, adamw, batch, engine_of, flip
+from flipped_bits import SIZES, Optimizer, adamw, batch, counted_sums, engine_of, flip
 from torch import Tensor, nn
 
 import plait
@@ -378,8 +378,33 @@ def flip_what_is_scattered(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(dp=2, strategy="gradients")])
 def test_a_reduced_gradient_is_compared_from_its_own_reduction_on(thread_ranks: Any, plan: Plan) -> None:
     told = "rank 1 on host .*: the gradient of (head|embedding)[.].* changed in memory by one bit, "
-    with pytest.raises(CorruptionError, match=f"{told}after its reduction in step 2, before its backward"):
+    with pytest.raises(CorruptionError, match=f"{told}after the reductions of step 2, before they were clip"):
         thread_ranks.run(flip_what_is_scattered, plan, ranks=2)
+
+
+def checked_steps(plan: Plan, steps: int) -> tuple[int, int]:
+    """Take steps with checks; return how many elements and tensors this rank's parameters have."""
+    engine, optimizer = engine_of(plan)
+    with CorruptionChecks(engine, optimizer):
+        for step in range(steps):
+            engine.forward_backward(*batch(engine, step))
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+    every = [one.numel() for one in engine.parameters()]
+    return sum(every), len(every)
+
+
+@pytest.mark.parametrize("strategy", ["none", "gradients", "full"])
+def test_each_byte_of_optimizer_state_and_gradients_is_read_twice_in_a_step(
+    thread_ranks: Any, strategy: Any
+) -> None:
+    """Of fp32 and AdamW: 16 bytes a parameter, of the shards where there are some, and 4 of each count."""
+    read = []
+    for steps in (2, 3):
+        with counted_sums() as counts:
+            sizes = thread_ranks.run(checked_steps, Plan(dp=2, strategy=strategy), steps, ranks=2)
+        read.append(sum(counts))
+    assert read[1] - read[0] == sum(32 * elements + 8 * tensors for elements, tensors in sizes)
 
 
 def test_checks_end_where_another_engine_takes_over(thread_ranks: Any) -> None:
