@@ -6,6 +6,9 @@ import inspect
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +164,28 @@ def test_a_second_interrupt_while_ranks_end_leaves_no_process(
     with pytest.raises(KeyboardInterrupt):
         launched(tmp_path, {}, ranks=2)
     assert not [one for one in multiprocessing.active_children() if one.pid in first_processes(tmp_path)]
+
+
+WAITS = """
+import time, plait
+def wait():
+    print("runs", flush=True)
+    time.sleep(600)
+plait.launch(wait, ranks=2, threads=1, device="cpu", elastic=True)
+"""
+
+
+@pytest.mark.full
+def test_ranks_whose_supervisor_is_killed_end_and_remove_its_folder(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(
+        [sys.executable, "-c", WAITS], env={**os.environ, "TMPDIR": folder}, stdout=subprocess.PIPE, text=True
+    ) as supervisor:  # fmt: skip
+        assert supervisor.stdout is not None
+        assert [supervisor.stdout.readline() for _ in range(2)] == ["runs\n"] * 2
+        assert [*Path(folder).glob("plait-*")] != []
+        supervisor.kill()
+        supervisor.communicate(timeout=60)  # until the ranks have ended, too
+        assert [*Path(folder).glob("plait-*")] == []
 
 
 def test_elastic_ranks_are_refused_where_a_launcher_started_them(monkeypatch: pytest.MonkeyPatch) -> None:

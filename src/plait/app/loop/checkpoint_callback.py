@@ -253,14 +253,14 @@ class Checkpoints(Callback):
         with self._stack:
             if error is None or isinstance(error, NonFiniteError | ReplicaError):
                 self.finish()
+        if isinstance(error, CorruptionError):
+            self._withdraw_after(error.last_good_step)
         # Where nothing else holds the state of the last step, a later run may need the snapshots.
         is_needed = self.failed or (run.stopped > 0 and self._every is None)
         if self._snapshots is not None and error is None and not is_needed:
             self._unless_failed(self._snapshots.close)
         elif self._snapshots is not None:
             self._snapshots.release()
-        if isinstance(error, CorruptionError):
-            self._withdraw_after(error.last_good_step)
         lowest = self._validation.lowest
         if error is None and run.mesh.rank == 0 and lowest is not None:
             self._tell(self._best_line(lowest))
