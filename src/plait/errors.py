@@ -120,10 +120,14 @@ class ReplicaError(PlaitError):
 class CorruptionError(PlaitError):
     """Memory has changed by itself, or ranks compute unlike results; the message names rank and tensor."""
 
-    def __init__(self, message: str, last_good_step: int = 0) -> None:
-        """`last_good_step`: the state after so many steps, and after fewer, is known to be right."""
+    def __init__(self, message: str, last_good_step: int = 0, ranks: Sequence[int] = ()) -> None:
+        """`last_good_step`: the state after so many steps, and after fewer, is known to be right.
+
+        `ranks`: those that are wrong, or of which one is; none where that is not known.
+        """
         super().__init__(message)
         self.last_good_step = last_good_step
+        self.ranks = tuple(ranks)
 
 
 class NonFiniteError(PlaitError):

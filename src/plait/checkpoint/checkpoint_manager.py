@@ -17,11 +17,15 @@ from plait.checkpoint.folders import (
     mark_best,
     prune,
     rename_later,
+    withdraw,
 )
 from plait.checkpoint.optimizer_set import GivenOptimizers
 from plait.checkpoint.rank_contents import Checkpointable
 from plait.checkpoint.save_task import PendingSave
 from plait.checkpoint.saving import StagingBuffer, start_save
+
+_SECONDS_TO_WITHDRAW = 10.0
+"""For a checkpoint that is being written, whose other ranks may be gone."""
 
 
 class CheckpointManager:
@@ -53,6 +57,8 @@ class CheckpointManager:
         self.staging = StagingBuffer()
         """The CPU copies for writing in the background."""
         self._pending: PendingSave | None = None
+        self._saved = set[int]()
+        """The steps of the checkpoints that were begun."""
         self.complete = True
         """Whether the last finished save is complete, even if older checkpoints could not be removed."""
 
@@ -77,6 +83,7 @@ class CheckpointManager:
         """
         self.finish()
         self.complete = False
+        self._saved.add(step)
         self._pending = start_save(
             engine,
             optimizer,
@@ -97,6 +104,16 @@ class CheckpointManager:
                 pending.wait()
             finally:
                 self.complete = pending.complete
+
+    def withdraw_after(self, step: int) -> list[Path]:
+        """Rename those of its checkpoints that have more than `step` steps, since their bits may be wrong.
+
+        Return the paths that this rank gave them. Without communication: any rank may call it. Waits for the
+        checkpoint that is being written, for some seconds at most. Raises OSError.
+        """
+        if self._pending is not None:
+            self._pending.has_ended(_SECONDS_TO_WITHDRAW)
+        return withdraw(self._folder, {one for one in self._saved if one > step}, self._disk)
 
     def _clean_up(self) -> None:
         if not self._is_clean:

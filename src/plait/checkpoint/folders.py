@@ -3,6 +3,7 @@
 step-00000200/            a complete checkpoint
 .step-00000300.saving/    a checkpoint that is being written, or that was interrupted
 .step-00000200.replaced/  an older checkpoint of the same name, until the new one has that name
+step-00000200.aside-1/    one of another run; .damaged-1: without its manifest; .wrong-bits-1: withdrawn
 best.json                 which checkpoints had the lowest validation losses: see `mark_best`
 
 A file, not a link, since not every file system has links; it is replaced atomically. `FOLDER/best` names the
@@ -15,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -274,6 +275,26 @@ def rename_later(folder: Path, start: int, disk: Disk) -> None:
         name = checkpoint_name(step)
         if step > start and path.name == name:  # the checkpoint that is being written has a hidden name
             disk.rename(path, _free_name(path, "aside"))
+
+
+def withdraw(folder: Path, steps: Collection[int], disk: Disk) -> list[Path]:
+    """Rename the checkpoints of `steps`, whose bits may be wrong, to free names, `NAME.wrong-bits-N`.
+
+    Return the new paths; best checkpoints among them are no longer recorded as such. Several ranks may do so
+    at once: each returns those that it has renamed. Raises OSError.
+    """
+    best = best_checkpoints(folder)
+    right = [one for one in best if one.step not in steps]
+    if right != best:
+        mark_best(folder, right, disk)
+    renamed = []
+    for step, path in all_checkpoints(folder):
+        if step in steps:
+            free = _free_name(folder / checkpoint_name(step), "wrong-bits")
+            with suppress(FileNotFoundError):  # another rank has done it
+                disk.rename(path, free)
+                renamed.append(free)
+    return renamed
 
 
 def _free_name(path: Path, ending: str) -> Path:

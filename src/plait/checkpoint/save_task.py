@@ -124,6 +124,15 @@ class PendingSave:
         if worst[1:]:
             raise CheckpointError(worst[1:])
 
+    def has_ended(self, seconds: float) -> bool:
+        """Block until this rank has ended its part, at most `seconds`; return whether it has."""
+        until = time.monotonic() + seconds
+        while self._thread is not None and self._thread.is_alive():
+            if time.monotonic() > until:
+                return False
+            sleep(_FIRST_PAUSE)
+        return True
+
     def _run(self) -> None:
         task = self._task
         try:

@@ -13,6 +13,7 @@ from plait.ranks.world import process_identity
 _SUPERVISOR = "PLAIT_SUPERVISOR"
 _FOLDER = "PLAIT_SUPERVISOR_FOLDER"
 _REMOVED_AT_END, _RESTORED, _NEWEST_GOOD = "removed_at_end", "restored", "newest_good"
+_STOP = "stop"
 
 
 def variables_of_supervisor(folder: str) -> dict[str, str]:
@@ -48,6 +49,23 @@ def note_begun_anew() -> None:
     if supervisor_of_rank():
         for name in (_RESTORED, _NEWEST_GOOD):
             Path(os.environ[_FOLDER], name).unlink(missing_ok=True)
+
+
+def note_stop(number: int) -> None:
+    """Write that a rank has received a signal to stop, for ranks that are restarted before the run stops."""
+    if supervisor_of_rank():
+        path = Path(os.environ[_FOLDER], _STOP)
+        part = path.with_name(f"{_STOP}-{os.getpid()}.part")
+        part.write_text(str(number))
+        part.replace(path)
+
+
+def noted_stop() -> int:
+    """Return the signal to stop that a rank of this run has received before ranks were restarted, or 0."""
+    if not supervisor_of_rank():
+        return 0
+    path = Path(os.environ[_FOLDER], _STOP)
+    return int(path.read_text()) if path.exists() else 0
 
 
 def found_at_start(folder: Path, now: Collection[str]) -> set[str]:

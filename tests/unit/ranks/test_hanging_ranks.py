@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from plait.errors import CorruptionError, RankError
 from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.rank_activity import Activity
+from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.supervised_rank import go_on_before, note_restored, variables_of_supervisor
 
@@ -86,10 +88,22 @@ def test_failures_are_the_same_at_one_step_whichever_rank_raises_an_error(
     assert told[-1] == "rank 2 failed: ValueError: bad; the ranks go on from where the run was kept last"
 
 
-def test_after_wrong_bits_ranks_go_on_from_the_last_good_step(tmp_path: Path) -> None:
-    fake: Any = SimpleNamespace(_folder=str(tmp_path), _seen=Counter(), _tell=lambda text: None)
-    Supervisor._note(fake, from_exception(1, CorruptionError("a bit flipped", 7)))
+@pytest.mark.parametrize(
+    ("wrong", "replace", "killed"),
+    [([1], True, [1]), ([0, 1], True, [0, 1]), ([1], False, [1]), ([0, 1], False, [])],
+)
+def test_after_wrong_bits_ranks_go_on_from_the_last_good_step_without_the_wrong_ones(
+    tmp_path: Path, wrong: list[int], replace: bool, killed: list[int]
+) -> None:
+    """If any are left."""
+    lost: list[int] = []
+    fake: Any = SimpleNamespace(
+        _folder=str(tmp_path), _seen=Counter(), _tell=lambda text: None, _settings=Elastic(replace=replace),
+        _running=[SimpleNamespace(kill=partial(lost.append, rank)) for rank in range(2)],
+    )  # fmt: skip
+    Supervisor._note(fake, from_exception(1, CorruptionError("a bit flipped", 7, wrong)))
     expected = tmp_path / "expected"
     expected.mkdir()
     go_on_before(str(expected), 7)
     assert (tmp_path / "newest_good").read_text() == (expected / "newest_good").read_text()
+    assert lost == killed

@@ -6,6 +6,9 @@ import inspect
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerState
 
 import plait
-from plait.errors import DataError, MeshError, RankError
+from plait.errors import DataError, MeshError, PlaitError, RankError
 from plait.ranks.collectives import all_reduce
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.options import Elastic
@@ -113,6 +116,32 @@ def test_an_error_that_happens_three_times_ends_the_run_and_the_processes_live_u
         assert processes == processes[:1] * 3
 
 
+class CannotBeSent:
+    def __reduce__(self) -> str:
+        raise TypeError("no pickle of this")
+
+
+def fails_by_a_bug(folder: Path, count: int) -> object:
+    """Raise an error that is none of plait's, `count` times on rank 1; then return what cannot be sent."""
+    mesh = plait.Mesh(dp=2, timeout=20.0)
+    with (folder / f"rank-{mesh.rank}").open("a") as file:
+        file.write("called\n")
+    if mesh.rank == 1 and len((folder / "rank-1").read_text().splitlines()) <= count:
+        raise ValueError("a bug of the user's own")
+    return CannotBeSent()
+
+
+def test_tracebacks_are_printed_and_a_result_that_cannot_be_sent_ends_the_run_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(PlaitError, match=r"result, of type CannotBeSent, cannot be sent .*no pickle of this"):
+        plait.launch(fails_by_a_bug, tmp_path, 1, ranks=2, threads=1, device="cpu", elastic=True)
+    told = capfd.readouterr().err
+    assert "rank 1 failed: ValueError: a bug of the user's own; the ranks go on" in told
+    assert told.count('raise ValueError("a bug of the user') == 1
+    assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("rank-*"))] == [2, 2]
+
+
 @pytest.mark.full
 def test_a_rank_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
     began = time.monotonic()
@@ -135,6 +164,28 @@ def test_a_second_interrupt_while_ranks_end_leaves_no_process(
     with pytest.raises(KeyboardInterrupt):
         launched(tmp_path, {}, ranks=2)
     assert not [one for one in multiprocessing.active_children() if one.pid in first_processes(tmp_path)]
+
+
+WAITS = """
+import time, plait
+def wait():
+    print("runs", flush=True)
+    time.sleep(600)
+plait.launch(wait, ranks=2, threads=1, device="cpu", elastic=True)
+"""
+
+
+@pytest.mark.full
+def test_ranks_whose_supervisor_is_killed_end_and_remove_its_folder(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(
+        [sys.executable, "-c", WAITS], env={**os.environ, "TMPDIR": folder}, stdout=subprocess.PIPE, text=True
+    ) as supervisor:  # fmt: skip
+        assert supervisor.stdout is not None
+        assert [supervisor.stdout.readline() for _ in range(2)] == ["runs\n"] * 2
+        assert [*Path(folder).glob("plait-*")] != []
+        supervisor.kill()
+        supervisor.communicate(timeout=60)  # until the ranks have ended, too
+        assert [*Path(folder).glob("plait-*")] == []
 
 
 def test_elastic_ranks_are_refused_where_a_launcher_started_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from plait.app.loop.run_state import Check, resume_from, run_state, tell_differe
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import LowestLoss, Validation
 from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import (
     BEST,
     BestCheckpoint,
@@ -24,11 +25,20 @@ from plait.checkpoint.folders import (
     best_checkpoints,
     best_step,
     with_new_best,
+    withdraw,
 )
 from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.engine import Engine
-from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
+from plait.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    NonFiniteError,
+    ReplicaError,
+    listed,
+    terminal_text,
+)
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
 from plait.ranks.supervised_rank import (
     found_at_start,
@@ -243,6 +253,8 @@ class Checkpoints(Callback):
         with self._stack:
             if error is None or isinstance(error, NonFiniteError | ReplicaError):
                 self.finish()
+        if isinstance(error, CorruptionError):
+            self._withdraw_after(error.last_good_step)
         # Where nothing else holds the state of the last step, a later run may need the snapshots.
         is_needed = self.failed or (run.stopped > 0 and self._every is None)
         if self._snapshots is not None and error is None and not is_needed:
@@ -252,6 +264,16 @@ class Checkpoints(Callback):
         lowest = self._validation.lowest
         if error is None and run.mesh.rank == 0 and lowest is not None:
             self._tell(self._best_line(lowest))
+
+    def _withdraw_after(self, step: int) -> None:
+        """Let no run resume from what this one has kept after `step`, whose bits may be wrong."""
+        if self._snapshots is not None:
+            self._snapshots.withdraw_after(step)
+        try:
+            _tell_withdrawn(self._manager.withdraw_after(step))
+        except OSError as error:
+            line = f"WARNING: checkpoints after step {step} may have wrong bits, and were not renamed: "
+            print(terminal_text(f"{line}{error.strerror or error}."), flush=True)
 
     def _best_line(self, lowest: LowestLoss) -> str:
         """Return which step had the lowest validation loss, and where its checkpoint is."""
@@ -302,7 +324,11 @@ class Checkpoints(Callback):
                     names = {path: _name_of_version(path) for _, path in found}
                     before = found_at_start(self._folder, names.values())
                     found = [(step, path) for step, path in found if names[path] not in before]
-                return json.dumps([(step, str(path)) for step, path in found if most is None or step <= most])
+                if most is not None:
+                    wrong = {step for step, _ in found if step > most}
+                    _tell_withdrawn(withdraw(self._folder, wrong, Disk()))
+                    found = [(step, path) for step, path in found if step not in wrong]
+                return json.dumps([(step, str(path)) for step, path in found])
             except OSError:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
                 raise CheckpointError(error) from None
@@ -334,6 +360,14 @@ class Checkpoints(Callback):
         if self._manager.error and not self._warned:
             self._warned = True
             self._tell(f"WARNING: {self._manager.error}")
+
+
+def _tell_withdrawn(paths: Sequence[Path]) -> None:
+    """Print which checkpoints were renamed; on any rank, since the one that found wrong bits does it."""
+    if paths:
+        names = listed([path.name for path in paths])
+        line = f"WARNING: checkpoints in {paths[0].parent} may have wrong bits: they are now called {names}."
+        print(terminal_text(line), flush=True)
 
 
 def _name_of_version(path: Path) -> str:

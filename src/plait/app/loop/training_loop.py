@@ -248,6 +248,7 @@ class TrainingLoop:
         Raises `PlanError` on every rank, before anything changes, where the plan does not fit.
         """
         self.finish()
+        self.engine.compare_memory()  # that of the new engine counts as right
         self.optimizer.zero_grad()
         engine, self.optimizer = reshard(self.engine, self.optimizer, plan, self.mesh)
         assert engine is not None, "this rank is in the mesh"

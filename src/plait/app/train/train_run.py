@@ -43,19 +43,22 @@ from plait.optimizers.muon import Muon
 from plait.pictures.report.page import REPORT_FILE
 from plait.ranks.failure.process_watch import GracefulStop
 from plait.ranks.mesh import Mesh
+from plait.ranks.supervised_rank import note_stop, noted_stop
 
 
 @contextmanager
 def received_signal(signals: Collection[int]) -> Iterator[Callable[[], int]]:
     """Context: yield a function that returns which of `signals` this rank has received, or 0.
 
-    The first signal is recorded, so that the run stops between two steps; the second ends the process.
+    The first signal is recorded, so that the run stops between two steps; the second ends the process. One
+    that a rank has received before a supervisor restarted the ranks counts.
     """
-    received = 0
+    received = noted_stop()
 
     def receive(number: int) -> None:
         nonlocal received
         received = number
+        note_stop(number)
 
     with GracefulStop(signals, receive):
         # Local ranks start with these signals blocked, until there is a handler.

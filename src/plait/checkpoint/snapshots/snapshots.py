@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -37,7 +38,7 @@ from plait.checkpoint.snapshots.newest_snapshot import (
 )
 from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer, manifest_name
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
-from plait.errors import CheckpointError, PlaitError, terminal_text
+from plait.errors import CheckpointError, CorruptionError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.launch.rank_threads import join_thread
 from plait.ranks.supervised_rank import (
@@ -308,17 +309,34 @@ class Snapshots:
             join_thread(self._thread)
         self._folder.release()
 
+    def withdraw_after(self, step: int) -> None:
+        """Let snapshots of more than `step` steps not be restored, since their bits may be wrong.
+
+        Those on this host; without communication: any rank may call it.
+        """
+        if self._thread is not None:
+            join_thread(self._thread)
+        for part in found_parts(self._folder, self._ranks_here[0]):
+            if part.name.step > step:
+                with suppress(OSError):  # what cannot be removed is not to hide the error of wrong bits
+                    self._folder.withdraw(part.half, manifest_name(part.rank))
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the snapshots; after an error, after which ranks may be restarted, keep them."""
+        """Remove the snapshots; after an error, after which ranks may be restarted, keep them.
+
+        But not those whose bits may be wrong, by a CorruptionError.
+        """
         if error is None:
             self.close()
-        else:
-            self.release()
+            return
+        if isinstance(error, CorruptionError):
+            self.withdraw_after(error.last_good_step)
+        self.release()
 
     @property
     def _leads(self) -> bool:

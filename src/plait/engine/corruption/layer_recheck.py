@@ -134,17 +134,15 @@ class LayerRecheck:
         hosts = all_gather_text(socket.gethostname(), group, device)
         original, names = results_hash(expected), differing(found, expected)
         results = first_nonempty_text("\n".join(names), group, device).splitlines()
-        text = ""
-        if results:
-            wrong = wrong_ranks(original, votes, source)
-            named = [f"rank {group.ranks[index]} on host {hosts[index]}" for index in sorted(wrong)]
-            text = self._sentence(one, results, named)
+        wrong = sorted(wrong_ranks(original, votes, source)) if results else [(source + 1) % group.size]
+        named = [f"rank {group.ranks[index]} on host {hosts[index]}" for index in wrong]
+        error = self._sentence(one, results or ["a result"], named), [group.ranks[index] for index in wrong]
+        told = json.dumps(error) if results else ""
         for axis in STAGE_AXES:  # a result may differ on one of them only
-            text = first_nonempty_text(text, self._mesh.group(axis), device)
-        if not text:  # every rank gets what the first run gave: the rank that computed it again was wrong
-            index = (source + 1) % group.size
-            text = self._sentence(one, ["a result"], [f"rank {group.ranks[index]} on host {hosts[index]}"])
-        raise CorruptionError(text, self._runtime.dropout.step)
+            told = first_nonempty_text(told, self._mesh.group(axis), device)
+        # Without any: every rank gets what the first run gave, so the one that computed it again was wrong.
+        sentence, ranks = json.loads(told) if told else error
+        raise CorruptionError(sentence, self._runtime.dropout.step, ranks)
 
     def _sentence(self, one: _Drawn, results: Sequence[str], named: Sequence[str]) -> str:
         """Return the error's text: what differs, on which ranks, and what to do."""

@@ -4,6 +4,8 @@ update    ──▶  record parameters, optimizer state  …  compare  ──▶
 gather    ──▶  record what layers read             …  compare  ──▶  end of the backward
 reduction ──▶  record gradients                    …  compare  ──▶  clipping, the update
 
+Gradients that are scattered to shards are recorded after their own reduction, others at the end of the pass.
+
 In each pass what was recorded is compared with the ranks that hold the same.
 """
 
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 from plait.checkpoint.optimizer_set import whole_states
 from plait.engine.corruption.held_tensors import HeldTensors
 from plait.engine.corruption.recorded_sums import ChangedTensor, NamedTensor, RecordedSums
-from plait.engine.corruption.replica_sums import ReplicaSums
+from plait.engine.corruption.replica_sums import ReplicaSums, UnlikeReplicas
 from plait.engine.runner import Runner, Runtime
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.replica_check import check_replicas
@@ -49,11 +51,13 @@ class MemoryCheck:
         self._gathered: list[RecordedSums] = []
         """What layers read of parameters in this pass, where it is kept beside the optimizer's."""
         self._scattered: dict[int, RecordedSums] = {}
-        """Gradients of shards, by the `id` of the buffer, as the last reduction in this pass left them."""
+        """Gradients of shards, by the `id` of the buffer, as their last reduction left them."""
         self._recorded = dict.fromkeys(optimizers, 0)
         """After how many steps the state of each optimizer was recorded."""
         self._unread: list[_Comparison] = []
-        self._of_replicas: tuple[int, Callable[[], list[tuple[int, ...]]]] | None = None
+        self._of_replicas: tuple[int, Callable[[], list[UnlikeReplicas]]] | None = None
+        self._began = self._steps
+        """After how many steps the checks began: the state of then counts as right."""
         self.record_all()
 
     @property
@@ -100,22 +104,27 @@ class MemoryCheck:
     def _forget_gradients(self) -> None:
         """Drop the recorded sums of gradients that were set to None."""
         if not self._held.have_gradients:
-            self._gradients.forget()
+            for sums in self._sums_of_gradients:
+                sums.forget()
+
+    @property
+    def _sums_of_gradients(self) -> list[RecordedSums]:
+        return [self._gradients, *self._scattered.values()]
 
     def _compare_gradients(self, before: str) -> None:
-        self._start(
-            self._steps, f"after the reductions of step {self._steps}, before {before}", self._gradients
-        )
+        for sums in self._sums_of_gradients:
+            self._start(self._steps, f"after the reductions of step {self._steps}, before {before}", sums)
 
     def begin_pass(self, runner: Runner) -> None:
         """Start to compare this rank's sums with those of the ranks that hold the same."""
         self._gathered.clear()
-        self._scattered.clear()
         runner.gatherer.observer, runner.reducer.observer = self._record_gathered, self._record_scattered
         if self._replicas.are_needed:
-            gradients = [self._gradients] if self._gradients.are_recorded else []
+            gradients = [one for one in self._sums_of_gradients if one.are_recorded]
             recorded = [*self._of_optimizers.values(), self._others, *gradients]
             self._of_replicas = self._steps, self._replicas.compare(recorded)
+        for sums in self._sums_of_gradients:
+            sums.forget()
 
     def _record_gathered(self, buffer: FlatBuffer) -> None:
         """Record sums of a unit's gathered parameters, if they stay allocated until the end of the pass."""
@@ -138,15 +147,21 @@ class MemoryCheck:
         step = self._steps + 1
         for sums in self._gathered:
             self._start(step, f"after it was gathered in step {step}, before its backward ended", sums)
-        for sums in self._scattered.values():
-            self._start(step, f"after its reduction in step {step}, before its backward ended", sums)
         self._gathered.clear()
-        self._scattered.clear()
         self._read_finished()
 
     def record_gradients(self) -> None:
-        """Record the gradients that a pass has left, and buffers that its forward has written."""
-        self._gradients.record(self._held.gradients())
+        """Record the gradients that a pass has left, and buffers that its forward has written.
+
+        Sums of scattered gradients stay, where nothing was written since their reduction.
+        """
+        recorded: set[int] = set()
+        for sums in (one for one in self._scattered.values() if one.are_recorded):
+            if any(sums.are_written):  # by a division by the loss's scale, or earlier gradients were added
+                sums.forget()
+            else:
+                recorded.update(id(one.tensor) for one in sums.tensors)
+        self._gradients.record([one for one in self._held.gradients() if id(one.tensor) not in recorded])
         if any(self._others.are_written):  # as running means are, in a forward
             self._start(self._steps, f"before the end of step {self._steps + 1}", self._others)
             self._others.record(self._held.of_no_optimizer())
@@ -178,28 +193,30 @@ class MemoryCheck:
     def _change(self, comparison: _Comparison, changed: Sequence[ChangedTensor]) -> CorruptionError:
         first, bits = changed[0].named, "one bit" if changed[0].is_one_bit else "several bits"
         more = f", and {len(changed) - 1} more of its tensors" if len(changed) > 1 else ""
-        good = comparison.recorded - 1
+        good = max(comparison.recorded - 1, self._began)
         return CorruptionError(
             f"rank {self._runtime.mesh.rank} on host {socket.gethostname()}: {first} changed in memory by "
             f"{bits}{more}, {comparison.text}, and no operation has written to it: {_remedy(good)}; where "
             "the program writes in ways that torch does not count, as through .data or NumPy, let it call "
             "accept_changes() of its plait.CorruptionChecks afterwards.",
             good,
+            [self._runtime.mesh.rank],
         )
 
-    def _difference(self, steps: int, different: Sequence[tuple[int, ...]]) -> CorruptionError:
+    def _difference(self, steps: int, different: Sequence[UnlikeReplicas]) -> CorruptionError:
         """Return the error for sums after `steps` that differ; names the tensor if it still differs."""
-        runtime, good = self._runtime, steps - 1
+        runtime, good = self._runtime, max(steps - 1, self._began)
         optimizer = self._optimizers[0] if len(self._optimizers) == 1 else None
         try:
             parameters = dict(runtime.named_parameters())
             blueprint = runtime.blueprint
             check_replicas(parameters, blueprint.layouts, blueprint.owners, runtime.mesh, optimizer)
-            ranks = " and of ".join(", ".join(map(str, one)) for one in different)
+            ranks = " and of ".join(", ".join(map(str, one.ranks)) for one in different)
             text = f"the replicas of ranks {ranks} differed, and are alike again"
         except ReplicaError as error:
             text = str(error).rpartition(": go back")[0]
-        return CorruptionError(f"after step {steps} {text}: {_remedy(good)}.", good)
+        wrong = sorted({rank for one in different for rank in one.minority})
+        return CorruptionError(f"after step {steps} {text}: {_remedy(good)}.", good, wrong)
 
 
 def _remedy(good: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from plait.plan.shard_plan import replica_ranks
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import is_accelerator, moved_later, read_later
 from plait.ranks.mesh import Mesh
+
+
+class UnlikeReplicas(NamedTuple):
+    """Ranks that hold the same tensors, and have other sums of them."""
+
+    ranks: tuple[int, ...]
+    minority: tuple[int, ...]
+    """Those that differ from what more than half of the ranks have; () where no sum is that of so many."""
 
 
 class ReplicaSums:
@@ -54,7 +63,7 @@ class ReplicaSums:
         """Whether any two ranks hold the same tensors; the answer is equal on all ranks."""
         return bool(self._replicas)
 
-    def compare(self, recorded: Sequence[RecordedSums]) -> Callable[[], list[tuple[int, ...]]]:
+    def compare(self, recorded: Sequence[RecordedSums]) -> Callable[[], list[UnlikeReplicas]]:
         """Start to compare the sums; return a function that returns the sets of ranks that differ.
 
         It is the same on all ranks. Communication: 8 bytes for each kind of replica and rank over `world`.
@@ -71,10 +80,10 @@ class ReplicaSums:
         # On a GPU copied now, and not after all that the pass will compute; a CPU waits for ranks later.
         copied = read_later(gathered.wait()) if is_accelerator(device) else gathered.wait
 
-        def read() -> list[tuple[int, ...]]:
+        def read() -> list[UnlikeReplicas]:
             everyone = copied().view(-1, count)
             held = ((alike, everyone[list(alike), row]) for row, alike in self._replicas)
-            return [tuple(alike) for alike, numbers in held if (numbers != numbers[0]).any()]
+            return [unlike(alike, sums.tolist()) for alike, sums in held if (sums != sums[0]).any()]
 
         return read
 
@@ -98,6 +107,13 @@ class ReplicaSums:
         """Return the row of the table of sums to which a tensor is added; the last row is not compared."""
         is_alike = named.what in ("value", "gradient") or (self._with_state and named.what.startswith(STATE))
         return self._rows.get(named.parameter, self._count) if is_alike else self._count
+
+
+def unlike(ranks: Sequence[int], sums: Sequence[int]) -> UnlikeReplicas:
+    """Return ranks that have unlike sums, and which of them differ from what most have."""
+    most, count = Counter(sums).most_common(1)[0]
+    minority = [rank for rank, one in zip(ranks, sums, strict=True) if one != most]
+    return UnlikeReplicas(tuple(ranks), tuple(minority) if 2 * count > len(ranks) else ())
 
 
 def _places(layout: Layout) -> tuple[object, ...]:

@@ -29,6 +29,8 @@ class WordSums:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Prepare views of `tensors`, all on one device."""
+        self.bytes = sum(one.nbytes for one in tensors)
+        """What `compute` reads."""
         self._sums: list[Tensor] = []
         """Views of the whole words of large tensors."""
         self._copied: list[Tensor] = []

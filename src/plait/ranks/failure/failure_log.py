@@ -179,6 +179,8 @@ class RankFailure:
     """The host's monotonic time, in seconds."""
     frames: str = ""
     """The stack where `error` was raised."""
+    is_final: bool = False
+    """Whether the function, called again, would fail likewise: its result cannot be sent."""
 
     def exception(self, others: str = "") -> PlaitError:
         """Return the `PlaitError` that the rank raised, else a `RankError` with the traceback.

@@ -39,6 +39,7 @@ class RankJob:
     device: str
     ranks_per_gpu: int = 1
     goes_on: bool = False  # whether the process takes another job after one that failed
+    run_folder: str | None = None  # with the folders of all generations of an elastic run
 
     @staticmethod
     def of_this_process(
@@ -51,6 +52,7 @@ class RankJob:
         device: str,
         ranks_per_gpu: int = 1,
         goes_on: bool = False,
+        run_folder: str | None = None,
         variables: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RankJob:
         """Return a job with the environment, directory and module path of this process.
@@ -71,6 +73,7 @@ class RankJob:
             device=device,
             ranks_per_gpu=ranks_per_gpu,
             goes_on=goes_on,
+            run_folder=run_folder,
         )
 
 

@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import select
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from plait.ranks.failure.failure_log import RankFailure, from_exit, root_cause
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, stack_file, unpickled_result
 from plait.ranks.launch.rank_process import END, STACK_SIGNAL, serve
+from plait.ranks.launch.run_folder import run_folder
 from plait.ranks.rank_device import newer_nccl
 from plait.ranks.world import World
 
@@ -116,7 +116,7 @@ class RankPool:
         if count < 1:
             raise MeshError(f"{count} ranks were asked for: give at least 1.")
         call = pickled_call(function, arguments)
-        with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as folder:
+        with run_folder() as folder:
             try:
                 if not self._children:
                     atexit.register(self._at_exit)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
             jobs.put(job)
     except (EOFError, OSError):
         if job is not None and busy.is_set():
-            shutil.rmtree(job.folder, ignore_errors=True)
+            shutil.rmtree(job.run_folder or job.folder, ignore_errors=True)
             end_orphan(f"rank {job.world.rank}: the process that started it is gone")
         end_process(1)
 
@@ -147,7 +148,10 @@ def _call(job: RankJob) -> bytes | RankFailure:
             result = function(*arguments)
     except BaseException as error:
         return from_exception(job.world.rank, error)
-    payload = dumps_result(result, job.world.rank)
+    try:
+        payload = dumps_result(result, job.world.rank)
+    except PlaitError as error:
+        return replace(from_exception(job.world.rank, error), is_final=True)
     # Leaving closes connections: not while a peer still opens them, and not while it may still read.
     # A peer that runs for longer either does not need this rank, or gets an error when this rank leaves.
     _mark(job, "finished")

@@ -137,6 +137,20 @@ def test_a_run_goes_on_from_the_last_step_without_wrong_bits(
     assert [*removed_at_end(str(tmp_path))] == kept != []
 
 
+def test_a_checkpoint_with_wrong_bits_is_not_loaded_after_the_next_failure_either(
+    thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_on = partial(train, every=2, keep_best=False, snapshots=None)
+    for name, value in variables_of_supervisor(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    thread_ranks.run(train_on, tmp_path, 7, ranks=2)
+    go_on_before(str(tmp_path), 5)
+    for _ in range(2):
+        assert thread_ranks.run(train_on, tmp_path, 5, ranks=2) == [rows[4:5]] * 2
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000006.wrong-bits-1"]
+
+
 def test_after_a_new_beginning_later_snapshots_count_again(
     thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

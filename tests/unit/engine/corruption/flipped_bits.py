@@ -6,12 +6,14 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import plait
 from plait.engine import Engine
+from plait.engine.corruption.word_sums import WordSums
 from plait.plan.plan import Plan
 
 Optimizer = torch.optim.Optimizer
@@ -33,6 +35,20 @@ def flipped(tensor: Tensor, byte: int, bit: int) -> Iterator[None]:
         yield
     finally:
         flip(tensor, byte, bit)
+
+
+@contextmanager
+def counted_sums() -> Iterator[list[int]]:
+    """Yield a list of the bytes that each computation of sums reads within the context, on all threads."""
+    counts: list[int] = []
+    compute = WordSums.compute
+
+    def counting(self: WordSums) -> Tensor:
+        counts.append(self.bytes)
+        return compute(self)
+
+    with patch.object(WordSums, "compute", counting):
+        yield counts
 
 
 def adamw(engine: Engine) -> Optimizer:

@@ -149,6 +149,13 @@ def wrong(gradient: Tensor) -> Tensor:
     return changed
 
 
+def told_of(error: CorruptionError) -> str:
+    """The last good step and the text, which names the error's ranks."""
+    assert error.ranks
+    assert all(f"rank {rank} on host" in str(error) for rank in error.ranks)
+    return f"{error.last_good_step} {error}"
+
+
 def found_with_a_fault(
     plan: Plan, kind: str, runs: Sequence[int], rate: float, steps: int
 ) -> tuple[list[str], int]:
@@ -162,7 +169,7 @@ def found_with_a_fault(
             try:
                 engine.forward_backward(*batch(engine, step))
             except CorruptionError as error:
-                told.append(f"{error.last_good_step} {error}")
+                told.append(told_of(error))
                 engine.passes += 1
             optimizer.zero_grad()
         return told, checks.rechecked

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from flipped_bits import SIZES, Optimizer, adamw, batch, engine_of, flip
+from flipped_bits import SIZES, Optimizer, adamw, batch, counted_sums, engine_of, flip
 from torch import Tensor, nn
 
 import plait
 from plait.engine import Engine
 from plait.engine.corruption.corruption_checks import CorruptionChecks
+from plait.engine.corruption.replica_sums import unlike
 from plait.errors import CorruptionError
 from plait.plan.plan import Plan
 from plait.ranks.consistency_check import all_numbers
@@ -78,9 +79,10 @@ def flip_in_each_step(plan: Plan, maker: str, seeds: range) -> int:
                 with pytest.raises(CorruptionError, match="by one bit") as raised:
                     engine.step(optimizer, float("inf"))
                 assert f"rank {rank} on host" in str(raised.value)
+                assert raised.value.ranks == (rank,)
                 assert f"{told} changed in memory by one bit, " in str(raised.value)
                 step = engine.passes
-                assert raised.value.last_good_step == (step - 1 if kind == "gradient" else max(step - 2, -1))
+                assert raised.value.last_good_step == (step - 1 if kind == "gradient" else max(step - 2, 0))
                 flip(tensor, *place)
                 optimizer.step()
                 found += 1
@@ -246,6 +248,12 @@ def test_an_update_that_one_rank_computes_wrongly_is_found_in_the_next_step(thre
     assert "go on from a checkpoint or snapshot of step 1 or before" in told
 
 
+def test_the_ranks_that_differ_from_more_than_half_are_named() -> None:
+    assert unlike([0, 2, 4], [7, 8, 7]) == ((0, 2, 4), (2,))
+    assert unlike([0, 1], [7, 8]) == ((0, 1), ())
+    assert unlike([0, 1, 2, 3], [7, 8, 8, 7]) == ((0, 1, 2, 3), ())
+
+
 class Counted(nn.Module):
     """A layer with a table that never changes, and a count of its runs that does."""
 
@@ -370,8 +378,33 @@ def flip_what_is_scattered(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(dp=2, strategy="gradients")])
 def test_a_reduced_gradient_is_compared_from_its_own_reduction_on(thread_ranks: Any, plan: Plan) -> None:
     told = "rank 1 on host .*: the gradient of (head|embedding)[.].* changed in memory by one bit, "
-    with pytest.raises(CorruptionError, match=f"{told}after its reduction in step 2, before its backward"):
+    with pytest.raises(CorruptionError, match=f"{told}after the reductions of step 2, before they were clip"):
         thread_ranks.run(flip_what_is_scattered, plan, ranks=2)
+
+
+def checked_steps(plan: Plan, steps: int) -> tuple[int, int]:
+    """Take steps with checks; return how many elements and tensors this rank's parameters have."""
+    engine, optimizer = engine_of(plan)
+    with CorruptionChecks(engine, optimizer):
+        for step in range(steps):
+            engine.forward_backward(*batch(engine, step))
+            engine.step(optimizer, 1.0)
+            optimizer.zero_grad()
+    every = [one.numel() for one in engine.parameters()]
+    return sum(every), len(every)
+
+
+@pytest.mark.parametrize("strategy", ["none", "gradients", "full"])
+def test_each_byte_of_optimizer_state_and_gradients_is_read_twice_in_a_step(
+    thread_ranks: Any, strategy: Any
+) -> None:
+    """Of fp32 and AdamW: 16 bytes a parameter, of the shards where there are some, and 4 of each count."""
+    read = []
+    for steps in (2, 3):
+        with counted_sums() as counts:
+            sizes = thread_ranks.run(checked_steps, Plan(dp=2, strategy=strategy), steps, ranks=2)
+        read.append(sum(counts))
+    assert read[1] - read[0] == sum(32 * elements + 8 * tensors for elements, tensors in sizes)
 
 
 def test_checks_end_where_another_engine_takes_over(thread_ranks: Any) -> None:

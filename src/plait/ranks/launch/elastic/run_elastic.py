@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
 from plait.ranks.launch.rank_process import serve
+from plait.ranks.launch.run_folder import run_folder
 from plait.ranks.rank_device import newer_nccl
 from plait.ranks.supervised_rank import removed_at_end, variables_of_supervisor
 from plait.ranks.world import World
@@ -45,7 +45,7 @@ def run_elastic(
     Arguments are those of `launch`. Raises the error of a failure that has happened three times.
     """
     call, run_id = pickled_call(function, arguments), secrets.token_hex(8)
-    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as folder:
+    with run_folder() as folder:
         rendezvous = OneHostRendezvous(run_id)
 
         def start_member(number: int) -> Member:
@@ -67,6 +67,7 @@ def run_elastic(
                 device=device,
                 ranks_per_gpu=ranks_per_gpu,
                 goes_on=True,
+                run_folder=folder,
                 variables=variables_of_supervisor(folder)
                 | variables_of_activity(activity_path(str(own), rank)),
             )

@@ -201,7 +201,9 @@ class Supervisor(SimpleElasticAgent):
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
-        """Print a failure; raise its error where the same one has happened three times at the same step."""
+        """Print a failure; raise its error where it is final, or happens the third time at one step."""
+        if cause.is_final:
+            raise cause.exception()
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
@@ -211,7 +213,12 @@ class Supervisor(SimpleElasticAgent):
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
         if isinstance(error := cause.exception(), CorruptionError):
             go_on_before(self._folder, error.last_good_step)
+            if self._settings.replace or len(error.ranks) < len(self._running):
+                for rank in error.ranks:  # another process takes its place, in other memory
+                    self._running[rank].kill()
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
+        if cause.traceback and cause.error is None and not cause.secondary:  # a PlaitError is one sentence
+            print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
 
     def _update(self, seconds: float, members: Sequence[Member]) -> None:
         """Block until one of `members` sends something or ends, at most `seconds`; take all messages."""
