@@ -13,7 +13,9 @@ import plait
 from gpu.host_waits import forbid_host_waits
 from plait.plan.plan import Plan
 from plait.ranks.device import default_device, multiplies_float8
-from plait.tensor.float8.cast import ScaledMatrix, cast
+from plait.tensor.experts.grouped_float8_products import grouped_float8_product
+from plait.tensor.experts.grouped_products import Groups
+from plait.tensor.float8.cast import ScaledMatrix, cast, cast_by, factor_of, largest_of
 from plait.tensor.float8.recipes import RECIPES, CastFormat
 from plait.tensor.float8.scaled_product import product
 
@@ -49,6 +51,53 @@ def difference(per: Any, dtype: torch.dtype) -> float:
 def test_a_float8_product_is_the_sum_of_the_scaled_values(gpu_ranks: GpuRanks, per: str) -> None:
     for dtype, bound in ((torch.float32, 2e-4), (torch.bfloat16, 2**-8)):
         assert gpu_ranks.run(difference, per, dtype, ranks=1)[0] < bound
+
+
+def difference_of_groups(per: str) -> float:
+    """The largest of rows of four experts, of which one has none, relative to the largest result."""
+    require_float8()
+    draw, device, sizes = torch.Generator().manual_seed(0), default_device(), (7, 0, 33, 1)
+    form = CastFormat(torch.float8_e4m3fn, "row", True)
+    rows = cast(torch.randn(41, 80, generator=draw).bfloat16().to(device), form)
+    weights = torch.randn(4, 48, 80, generator=draw).bfloat16().to(device)
+    largest = largest_of(weights, "row", 2)
+    largest = largest.amax(1, keepdim=True) if per == "matrix" else largest
+    of_weights = cast_by(weights, factor_of(largest, form), form)
+    matrices = ScaledMatrix(of_weights.data.mT, of_weights.scale.mT)
+    groups = Groups(sizes, torch.tensor(sizes).cumsum(0).int().to(device))
+    found = grouped_float8_product(rows, matrices, groups, torch.bfloat16).double()
+    parts = torch.split(rows.data.double() * rows.scale, sizes)
+    each = (matrices.data.double() * matrices.scale).unbind()
+    exact = torch.cat([part @ matrix for part, matrix in zip(parts, each, strict=True)])
+    return float((found - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.parametrize("per", ["column", "matrix"])
+def test_a_product_of_experts_is_the_sum_of_the_scaled_values(gpu_ranks: GpuRanks, per: str) -> None:
+    assert gpu_ranks.run(difference_of_groups, per, ranks=1)[0] < 2**-7
+
+
+def losses_of_experts() -> list[float]:
+    """Of four steps."""
+    require_float8()
+    plan = Plan(linears="float8-rowwise-gw", precision="bf16", microbatches=2)
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "inner": 32, "vocab": 64, "context": 16}
+    model = plait.models.llama(**sizes, experts=4, top_k=2)
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    assert engine.linear_formats["blocks.0.mlp.mixture.experts"] == "float8-rowwise-gw"
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0)).to(default_device())
+    found = list[float]()
+    for _ in range(4):
+        found.append(float(engine.forward_backward(tokens[:, :-1], tokens[:, 1:])))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_experts_in_float8_learn(gpu_ranks: GpuRanks) -> None:
+    (found,) = gpu_ranks.run(losses_of_experts, ranks=1)
+    assert found[3] < found[0]
 
 
 def losses(recipe: Any, compiled: bool) -> list[float]:
