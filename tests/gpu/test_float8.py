@@ -53,6 +53,29 @@ def test_a_float8_product_is_the_sum_of_the_scaled_values(gpu_ranks: GpuRanks, p
         assert gpu_ranks.run(difference, per, dtype, ranks=1)[0] < bound
 
 
+def losses_of_experts() -> list[float]:
+    """Of four steps."""
+    require_float8()
+    plan = Plan(linears="float8-rowwise-gw", precision="bf16", microbatches=2)
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "inner": 32, "vocab": 64, "context": 16}
+    model = plait.models.llama(**sizes, experts=4, top_k=2)
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    assert engine.linear_formats["blocks.0.mlp.mixture.experts"] == "float8-rowwise-gw"
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0)).to(default_device())
+    found = list[float]()
+    for _ in range(4):
+        found.append(float(engine.forward_backward(tokens[:, :-1], tokens[:, 1:])))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_experts_in_float8_learn(gpu_ranks: GpuRanks) -> None:
+    (found,) = gpu_ranks.run(losses_of_experts, ranks=1)
+    assert found[3] < found[0]
+
+
 def losses(recipe: Any, compiled: bool) -> list[float]:
     """Of four steps, of which the last two must not make the host wait."""
     require_float8()

@@ -51,11 +51,15 @@ def llama(
 
 
 @cache
-def sparse_llama(*, layers: int = 2, experts: int = 5, top_k: int = 2, shared: int = 8) -> Case:
-    """A small Llama with experts."""
+def sparse_llama(
+    *, layers: int = 2, experts: int = 5, top_k: int = 2, shared: int = 8, wide: bool = False
+) -> Case:
+    """A small Llama with experts; `wide`: also halves of its matrices have sizes that are multiples of 16."""
+    hidden, kv_heads, inner = (32, 4, 32) if wide else (16, 2, 12)
 
     def build() -> nn.Module:
-        sizes = {"hidden": 16, "heads": 4, "kv_heads": 2, "inner": 12, "layers": layers, "vocab": GPT2_VOCAB}
+        sizes = {"hidden": hidden, "heads": 4, "kv_heads": kv_heads, "inner": inner, "layers": layers}
+        sizes |= {"vocab": GPT2_VOCAB}
         sparse = {"experts": experts, "top_k": top_k, "shared": shared}
         return plait.models.llama(context=GPT2_CONTEXT, **sizes, **sparse)
 

@@ -24,6 +24,7 @@ from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts, gpt2
 from parity.pairs import covering_rows
 from parity.parity import TWO_STEPS, compare
 from parity.rows import name_of
+from plait.checkpoint.compatibility import linears_change
 from plait.models.llama import RULES
 from plait.plan.plan import Plan
 from plait.plan.rules import column, row, sequence
@@ -277,6 +278,12 @@ def test_a_run_that_goes_on_with_other_scales_says_so(
         capsys.readouterr()
         plait.load(*run_of(plan), tmp_path / "saved")
         assert capsys.readouterr().out == said
+
+
+def test_a_run_whose_tokens_have_scales_of_their_own_goes_on_with_any_micro_batches() -> None:
+    for recipe, says in (("float8", True), ("float8-rowwise", True), ("float8-rowwise-gw", False)):
+        before = {"linears": recipe, "dp": 1, "microbatches": 1}
+        assert bool(linears_change(before, Plan(linears=recipe, microbatches=2))) == says  # type: ignore[arg-type]
 
 
 def test_a_reshard_to_other_micro_batches_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import plait
 from parity import woven
-from parity.case import Case
-from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts
+from parity.cases import GPT2_CONTEXT, sparse_llama
 from parity.norm import assert_equal
-from parity.pairs import covering_rows
+from parity.pairs import covering_rows, in_quick
 from parity.parity import TWO_STEPS, compare
 from parity.rows import name_of
 from plait.plan.plan import Plan
@@ -28,14 +26,7 @@ from plait.tensor.experts import expert_casts
 RECIPE = "float8-rowwise-gw"
 
 
-def sparse(shared: int = 0, experts: int = 4) -> Case:
-    """A small Llama whose sizes are multiples of 16 also in parts of two ranks."""
-
-    def build() -> nn.Module:
-        sizes = {"hidden": 32, "heads": 4, "inner": 32, "layers": 2, "vocab": GPT2_VOCAB}
-        return plait.models.llama(context=GPT2_CONTEXT, **sizes, experts=experts, top_k=2, shared=shared)
-
-    return Case(f"sparse llama with {experts} experts and {shared}", build, draw_contexts(GPT2_VOCAB))
+sparse = partial(sparse_llama, wide=True, experts=4, shared=0)
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -62,13 +53,12 @@ def fits(row: dict[str, Any]) -> bool:
     return ranks <= 8 and divided and in_stage % (ep * etp) == 0
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, fits), ids=name_of)
 def test_every_layout_of_experts_equals_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:
     fields = dict(row)
-    case = sparse(fields.pop("shared"))
+    case = sparse(shared=fields.pop("shared"))
     (ep, etp), (pp, schedule) = fields.pop("experts"), fields.pop("pipeline")
     dp, strategy, reduce = fields.pop("data")
     fields |= {"pp": pp, "schedule": schedule, "dp": dp, "strategy": strategy, "reduce": reduce}
@@ -92,7 +82,7 @@ def gradients_of_four_rows(plan: Plan) -> dict[str, Tensor]:
     return {name: gradient.clone() for name, gradient in engine.named_gradients()}
 
 
-@pytest.mark.parametrize("tokens", [2, 8])
+@pytest.mark.parametrize("tokens", in_quick((2, 8), 2))
 def test_experts_without_tokens_are_cut_like_others(thread_ranks: Any, tokens: int) -> None:
     """Some ranks of ep get no token at all; those of etp agree on that."""
     case = sparse(experts=16)

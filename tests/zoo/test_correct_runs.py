@@ -161,6 +161,22 @@ def test_plans_in_float8_are_equal(thread_ranks, linears, turns):
         assert report, report
 
 
+@pytest.mark.parametrize(
+    "turns",
+    [
+        slice(11, None, 40),
+        pytest.param(slice(0, None, 4), marks=pytest.mark.full),
+    ],
+)
+def test_plans_of_experts_in_float8_are_equal(thread_ranks, turns):
+    model = sparse_llama(layers=BLOCKS[2], experts=4, shared=0, wide=True)
+    plan = replace(PLAN, linears="float8-rowwise-gw")
+    plans = [one for one in plans_on(2, plan, ROWS, in_parts=True, with_experts=True) if one.divides_experts]
+    assert {(plan.ep, plan.etp) for plan in plans} == {(2, 1), (1, 2)}
+    for report in verified(thread_ranks, model, plans[turns], 2):
+        assert report, report
+
+
 FINE_TUNED = {"adapters": ADAPTED_AND_DROPPING, "documents": PACKED, "norms": NORMS}
 """`norms` has three layers: on one rank of pp, since not every schedule has a stage for each."""
 

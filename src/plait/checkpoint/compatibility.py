@@ -23,6 +23,7 @@ from plait.checkpoint.rank_contents import (
 from plait.errors import CheckpointError, listed
 from plait.plan.layout.layout import Layout
 from plait.plan.plan import Plan
+from plait.tensor.float8.recipes import RECIPES
 
 _OF_SCHEDULERS = frozenset({"initial_lr"})
 """Options that learning-rate schedulers add to groups."""
@@ -105,7 +106,7 @@ def linears_change(before: Mapping[str, Any], plan: Plan) -> str:
             "from now on, so numbers change: plan.linears decides."
         )
     counts = before.get("dp", 1) * before.get("microbatches", 1), plan.dp * plan.microbatches
-    if counts[0] == counts[1]:
+    if counts[0] == counts[1] or (now is not None and RECIPES[now].scales_rows_alone):
         return ""
     return (
         f"steps have had {counts[0]} micro-batches, and have {counts[1]} from now on, each with "

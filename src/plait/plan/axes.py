@@ -36,6 +36,8 @@ EXPERT_STATE_AXES = ("edp",)
 """The axis over which a strategy shards the state of experts."""
 EXPERT_DATA_AXES = ("replicate", "edp")
 """The axes whose ranks hold the same experts, and compute gradients of them from other tokens."""
+TOKEN_AXES = ("cp", "tp")
+"""The axes whose ranks have the tokens of one micro-batch between them."""
 LAYER_AXES = ("tp", "ep", "etp")
 """The axes over which layers are divided, whatever the strategy."""
 PLAN_AXES = ("pp", "dp", "cp", "tp")

@@ -82,10 +82,10 @@ class Plan:
 
     `linears`: the number format in which linears multiply; None: that of `precision`. By torchao's recipes:
     `float8` has one scale a tensor, `float8-rowwise` one a row, a power of two, `float8-rowwise-gw` likewise
-    with weight gradients in `precision`. A scale comes from the largest value in a micro-batch's whole
-    tensor. Results, parameters, gradients and their sums over ranks keep their precisions, as do the linears
-    of heads, routers and losses, and those with sizes that are no multiple of 16. `parallelize` refuses
-    `mxfp8`, since no device here has it.
+    with weight gradients in `precision`, and experts multiply so whatever the recipe. A scale comes from the
+    largest value in a micro-batch's whole tensor, or in a row. Results, parameters, gradients and their sums
+    over ranks keep their precisions, as do the linears of heads, routers and losses, and those with sizes
+    that are no multiple of 16. `parallelize` refuses `mxfp8`, since no device here has it.
 
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
     run on the whole sequence on every rank of `tp` (`none`), or on a part of the sequence on each, so that

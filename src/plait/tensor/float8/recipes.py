@@ -65,6 +65,12 @@ class Recipe:
         """Whether both products with the weight take it cast with one scale, so that it can be kept so."""
         return self.weight == self.weight_for_input and self.weight.per == "tensor"
 
+    @property
+    def scales_rows_alone(self) -> bool:
+        """Whether a token's scales come from that token, so that no number depends on the micro-batches."""
+        rows = self.input, self.gradient
+        return self.input_for_weight is None and all(one.per == "row" for one in rows)
+
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TENSOR, _TENSOR_GRADIENT = CastFormat(_E4M3, "tensor"), CastFormat(_E5M2, "tensor")

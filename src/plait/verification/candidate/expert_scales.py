@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.runner import Runtime
-from plait.plan.axes import EXPERT_DATA_AXES
+from plait.plan.axes import EXPERT_DATA_AXES, TOKEN_AXES
 from plait.plan.layout.layout import divide
 from plait.ranks.group import Group
 from plait.verification.candidate.weight_gradient_checker import sum_over
@@ -35,7 +35,7 @@ class ExpertScales:
         self.plan, self.mesh = runtime.blueprint.plan, runtime.mesh
         self.layouts = runtime.blueprint.whole_layouts
         divides, has_experts = self.plan.divides_experts, runtime.blueprint.float8.experts
-        axes = EXPERT_DATA_AXES if divides else ("cp", "tp")
+        axes = EXPERT_DATA_AXES if divides else TOKEN_AXES
         self.group: Group | None = self.mesh.group(axes) if has_experts else None
         """The ranks with the same experts, that have all tokens of a micro-batch, or of those of `dp`."""
 

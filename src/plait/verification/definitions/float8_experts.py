@@ -66,7 +66,7 @@ def quantise_experts(
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _ExpertsInFloat8Call:
     """One call of experts, whose scales it notes."""
 
     book: Definitions
@@ -105,7 +105,10 @@ def _experts(
     weights: Tensor,
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts of `layer`, `Experts`: `[T, H]`."""
-    call, output = _Call(book, path, layer, casting, len(hidden)), hidden.new_zeros(hidden.shape)
+    call, output = (
+        _ExpertsInFloat8Call(book, path, layer, casting, len(hidden)),
+        hidden.new_zeros(hidden.shape),
+    )
     gate_up_bias, down_bias = layer.gate_up_proj_bias, layer.down_proj_bias
     for expert in range(layer.num_experts):
         tokens, slots = (indices == expert).nonzero(as_tuple=True)
