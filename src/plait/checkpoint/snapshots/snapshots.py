@@ -39,11 +39,14 @@ from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuf
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
+from plait.ranks.kept_run import keep_run, take_moved_run
 from plait.ranks.launch.rank_threads import join_thread
 from plait.ranks.supervised_rank import (
+    WorldChange,
     newest_good_step,
     note_begun_anew,
     note_restored,
+    possible_ranks,
     remove_at_end,
     supervisor_of_rank,
 )
@@ -141,6 +144,9 @@ class Snapshots:
         `CheckpointError` on all ranks where one has no room, or could not write the snapshot before; an older
         one is then unchanged. Communication: an all-reduce of 8 bytes over `world`; in the first two, four.
         Over several hosts the one before is copied: each sends what no other holds to the next.
+
+        Where the supervisor of elastic ranks has processes for more of them, it raises `WorldChange` on all
+        ranks after the snapshot, so that the function is called again on all.
         """
         if not self.is_due(number):
             return False
@@ -154,7 +160,7 @@ class Snapshots:
             contents = RankContents.of(self._engine, optimizers, self._ranks_here, own, self._last)
         except Exception as raised:  # any error: the other ranks wait
             error = str(raised) if isinstance(raised, PlaitError) else repr(raised)
-        self._finish(error)
+        possible = self._finish(error)
         assert contents is not None, "_finish has raised the error"
         self._last = contents
         half = 1 - self._half
@@ -167,6 +173,10 @@ class Snapshots:
         else:
             self._thread = Thread(target=self._commit, args=(contents,), name="plait-snapshot", daemon=True)
             self._thread.start()
+        if possible > self._engine.mesh.world:
+            self.release()
+            keep_run(self._engine, self._optimizer, number, dict(state or {}))
+            raise WorldChange(f"leaves the world after step {number}, for one of {possible} ranks")
         return True
 
     def finish(self) -> None:
@@ -185,28 +195,34 @@ class Snapshots:
         self._engine, self._optimizer, self._last = engine, optimizer, None
         self._reserved.clear()
 
-    def _finish(self, error: str) -> None:
-        """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`."""
+    def _finish(self, error: str) -> int:
+        """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`.
+
+        Returns the number of ranks of a larger world that is possible, the same on all; 0: none.
+        """
         if self._thread is not None:
             join_thread(self._thread)
             self._thread = None
         failed, self._error = self._error, ""
-        texts = self._all_gather(json.dumps([failed, error]) if failed or error else "")
-        errors = [json.loads(text) for text in texts if text]
-        if any(failed for failed, _ in errors):
+        possible = possible_ranks()
+        texts = self._all_gather(json.dumps([failed, error, possible]) if failed or error or possible else "")
+        told = [json.loads(text) for text in texts if text]
+        if any(failed for failed, _, _ in told):
             self._half = 1 - self._half  # the one before is still complete
-        if errors:
-            raise CheckpointError(errors[0][0] or errors[0][1])
+        if errors := [failed or error for failed, error, _ in told if failed or error]:
+            raise CheckpointError(errors[0])
         if self._last is not None and not self._is_copied:
             self._copy_to_next_host()
             self._is_copied = True
+        return max((possible for _, _, possible in told), default=0)
 
     def restore(self, options: Options = "saved", *, own_launch: bool = False) -> Restored | None:
         """Load the newest snapshot that all ranks of the run have completed; None where there is none.
 
         Called on all ranks, whose plan and number may differ from those of before. `own_launch`: only one of
         ranks that the same torchrun restarted. `options`: as for `plait.load`. One that is damaged is
-        left out; rank 0 prints why. Raises `CheckpointError` on all ranks where it is of another model or
+        left out; rank 0 prints why. Nothing is loaded where `reshard_kept` has moved the
+        run from before. Raises `CheckpointError` on all ranks where it is of another model or
         optimizer. Communication: names of snapshots, error messages, files that other hosts have.
         """
         is_first = self._engine.mesh.rank == 0
@@ -240,8 +256,12 @@ class Snapshots:
         ]
         names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
         everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
-        found = ((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
-        for name, is_complete in newest_first(found):
+        found = newest_first((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
+        if (moved := take_moved_run(self._engine)) is not None:
+            whole = (name for name, is_complete in found if is_complete)
+            halves = (part.half for name in whole for part in parts if part.name == name)
+            return self._go_on(moved.step, next(halves, self._half)), Loaded(dict(moved.state), {})
+        for name, is_complete in found:
             if name.step <= after:
                 break
             own = [part for part in parts if part.name == name]
@@ -260,11 +280,15 @@ class Snapshots:
                     raise
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
-            self._half, self._goes_on = half, True
-            if self._engine.mesh.rank == 0:
-                note_restored(name.step)
-            return name.step, loaded
+            return self._go_on(name.step, half), loaded
         return None
+
+    def _go_on(self, step: int, half: int) -> int:
+        """Note that the run goes on after so many steps, and that `half` is to stay; return the number."""
+        self._half, self._goes_on = half, True
+        if self._engine.mesh.rank == 0:
+            note_restored(step)
+        return step
 
     def _withdraw(self, parts: Sequence[RankPart]) -> None:
         """Remove the manifests of a snapshot's parts, whose bits are wrong, so that it is not restored."""

@@ -179,6 +179,8 @@ class RankFailure:
     """The host's monotonic time, in seconds."""
     frames: str = ""
     """The stack where `error` was raised."""
+    is_world_change: bool = False
+    """Whether nothing failed: all ranks have left their world between two steps, for one of more ranks."""
 
     def exception(self, others: str = "") -> PlaitError:
         """Return the `PlaitError` that the rank raised, else a `RankError` with the traceback.

@@ -67,7 +67,7 @@ def run_elastic(
                 device=device,
                 ranks_per_gpu=ranks_per_gpu,
                 goes_on=True,
-                variables=variables_of_supervisor(folder)
+                variables=variables_of_supervisor(folder, generation)
                 | variables_of_activity(activity_path(str(own), rank)),
             )
 
