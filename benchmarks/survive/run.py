@@ -92,7 +92,7 @@ def measure(row: Row, rounds: int, limit: float) -> Iterator[tuple[float, float]
         with tempfile.TemporaryDirectory(prefix="survive-") as whole, tempfile.TemporaryDirectory() as folder:
             expected = elastic()(Path(whole), Case(PLANS, case.steps, EVERY), limit)
             results = row.start(Path(folder), case, limit)
-            undisturbed = {step: loss for step, _, _, loss in steps_of(Path(whole))}
+            undisturbed = dict(steps_of(Path(whole)))
             found = differences(case, Path(folder), results, undisturbed, expected)
             assert not found, found
             times = sorted(Injector(Path(folder), kills).happened_at().values())

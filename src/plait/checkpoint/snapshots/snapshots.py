@@ -39,7 +39,7 @@ from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuf
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
-from plait.ranks.kept_run import keep_run, take_moved_run
+from plait.ranks.kept_run import KeptRun, keep_run, keeps_runs, take_moved_run
 from plait.ranks.launch.rank_threads import join_thread
 from plait.ranks.supervised_rank import (
     WorldChange,
@@ -120,6 +120,22 @@ class Snapshots:
         """Whether another host has a copy of the last snapshot, or there is none."""
         self._thread: Thread | None = None
         self._error = ""
+        self._finished: KeptRun | None = None
+        """The run after the last step, until an optimizer begins the next update."""
+        self._watch_updates()
+
+    def _watch_updates(self) -> None:
+        """Note when an optimizer begins an update, after which the run is no longer as it was."""
+        chosen = OptimizerSet.of(self._optimizer) if keeps_runs() else None
+        members = () if chosen is None else chosen.members
+        self._hooks = [one.register_step_pre_hook(lambda *_: self._note_finished(None)) for one in members]
+
+    def _note_finished(self, step: int | None, state: Mapping[str, Any] | None = None) -> None:
+        """Note that the run is between two steps, with its number of finished steps; None: that it is not."""
+        self._finished = None
+        if step is not None and keeps_runs():
+            own, run_state = dict(state or {}), dict(self._engine.run_state)
+            self._finished = KeptRun(self._engine, self._optimizer, step, own, run_state)
 
     @property
     def folder(self) -> Path:
@@ -146,8 +162,10 @@ class Snapshots:
         Over several hosts the one before is copied: each sends what no other holds to the next.
 
         Where the supervisor of elastic ranks has processes for more of them, it raises `WorldChange` on all
-        ranks after the snapshot, so that the function is called again on all.
+        ranks after the snapshot, so that the function is called again on all. A function that calls
+        `reshard_kept` also calls this after steps that are no multiple.
         """
+        self._note_finished(number, state)
         if not self.is_due(number):
             return False
         about = {"step": number, "attempt": self._attempt, "ranks": self._engine.mesh.world}
@@ -175,7 +193,8 @@ class Snapshots:
             self._thread.start()
         if possible > self._engine.mesh.world:
             self.release()
-            keep_run(self._engine, self._optimizer, number, dict(state or {}))
+            if self._finished is not None:
+                keep_run(self._finished)
             raise WorldChange(f"leaves the world after step {number}, for one of {possible} ranks")
         return True
 
@@ -192,8 +211,10 @@ class Snapshots:
         Those of before stay until newer ones take their place. Communication and errors: as `finish`.
         """
         self.finish()
+        self._forget_updates()
         self._engine, self._optimizer, self._last = engine, optimizer, None
         self._reserved.clear()
+        self._watch_updates()
 
     def _finish(self, error: str) -> int:
         """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`.
@@ -260,7 +281,8 @@ class Snapshots:
         if (moved := take_moved_run(self._engine)) is not None:
             whole = (name for name, is_complete in found if is_complete)
             halves = (part.half for name in whole for part in parts if part.name == name)
-            return self._go_on(moved.step, next(halves, self._half)), Loaded(dict(moved.state), {})
+            self._go_on(moved.step, moved.state, next(halves, self._half))
+            return moved.step, Loaded(dict(moved.state), {})
         for name, is_complete in found:
             if name.step <= after:
                 break
@@ -280,15 +302,16 @@ class Snapshots:
                     raise
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
-            return self._go_on(name.step, half), loaded
+            self._go_on(name.step, loaded.state, half)
+            return name.step, loaded
         return None
 
-    def _go_on(self, step: int, half: int) -> int:
-        """Note that the run goes on after so many steps, and that `half` is to stay; return the number."""
+    def _go_on(self, step: int, state: Mapping[str, Any], half: int) -> None:
+        """Note that the run goes on after so many steps, and that `half` is to stay."""
         self._half, self._goes_on = half, True
+        self._note_finished(step, state)
         if self._engine.mesh.rank == 0:
             note_restored(step)
-        return step
 
     def _withdraw(self, parts: Sequence[RankPart]) -> None:
         """Remove the manifests of a snapshot's parts, whose bits are wrong, so that it is not restored."""
@@ -316,6 +339,7 @@ class Snapshots:
         Where a supervisor restarts ranks, it does so once all have ended.
         """
         self.finish()
+        self._forget_updates()
         if not self._leads:
             return
         if remove_at_end(self.folder):
@@ -326,11 +350,19 @@ class Snapshots:
     def release(self) -> None:
         """Keep the run's snapshots, and let another object or process use its name; without communication.
 
-        Blocks until this rank's part of the last one is written.
+        Blocks until this rank's part of the last one is written. The run itself is kept for `reshard_kept`
+        where no update has begun, and no buffers are there that a forward may have changed.
         """
+        self._forget_updates()
+        if self._finished is not None and not any(self._engine.named_buffers()):
+            keep_run(self._finished)
         if self._thread is not None:
             join_thread(self._thread)
         self._folder.release()
+
+    def _forget_updates(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def __enter__(self) -> Self:
         return self

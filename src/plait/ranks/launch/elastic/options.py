@@ -34,7 +34,9 @@ class Elastic:
     def __post_init__(self) -> None:
         require_whole("Elastic's spares", self.spares, MeshError, least=0)
         if isinstance(self.replace, str):
-            require_choice("Elastic's replace, unless it is True or False,", self.replace, ("later",), MeshError)
+            require_choice(
+                "Elastic's replace, unless it is True or False,", self.replace, ("later",), MeshError
+            )
         else:
             require_flag("Elastic's replace", self.replace, MeshError)
         require_whole("Elastic's restarts", self.restarts, MeshError, least=0)

@@ -138,7 +138,7 @@ class Supervisor(SimpleElasticAgent):
     def _may_start(self, processes: int) -> bool:
         """Return whether one more process may be started, by `Elastic.replace` and how many there are."""
         most = self._wanted + self._settings.spares
-        return processes < most and (self._settings.replace or self._started < most)
+        return processes < most and (bool(self._settings.replace) or self._started < most)
 
     def _new_member(self) -> Member:
         self._started += 1
