@@ -7,14 +7,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from parity.slowed import Slowed
 from plait.app.config.config import Config
-from plait.app.loop.training_loop import TrainingLoop
+from plait.app.loop.stragglers import Stragglers
+from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.train.fewer_ranks import config_for_ranks, elastic_settings
 from plait.app.train.launch_by_config import launch_by_config
 from plait.app.train.train_run import train
@@ -161,3 +164,53 @@ def test_a_run_outlives_killed_ranks_with_the_losses_of_the_run_that_lost_none(
     used = json.loads((tmp_path / "killed" / "run" / "config.json").read_text())
     assert used["parallel"]["dp"] == most
     assert not [*tmp_path.glob("plait-*")]
+
+
+def slowed_and_mortal(config: Config, folder: Path, dies_in: int | None) -> tuple[int, ...]:
+    """Train with rank 3 at half speed; rank 1 is killed once. Return the layers of each stage at the end."""
+    run_step, run_all, cuts = TrainingLoop.run_step, TrainingLoop.run, list[tuple[int, ...]]()
+
+    def run_or_die(run: TrainingLoop) -> None:
+        mark = folder / "killed"
+        if (run.done, run.mesh.rank) == (dies_in, 1) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        run_step(run)
+        cuts.append(run.engine.blueprint.layers_per_stage)
+
+    def run_slowly(run: TrainingLoop, callbacks: Sequence[Callback]) -> None:
+        at = next(number for number, one in enumerate(callbacks) if isinstance(one, Stragglers)) + 1
+        run_all(run, [*callbacks[:at], Slowed(lambda rank, _: 2.0 if rank == 3 else 1.0), *callbacks[at:]])
+
+    with patch.object(TrainingLoop, "run_step", run_or_die), patch.object(TrainingLoop, "run", run_slowly):
+        train(config)
+    return cuts[-1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["none", "gradients"])
+def test_a_rebalanced_run_keeps_its_stages_when_a_rank_is_replaced(tmp_path: Path, strategy: str) -> None:
+    """From replicas, and from a snapshot."""
+    found = {}
+    for name, rebalance, dies_in in (("whole", False, None), ("killed", True, 16)):
+        folder = tmp_path / name
+        folder.mkdir()
+        run = {"elastic": True, "snapshot_every": 4, "snapshot_folder": tmp_path, "rebalance": rebalance}
+        run |= {
+            "dir": folder / "run",
+            "tensorboard": False,
+            "progress": False,
+            "report": False,
+            "timeout": 60,
+        }
+        config = make(run=run, pp=2, dp=2, microbatches=4, strategy=strategy)
+        config = config.model_copy(
+            update={
+                "train": config.train.model_copy(update={"steps": 20, "precision": "fp64"}),
+                "model": config.model.model_copy(update={"layers": 3}),
+            }
+        )
+        cuts = launch_by_config(config, slowed_and_mortal, folder, dies_in, elastic=elastic_settings(config))
+        found[name] = cuts[0], losses(folder)
+    assert found["killed"][0] != found["whole"][0]
+    assert dict(found["killed"][1]) == pytest.approx(dict(found["whole"][1]), rel=1e-12)
