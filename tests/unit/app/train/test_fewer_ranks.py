@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +25,8 @@ from plait.app.train.launch_by_config import launch_by_config
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.ranks.supervised_rank import possible_ranks
+
+HARDWARE = "cpu-two-cores"
 
 
 def make(
@@ -73,6 +77,48 @@ def test_a_run_on_fewer_ranks_drops_replicas_first_and_keeps_the_batch(
     assert changed is not None
     assert changed.train.batch == config.train.batch
     assert found(config_for_ranks(config, changed.plan().world)) == expected  # as its ranks find it
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "expected"),
+    [
+        ({"pp": 2, "dp": 2, "microbatches": 2}, 3, (2, 1, 1, 1, 1, 4)),  # a replica less, also where slower
+        ({"pp": 4, "batch": 16, "microbatches": 8}, 3, (1, 2, 1, 1, 1, 4)),
+        ({"pp": 2, "tp": 2}, 3, (1, 1, 1, 1, 1, 1)),  # so small a model is faster on one rank
+    ],
+)
+def test_with_hardware_other_degrees_are_those_of_the_shortest_predicted_step(
+    parallel: dict[str, Any], ranks: int, expected: tuple[int, ...]
+) -> None:
+    config = make(run={"hardware": HARDWARE}, **parallel)
+    changed = config_for_ranks(config, ranks)
+    assert found(changed) == expected
+    assert changed is not None
+    count = changed.plan().world
+    again = config_for_ranks(config, count, least=count)  # as its ranks find it
+    assert again is not None
+    assert again.plan().world == count
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (270_000, (1, 2, 1, 1, 1, 2)),
+        (255_000, (2, 1, 1, 1, 1, 4)),
+        (200_000, (1, 1, 1, 2, 1, 4)),
+        (100_000, (1, 2, 1, 1, 1, 2)),  # none fits: as without hardware
+    ],
+)
+def test_plans_that_need_more_memory_than_the_hardware_has_are_left_out(
+    tmp_path: Path, most: int, expected: tuple[int, ...]
+) -> None:
+    """With shards of everything, fewer replicas hold more."""
+    text = files("plait.estimate.time").joinpath(f"hardware_files/{HARDWARE}.toml").read_text()
+    file = tmp_path / "small.toml"
+    text = re.sub(r"^memory_gib = .*", "memory_gib = 0.001", text, count=1, flags=re.M)
+    file.write_text(text.replace("reserved_gib = 0\n", f"reserved_gib = {0.001 - most / 2**30:.12f}\n"))
+    config = make(run={"hardware": str(file)}, dp=4, strategy="full")
+    assert found(config_for_ranks(config, 2)) == expected
 
 
 def test_settings_of_restarts_need_elastic_processes() -> None:
