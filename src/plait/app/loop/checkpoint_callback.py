@@ -250,7 +250,7 @@ class Checkpoints(Callback):
         if self._snapshots is not None and error is None and not is_needed:
             self._unless_failed(self._snapshots.close)
         elif self._snapshots is not None:
-            self._snapshots.release()
+            self._snapshots.release(error)
         lowest = self._validation.lowest
         if error is None and run.mesh.rank == 0 and lowest is not None:
             self._tell(self._best_line(lowest))

@@ -39,6 +39,7 @@ from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuf
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
+from plait.ranks.failure.failure_log import is_secondary
 from plait.ranks.kept_run import KeptRun, keep_run, keeps_runs, take_moved_run
 from plait.ranks.launch.rank_threads import join_thread
 from plait.ranks.supervised_rank import (
@@ -347,14 +348,16 @@ class Snapshots:
         else:
             self._folder.remove()
 
-    def release(self) -> None:
+    def release(self, error: BaseException | None = None) -> None:
         """Keep the run's snapshots, and let another object or process use its name; without communication.
 
-        Blocks until this rank's part of the last one is written. The run itself is kept for `reshard_kept`
-        where no update has begun, and no buffers are there that a forward may have changed.
+        Blocks until this rank's part of the last one is written. Where `error` says that another rank is
+        lost, the run itself is kept for `reshard_kept`, if no update has begun, and no buffers are there that
+        a forward may have changed.
         """
         self._forget_updates()
-        if self._finished is not None and not any(self._engine.named_buffers()):
+        is_lost = error is not None and is_secondary(error)
+        if self._finished is not None and is_lost and not any(self._engine.named_buffers()):
             keep_run(self._finished)
         if self._thread is not None:
             join_thread(self._thread)
@@ -374,7 +377,7 @@ class Snapshots:
         if error is None:
             self.close()
         else:
-            self.release()
+            self.release(error)
 
     @property
     def _leads(self) -> bool:

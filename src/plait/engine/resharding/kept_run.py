@@ -42,14 +42,12 @@ def reshard_kept(
     `reshard`.
     """
     kept = take_kept_run()
-    if not supervisor_of_rank():
+    if not supervisor_of_rank() or newest_good_step() is not None:  # wrong bits may be in memory
         return None
     own = "" if kept is None else json.dumps([kept.step, kept.state])
     told = [json.loads(text) for text in all_gather_text(own, mesh.all_ranks, mesh.device) if text]
-    states, most = dict(told), newest_good_step()
+    states = dict(told)
     for step in sorted(states, reverse=True):  # of replicas, some may have ended a step that others have not
-        if most is not None and step > most:
-            continue
         try:
             if kept is None or kept.step != step:
                 moved = reshard(model(), optimizer, plan, mesh, loss=loss, rules=rules)

@@ -12,18 +12,25 @@ import torch
 from snapshot_runs import step_once
 
 import plait
+from plait.errors import CommunicationError, ReplicaError
 from plait.ranks.kept_run import KeptRun, take_kept_run
 from plait.ranks.supervised_rank import variables_of_supervisor
 
-
-class Lost(Exception):
-    """Stands for a failure of another rank."""
+LOST = CommunicationError("another rank is lost")
 
 
 def kept_after(
-    folder: Path, patch: pytest.MonkeyPatch, fail: Callable[[Any, Any], None], *, later: int = 1
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    happens: Callable[[Any, Any], object],
+    *,
+    later: int = 1,
+    error: Exception = LOST,
 ) -> KeptRun | None:
-    """What a rank's process has kept, so many worlds later, where `fail` happens after two steps."""
+    """What a process has kept, so many worlds later, of a run that ends by an error after two steps.
+
+    Something `happens` to engine and optimizer before.
+    """
 
     def run() -> KeptRun | None:
         for name, value in variables_of_supervisor(str(folder), 3).items():
@@ -37,8 +44,8 @@ def kept_after(
         for step in range(2):
             step_once(engine, optimizer, step)
             snapshots.step(step + 1, {"seen": step})
-        fail(engine, optimizer)
-        snapshots.__exit__(Lost, Lost(), None)
+        happens(engine, optimizer)
+        snapshots.__exit__(type(error), error, None)
         for name, value in variables_of_supervisor(str(folder), 3 + later).items():
             patch.setenv(name, value)
         return take_kept_run()
@@ -65,6 +72,11 @@ def test_a_run_whose_next_update_has_begun_is_not_kept(
     assert (
         kept_after(tmp_path, monkeypatch, lambda engine, optimizer: step_once(engine, optimizer, 2)) is None
     )
+
+
+def test_a_run_that_has_failed_itself_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where replicas differ: its memory may be wrong."""
+    assert kept_after(tmp_path, monkeypatch, begin_a_step, error=ReplicaError("replicas differ")) is None
 
 
 def test_a_run_is_kept_for_the_next_world_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
