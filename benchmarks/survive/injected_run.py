@@ -34,6 +34,7 @@ PLANS: Mapping[str, plait.Plan] = {
         pp=2, dp=2, schedule="zb-h1", microbatches=3, strategy="gradients", reduce="each", precision="fp64"
     ),
     "replicas": plait.Plan(pp=2, dp=2, microbatches=3, precision="fp64"),
+    "shards": plait.Plan(dp=4, replicate=2, strategy="full", precision="fp64"),
     "all": plait.Plan(tp=2, dp=2, strategy="full", sequence_parallel="keep", precision="fp64"),
 }
 

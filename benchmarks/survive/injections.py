@@ -100,7 +100,8 @@ def places_of(plan: Plan, kind: Kind) -> list[str]:
 
     Replicas are moved when a process is lost, so that snapshots are not restored.
     """
-    moves = plan.strategy == "none" and plan.dp > 1 and kind != "error"
+    has_replicas = plan.replicate > 1 or (plan.strategy == "none" and plan.dp > 1)
+    moves = has_replicas and kind != "error"
     is_there = {
         "I": plan.schedule == "zb-h1",
         "W": plan.schedule == "zb-h1",

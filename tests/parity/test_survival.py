@@ -164,19 +164,11 @@ def start_when_two_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("names", "kind", "place"),
-    [
-        pytest.param(
-            names,
-            kind,
-            place,
-            marks=() if (kind, place) == ("error", "reshard") and not number else pytest.mark.full,
-        )
-        for number, names in enumerate(LARGER_AGAIN)
-        for kind, place in (("error", "reshard"), ("kill", "reshard"), ("stop", "reshard"), ("kill", "leave"))
-    ],
+    ("kind", "place"), [("error", "reshard"), ("kill", "reshard"), ("stop", "reshard"), ("kill", "leave")]
 )
+@pytest.mark.parametrize("names", LARGER_AGAIN, ids="-".join)
 def test_a_failure_while_ranks_become_more_changes_nothing(
     survive: Any, undisturbed: Undisturbed, tmp_path: Path, names: tuple[str, ...], kind: str, place: str
 ) -> None:
@@ -189,12 +181,14 @@ def test_a_failure_while_ranks_become_more_changes_nothing(
     assert survive.differences(case, tmp_path, results, *undisturbed(names[0])) == []
 
 
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", ["replicas", "shards"])
 def test_no_step_is_computed_again_where_replicas_hold_the_whole_state(
-    survive: Any, undisturbed: Undisturbed, tmp_path: Path
+    survive: Any, undisturbed: Undisturbed, tmp_path: Path, name: str
 ) -> None:
     """Snapshots are further apart than the run is long; a spare joins those that are left."""
     kills = tuple(survive.Injection("kill", "norm", step, rank) for step, rank in ((3, 1), (5, 2)))
-    case = survive.Case(("replicas",), STEPS, STEPS + 1, kills)
+    case = survive.Case((name,), STEPS, STEPS + 1, kills)
     results = plait.launch(
         survive.train, tmp_path, case, ranks=4, device="cpu", timeout=LIMIT, elastic=Elastic(spares=1)
     )
@@ -202,4 +196,4 @@ def test_no_step_is_computed_again_where_replicas_hold_the_whole_state(
     steps = [step for step, _ in survive.steps_of(tmp_path)]
     assert sorted(set(steps)) == [*range(STEPS)]
     assert max(map(steps.count, steps)) <= 4
-    assert survive.differences(case, tmp_path, results, *undisturbed("replicas")) == []
+    assert survive.differences(case, tmp_path, results, *undisturbed(name)) == []

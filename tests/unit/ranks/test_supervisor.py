@@ -91,6 +91,7 @@ def test_without_replacements_the_ranks_become_fewer(tmp_path: Path) -> None:
     assert results[0][1] == first_processes(tmp_path)[2]
 
 
+@pytest.mark.full
 def test_processes_that_a_smaller_world_leaves_out_become_spares(tmp_path: Path) -> None:
     settings = Elastic(replace=False, ranks_of=lambda ready: {4: 4, 3: 2, 2: 2}.get(ready, 0))
     results = launched(tmp_path, {(0, 3): die, (1, 0): die}, settings, ranks=4)
