@@ -25,7 +25,7 @@ class WorldChange(BaseException):
     """
 
 
-def variables_of_supervisor(folder: str, generation: int) -> dict[str, str]:
+def variables_of_supervisor(folder: str, generation: int = 1) -> dict[str, str]:
     """Return the environment variables of ranks that this process restarts.
 
     `folder`: of their run only. `generation`: the number of their world.
