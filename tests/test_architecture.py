@@ -64,6 +64,7 @@ PUBLIC = [
     "positions",
     "predict",
     "reshard",
+    "reshard_kept",
     "save",
     "schedule",
     "sequence_part",

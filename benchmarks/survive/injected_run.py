@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import plait
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import all_checkpoints
+from plait.engine.resharding.kept_run import reshard_kept
+from plait.ranks.supervised_rank import possible_ranks
 from plait.ranks.transport.joined_world import current_ranks
 
 ROWS, CONTEXT, VOCAB = 12, 8, 64
@@ -25,10 +27,14 @@ PLANS: Mapping[str, plait.Plan] = {
     "full": plait.Plan(dp=2, strategy="full", precision="fp64"),
     "pipeline": plait.Plan(pp=2, schedule="zb-h1", microbatches=3, precision="fp64"),
     "three": plait.Plan(dp=3, strategy="gradients", precision="fp64"),
+    "four": plait.Plan(dp=4, strategy="optimizer", precision="fp64"),
+    "stages": plait.Plan(pp=3, microbatches=3, precision="fp64"),
     "tensor": plait.Plan(tp=2, microbatches=2, precision="fp64"),
     "both": plait.Plan(
         pp=2, dp=2, schedule="zb-h1", microbatches=3, strategy="gradients", reduce="each", precision="fp64"
     ),
+    "replicas": plait.Plan(pp=2, dp=2, microbatches=3, precision="fp64"),
+    "shards": plait.Plan(dp=4, replicate=2, strategy="full", precision="fp64"),
     "all": plait.Plan(tp=2, dp=2, strategy="full", sequence_parallel="keep", precision="fp64"),
 }
 
@@ -45,6 +51,8 @@ class Case:
     injections: tuple[Injection, ...] = ()
     on_disk: bool = False
     """Whether checkpoints on disk take the place of snapshots."""
+    grows_before: int | None = None
+    """The step before which the smallest world waits until there are processes for all ranks."""
 
     @property
     def ranks(self) -> int:
@@ -77,22 +85,42 @@ def train(folder: Path, case: Case, injector: Injector | None = None) -> dict[st
     assert ranks is not None
     fitting = [PLANS[name] for name in case.plans if PLANS[name].world == ranks.size]
     plan, mesh = fitting[0], plait.Mesh(fitting[0], device="cpu", timeout=20.0)
-    engine = plait.parallelize(model(), plan, mesh, loss=plait.cross_entropy)
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2, eps=1e-3)  # gradients of noise stay small
+    moved = reshard_kept(model, make_optimizer, plan, mesh, loss=plait.cross_entropy)
+    if moved is None:
+        engine = plait.parallelize(model(), plan, mesh, loss=plait.cross_entropy)
+        optimizer = make_optimizer(engine.parameter_groups())
+    else:
+        engine, optimizer = moved
     with _kept(folder, case, engine, optimizer) as snapshots:
         found = snapshots.restore()
         first = found.step if found else 0
-        _write(folder / f"ready-{mesh.rank}.jsonl", first, time.monotonic())
+        _write(folder / f"ready-{mesh.rank}.jsonl", first, mesh.world, moved is not None, time.monotonic())
         for step in range(first, case.steps):
+            if step == case.grows_before and plan == PLANS[case.plans[-1]]:
+                _wait_for_processes(case.ranks)
             injector.begin(step)
+            _write(folder / f"samples-{mesh.rank}.jsonl", step, hashes_of(step, *rows_of(mesh)))
             loss = train_step(engine, optimizer, step)
             injector.at("optimizer")
-            _write(folder / f"steps-{mesh.rank}.jsonl", step, *rows_of(mesh), loss.hex(), time.monotonic())
+            _write(folder / f"steps-{mesh.rank}.jsonl", step, loss.hex(), time.monotonic())
             snapshots.step(step + 1)
         result = outcome(engine, optimizer)
     injector.begin(case.steps - 1)
     injector.at("end")
     return result
+
+
+def make_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW; its eps keeps small what gradients of noise change."""
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def _wait_for_processes(count: int, most: float = 60.0) -> None:
+    """Block until the supervisor has processes for so many ranks, `most` seconds."""
+    deadline = time.monotonic() + most
+    while possible_ranks() < count:
+        assert time.monotonic() < deadline, "no new processes have become ready"
+        time.sleep(0.01)
 
 
 def _kept(folder: Path, case: Case, engine: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -143,6 +171,11 @@ def train_step(engine: Any, optimizer: torch.optim.Optimizer, step: int) -> floa
     return float(loss)
 
 
+def hashes_of(step: int, first: int, last: int) -> list[str]:
+    """A hash of each sample of a part of a step's batch."""
+    return [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in tokens_of(step)[first:last]]
+
+
 def rows_of(mesh: plait.Mesh) -> tuple[int, int]:
     """The rows of each batch that this rank trains on."""
     share = ROWS // mesh.size("dp")
@@ -165,12 +198,21 @@ def outcome(engine: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def steps_of(folder: Path) -> Iterator[tuple[int, int, int, float]]:
-    """What the ranks wrote of each step, also of those that were computed twice: step, rows, loss."""
-    for path in sorted(folder.glob("steps-*.jsonl")):
-        for line in path.read_text().splitlines():
-            step, first, last, loss, _ = json.loads(line)
-            yield step, first, last, float.fromhex(loss)
+def steps_of(folder: Path) -> Iterator[tuple[int, float]]:
+    """What the ranks wrote of each step, also of those that were computed twice: its number and its loss."""
+    for step, loss, _ in _lines(folder, "steps"):
+        yield step, float.fromhex(loss)
+
+
+def generations_of(folder: Path) -> list[tuple[int, int, bool]]:
+    """Of each time that a rank began: the finished steps, the ranks of its world, whether the run moved."""
+    return [(step, world, moved) for step, world, moved, _ in _lines(folder, "ready")]
+
+
+def _lines(folder: Path, name: str) -> Iterator[list[Any]]:
+    """What the ranks wrote into files of a name, rank 0 first."""
+    for path in sorted(folder.glob(f"{name}-*.jsonl")):
+        yield from map(json.loads, path.read_text().splitlines())
 
 
 def differences(
@@ -179,16 +221,18 @@ def differences(
 ) -> list[str]:  # fmt: skip
     """In what a run differs from the undisturbed one, whose losses by step and results are given; [] if none.
 
-    On as many ranks all bits are compared, losses of steps that were computed twice, too; on others, numbers.
+    Where the number of ranks never changed all bits are compared, losses of steps that were computed twice,
+    too; else numbers.
     """
-    found, seen = [], dict[int, set[int]]()
-    is_same = [one["ranks"] for one in results] == [one["ranks"] for one in expected]
-    for step, first, last, loss in steps_of(folder):
-        seen.setdefault(step, set()).update(range(first, last))
+    found, seen = [], dict[int, set[str]]()
+    is_same = len({world for _, world, _ in generations_of(folder)}) == 1
+    for step, samples in _lines(folder, "samples"):
+        seen.setdefault(step, set()).update(samples)
+    for step, loss in steps_of(folder):
         if loss != undisturbed[step] and (is_same or abs(loss / undisturbed[step] - 1) > 1e-12):
             found.append(f"step {step} has the loss {loss!r}, not {undisturbed[step]!r}")
-    lacking = [step for step in range(case.steps) if seen.get(step) != set(range(ROWS))]
-    found += [f"step {step} has not seen all rows" for step in lacking]
+    unlike = [step for step in range(case.steps) if seen.get(step) != set(hashes_of(step, 0, ROWS))]
+    found += [f"step {step} has not seen the samples of its batch, and no others" for step in unlike]
     if is_same:
         pairs = zip(results, expected, strict=True)
         return found + [

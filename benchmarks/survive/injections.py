@@ -25,16 +25,34 @@ from plait.checkpoint.snapshots import snapshot_buffer, snapshots
 from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder
 from plait.engine.engine import Engine
 from plait.engine.pipeline.executor import Executor
+from plait.engine.resharding import arriving_values
 from plait.plan.plan import Plan
 from plait.ranks.transport.joined_world import current_ranks
 from plait.schedules.lowering.program import Segment
 
 Kind = Literal["kill", "stop", "error"]
-PLACES = ("F", "I", "W", "gather", "reduce", "norm", "optimizer", "snapshot", "commit", "end", "restore")
+PLACES = (
+    "F",
+    "I",
+    "W",
+    "gather",
+    "reduce",
+    "norm",
+    "optimizer",
+    "snapshot",
+    "commit",
+    "end",
+    "restore",
+    "leave",
+    "reshard",
+)
 """Where a failure happens: before an action or the start of a gather or a reduction (I, W: in schedules that
 compute these apart), before the norm, after the optimizer's update, after the first tensor of a snapshot was
-copied, before a rank's part of it is committed, when the run has closed its snapshots, or in the recovery
-after the step's last failure."""
+copied, before a rank's part of it is committed, when the run has closed its snapshots, and in the recovery
+after the step's last failure: before snapshots are read, before the rank keeps its run for the next world, or
+in the reshard there, when the first tensors have moved."""
+RECOVERIES = ("restore", "leave", "reshard")
+"""Those that follow another failure."""
 _SEGMENTS = {"gather": r"gather ", "reduce": r"(scatter|reduce) "} | {
     kind: rf"\d+{kind}\d+$" for kind in ("F", "I", "W")
 }
@@ -51,7 +69,7 @@ class Injection:
     kind: Kind
     place: str
     step: int
-    """That which runs, counted from 0; of a restore, the step of the failure before."""
+    """That which runs, counted from 0; of a restore or reshard, the step of the failure before."""
     rank: int
 
     def __str__(self) -> str:
@@ -59,30 +77,40 @@ class Injection:
 
 
 def drawn(seed: int, kind: Kind, plan: Plan, *, steps: int, every: int) -> list[Injection]:
-    """Return a failure drawn from a seed, of a run with a snapshot after `every` steps; for a restore two.
+    """Return a failure drawn from a seed, of a run with a snapshot after `every` steps; in a recovery two.
 
     Places and steps take turns, from seed to seed, so that consecutive ones have all places of a plan, and no
     rank is lost three times in one step, which would end the run.
     """
-    dice, places = random.Random(seed), places_of(plan)
+    dice, places = random.Random(seed), places_of(plan, kind)
     place, rank = places[seed % len(places)], dice.randrange(plan.world)
     step = 1 + seed % (steps - 2)
     if place == "end":
         step = steps - 1
     if place in ("snapshot", "commit"):
         step = min((step // every + 1) * every, (steps - 1) // every * every) - 1
-    if place != "restore":
+    if place not in RECOVERIES:
         return [Injection(kind, place, step, rank)]
     before = Injection(kind, "norm", step, (rank + dice.randrange(1, plan.world)) % plan.world)
     return [before, Injection(kind, place, step, rank)]
 
 
-def places_of(plan: Plan) -> list[str]:
-    """Return the places that a step by a plan has."""
-    cuts_backward, gathers = plan.schedule == "zb-h1", plan.strategy == "full"
-    return [
-        one for one in PLACES if (one not in ("I", "W") or cuts_backward) and (one != "gather" or gathers)
-    ]
+def places_of(plan: Plan, kind: Kind) -> list[str]:
+    """Return the places that a step by a plan has, and the recovery from a failure.
+
+    Replicas are moved when a process is lost, so that snapshots are not restored.
+    """
+    has_replicas = plan.replicate > 1 or (plan.strategy == "none" and plan.dp > 1)
+    moves = has_replicas and kind != "error"
+    is_there = {
+        "I": plan.schedule == "zb-h1",
+        "W": plan.schedule == "zb-h1",
+        "gather": plan.strategy == "full",
+        "restore": not moves,
+        "leave": kind != "error",
+        "reshard": moves,
+    }
+    return [one for one in PLACES if is_there.get(one, True)]
 
 
 class Injector:
@@ -104,7 +132,7 @@ class Injector:
         for one in self._injections:
             if (one.place, one.rank) != (place, rank):
                 continue
-            is_due = self._happened(one.step) if place == "restore" else step == one.step
+            is_due = self._happened(one.step) if place in RECOVERIES else step == one.step
             if is_due and self._is_first(one):
                 self._happen(one)
 
@@ -112,7 +140,7 @@ class Injector:
         return any(
             self._mark(one).exists()
             for one in self._injections
-            if one.step == step and one.place != "restore"
+            if one.step == step and one.place not in RECOVERIES
         )
 
     def _is_first(self, one: Injection) -> bool:
@@ -179,6 +207,14 @@ class Injector:
         yield SnapshotFolder, "publish", publish
         yield Engine, "clip_grad_norm_", self._before("norm", Engine.clip_grad_norm_)
         yield snapshots, "load_files", self._before("restore", snapshots.load_files)
+        yield snapshots, "keep_run", self._before("leave", snapshots.keep_run)
+        exchange = arriving_values.exchange_boxes
+
+        def exchange_boxes(*arguments: Any, **options: Any) -> None:
+            exchange(*arguments, **options)
+            self.at("reshard")
+
+        yield arriving_values, "exchange_boxes", exchange_boxes
 
     def _before(self, place: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:

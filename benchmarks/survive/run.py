@@ -41,6 +41,7 @@ class Row:
     on_disk: bool = False
     failures: int = 0
     """Of one run; 0: as many as there are rounds."""
+    plans: tuple[str, ...] = PLANS
 
 
 def elastic(**settings: Any) -> Callable[[Path, Case, float], Sequence[Any]]:
@@ -75,6 +76,7 @@ def run_rank(folder: Path) -> None:
 
 ROWS = (
     Row("killed", "a spare", elastic(spares=1)),
+    Row("killed", "a spare; replicas are moved", elastic(spares=1), plans=("replicas",)),
     Row("killed", "a new process", elastic()),
     Row("killed", "none: 4, 3, 2 ranks", elastic(replace=False), failures=2),
     Row("stopped", "a spare", elastic(spares=1), kind="stop"),
@@ -88,11 +90,11 @@ def measure(row: Row, rounds: int, limit: float) -> Iterator[tuple[float, float]
     failures = row.failures or rounds
     for _ in range(rounds // failures):
         kills = tuple(Injection(row.kind, "norm", 3 + 5 * turn, turn % 2) for turn in range(failures))
-        case = Case(PLANS, 5 * failures + 3, EVERY, kills, on_disk=row.on_disk)
+        case = Case(row.plans, 5 * failures + 3, EVERY, kills, on_disk=row.on_disk)
         with tempfile.TemporaryDirectory(prefix="survive-") as whole, tempfile.TemporaryDirectory() as folder:
-            expected = elastic()(Path(whole), Case(PLANS, case.steps, EVERY), limit)
+            expected = elastic()(Path(whole), Case(row.plans, case.steps, EVERY), limit)
             results = row.start(Path(folder), case, limit)
-            undisturbed = {step: loss for step, _, _, loss in steps_of(Path(whole))}
+            undisturbed = dict(steps_of(Path(whole)))
             found = differences(case, Path(folder), results, undisturbed, expected)
             assert not found, found
             times = sorted(Injector(Path(folder), kills).happened_at().values())

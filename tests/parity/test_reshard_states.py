@@ -333,3 +333,25 @@ def test_what_cannot_move_is_refused_on_every_rank_before_anything_moves(thread_
     ]
     for said, part in zip(first, wanted, strict=True):
         assert part in said, said
+
+
+def stage_lost() -> str:
+    """The first rank is as a new process is that takes the place of a lost one."""
+    plan = Plan(pp=2)
+    mesh = mesh_of(plan)
+    engine: Any = plait.parallelize(language_model(), plan, mesh, loss=plait.cross_entropy)
+    optimizer: Any = torch.optim.SGD(engine.parameters())
+    joins = mesh.rank == 0
+    given = (language_model(), partial(torch.optim.SGD, lr=1.0)) if joins else (engine, optimizer)
+    with pytest.raises(PlanError) as caught:
+        plait.reshard(*given, plan, mesh_of(plan), loss=plait.cross_entropy)
+    engine.forward_backward(*[tokens_of(engine)[:, :-1]] * 2)  # nothing has changed
+    return str(caught.value)
+
+
+def test_a_stage_that_no_rank_holds_is_refused_on_every_rank_before_anything_moves(
+    thread_ranks: RankPool,
+) -> None:
+    first, second = thread_ranks.run(stage_lost, ranks=2)
+    assert first == second
+    assert "no rank holds any of " in first

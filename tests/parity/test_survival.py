@@ -16,13 +16,14 @@ import pytest
 import plait
 from plait.errors import PlaitError
 from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.launch.elastic.supervisor import Supervisor
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "survive"
 STEPS = 8
 LIMIT = 4.0
 """Seconds after which a rank hangs."""
-NAMES = ("full", "both", "pipeline", "tensor", "all")
-Undisturbed = Callable[[str], Any]
+NAMES = ("full", "both", "pipeline", "tensor", "all", "replicas")
+Undisturbed = Callable[..., Any]
 
 
 def cases(turns: int, quick: Collection[str]) -> list[Any]:
@@ -52,12 +53,12 @@ def undisturbed(survive: Any, thread_ranks: Any, tmp_path_factory: pytest.TempPa
     """Losses by step, and results, of a run without failures."""
 
     @cache
-    def run(name: str) -> Any:
-        folder, case = tmp_path_factory.mktemp(name), survive.Case((name,), STEPS)
+    def run(name: str, steps: int = STEPS) -> Any:
+        folder, case = tmp_path_factory.mktemp(name), survive.Case((name,), steps)
         results = thread_ranks.run(
             survive.train, folder, case, survive.Injector(folder, ()), ranks=case.ranks
         )
-        return {step: loss for step, _, _, loss in survive.steps_of(folder)}, results
+        return dict(survive.steps_of(folder)), results
 
     return run
 
@@ -120,3 +121,79 @@ def test_runs_on_fewer_and_fewer_ranks_compute_the_same(
     )
     assert len(results) == 2
     assert survive.differences(case, tmp_path, results, *undisturbed(names[0])) == []
+
+
+LARGER_AGAIN = [
+    ("both", "three", "full"),
+    ("replicas", "three", "tensor"),
+    ("all", "three", "pipeline"),
+    ("four", "stages", "pipeline"),
+]
+"""Plans of 4, 3 and 2 ranks."""
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("names", LARGER_AGAIN, ids="-".join)
+def test_runs_on_fewer_ranks_become_larger_again_and_compute_the_same(
+    survive: Any,
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, ...],
+) -> None:
+    """4, 3, 2 and 4 ranks: the larger world has the state that the smaller one had, which it did not load."""
+    start_when_two_are_lost(monkeypatch)
+    kills = tuple(survive.Injection("kill", "norm", step, rank) for step, rank in ((2, 3), (5, 0)))
+    case = survive.Case(names, 10, 2, kills, grows_before=5)
+    results = plait.launch(
+        survive.train, tmp_path, case, ranks=4, device="cpu", timeout=LIMIT, elastic=Elastic(replace="later")
+    )
+    assert [one["ranks"] for one in results] == [4] * 4
+    assert [world for _, world, _ in survive.generations_of(tmp_path)[:4]] == [4, 3, 2, 4]
+    assert {moved for step, _, moved in survive.generations_of(tmp_path) if step == 6} == {True}
+    assert survive.differences(case, tmp_path, results, *undisturbed(names[0], 10)) == []
+
+
+def start_when_two_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the supervisor start new processes in the third world, and not earlier."""
+    may_start = Supervisor._may_start
+    monkeypatch.setattr(
+        Supervisor,
+        "_may_start",
+        lambda agent, count: (agent._host.generation == 3) and may_start(agent, count),
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "place"), [("error", "reshard"), ("kill", "reshard"), ("stop", "reshard"), ("kill", "leave")]
+)
+@pytest.mark.parametrize("names", LARGER_AGAIN, ids="-".join)
+def test_a_failure_while_ranks_become_more_changes_nothing(
+    survive: Any, undisturbed: Undisturbed, tmp_path: Path, names: tuple[str, ...], kind: str, place: str
+) -> None:
+    first = survive.Injection("kill", "norm", 2, 3)
+    case = survive.Case(names, STEPS, 2, (first, survive.Injection(kind, place, 2, 1)), grows_before=3)
+    results = plait.launch(
+        survive.train, tmp_path, case, ranks=4, device="cpu", timeout=LIMIT, elastic=Elastic(replace="later")
+    )
+    assert survive.Injector(tmp_path, case.injections).left == []
+    assert survive.differences(case, tmp_path, results, *undisturbed(names[0])) == []
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", ["replicas", "shards"])
+def test_no_step_is_computed_again_where_replicas_hold_the_whole_state(
+    survive: Any, undisturbed: Undisturbed, tmp_path: Path, name: str
+) -> None:
+    """Snapshots are further apart than the run is long; a spare joins those that are left."""
+    kills = tuple(survive.Injection("kill", "norm", step, rank) for step, rank in ((3, 1), (5, 2)))
+    case = survive.Case((name,), STEPS, STEPS + 1, kills)
+    results = plait.launch(
+        survive.train, tmp_path, case, ranks=4, device="cpu", timeout=LIMIT, elastic=Elastic(spares=1)
+    )
+    assert [moved for _, _, moved in survive.generations_of(tmp_path)[:3]] == [False, True, True]
+    steps = [step for step, _ in survive.steps_of(tmp_path)]
+    assert sorted(set(steps)) == [*range(STEPS)]
+    assert max(map(steps.count, steps)) <= 4
+    assert survive.differences(case, tmp_path, results, *undisturbed(name)) == []

@@ -12,18 +12,48 @@ from plait.ranks.world import process_identity
 
 _SUPERVISOR = "PLAIT_SUPERVISOR"
 _FOLDER = "PLAIT_SUPERVISOR_FOLDER"
+_GENERATION = "PLAIT_GENERATION"
 _REMOVED_AT_END, _RESTORED, _NEWEST_GOOD = "removed_at_end", "restored", "newest_good"
 _STOP = "stop"
+_POSSIBLE_RANKS = "possible_ranks"
 
 
-def variables_of_supervisor(folder: str) -> dict[str, str]:
-    """Return the environment variables of ranks that this process restarts. `folder`: of their run only."""
-    return {_SUPERVISOR: process_identity(os.getpid()), _FOLDER: folder}
+class WorldChange(BaseException):
+    """Raised on all ranks between two steps, to leave their world for one of more ranks.
+
+    The supervisor then has the function called again on all of them. No `Exception`, so that what handles
+    errors does not take it for one.
+    """
+
+
+def variables_of_supervisor(folder: str, generation: int = 1) -> dict[str, str]:
+    """Return the environment variables of ranks that this process restarts.
+
+    `folder`: of their run only. `generation`: the number of their world.
+    """
+    supervisor = process_identity(os.getpid())
+    return {_SUPERVISOR: supervisor, _FOLDER: folder, _GENERATION: str(generation)}
 
 
 def supervisor_of_rank() -> str:
     """Return the identity of the supervisor that restarts this rank; "" where there is none."""
     return os.environ.get(_SUPERVISOR, "")
+
+
+def generation_of_rank() -> int:
+    """Return the number of this rank's world among those of its supervisor, from 1; 0 without one."""
+    return int(os.environ.get(_GENERATION, "0"))
+
+
+def note_possible_ranks(folder: str, count: int) -> None:
+    """Write for the ranks of a run that a world of `count` ranks could go on; 0: no larger one could."""
+    _write(Path(folder, _POSSIBLE_RANKS), str(count))
+
+
+def possible_ranks() -> int:
+    """Return the number of ranks with which the supervisor could go on, if it is larger than now; else 0."""
+    path = Path(os.environ.get(_FOLDER, ""), _POSSIBLE_RANKS)
+    return int(path.read_text()) if supervisor_of_rank() and path.exists() else 0
 
 
 def remove_at_end(path: Path) -> bool:
@@ -39,8 +69,7 @@ def note_restored(step: int) -> None:
     """Write for the supervisor after how many steps the run resumes; called on one rank."""
     if supervisor_of_rank():
         path = Path(os.environ[_FOLDER], _RESTORED)
-        path.with_suffix(".part").write_text(str(step))
-        path.with_suffix(".part").replace(path)
+        _write(path, str(step))
         path.with_name(_NEWEST_GOOD).unlink(missing_ok=True)
 
 
@@ -78,8 +107,7 @@ def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
     key = sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     file = Path(os.environ[_FOLDER], f"found-{key}")
     if not file.exists():
-        file.with_suffix(".part").write_text(json.dumps(sorted(now)))
-        file.with_suffix(".part").replace(file)
+        _write(file, json.dumps(sorted(now)))
     return set(json.loads(file.read_text()))
 
 
@@ -107,3 +135,9 @@ def removed_at_end(folder: str) -> Iterator[Path]:
     file = Path(folder, _REMOVED_AT_END)
     if file.exists():
         yield from map(Path, dict.fromkeys(file.read_text().splitlines()))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that appears at once."""
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").replace(path)

@@ -8,10 +8,13 @@ import pytest
 
 from plait.ranks.supervised_rank import (
     found_at_start,
+    generation_of_rank,
     go_on_before,
     newest_good_step,
     note_begun_anew,
+    note_possible_ranks,
     note_restored,
+    possible_ranks,
     remove_at_end,
     removed_at_end,
     restored_step,
@@ -30,14 +33,19 @@ def test_without_a_supervisor_nothing_is_told(tmp_path: Path) -> None:
     assert restored_step(str(tmp_path)) is None
     assert [*removed_at_end(str(tmp_path))] == []
     assert newest_good_step() is None
+    assert (generation_of_rank(), possible_ranks()) == (0, 0)
 
 
 def test_folders_to_remove_and_the_restored_step_reach_the_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in variables_of_supervisor(str(tmp_path)).items():
+    for name, value in variables_of_supervisor(str(tmp_path), 3).items():
         monkeypatch.setenv(name, value)
     assert supervisor_of_rank()
+    assert generation_of_rank() == 3
+    assert possible_ranks() == 0
+    note_possible_ranks(str(tmp_path), 4)
+    assert possible_ranks() == 4
     assert remove_at_end(tmp_path / "one")
     assert remove_at_end(tmp_path / "one")
     assert remove_at_end(tmp_path / "two")

@@ -24,7 +24,9 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.point_to_point import receive, send
+from plait.ranks.supervised_rank import WorldChange, possible_ranks
 
+LATER = Elastic(replace="later")
 Failures = dict[tuple[int, int], Callable[[], None]]
 """What happens to a rank, by its generation, from 0, and its number."""
 
@@ -92,6 +94,7 @@ def test_without_replacements_the_ranks_become_fewer(tmp_path: Path) -> None:
     assert results[0][1] == first_processes(tmp_path)[2]
 
 
+@pytest.mark.full
 def test_processes_that_a_smaller_world_leaves_out_become_spares(tmp_path: Path) -> None:
     settings = Elastic(replace=False, ranks_of=lambda ready: {4: 4, 3: 2, 2: 2}.get(ready, 0))
     results = launched(tmp_path, {(0, 3): die, (1, 0): die}, settings, ranks=4)
@@ -209,3 +212,36 @@ def test_torchs_agent_calls_what_the_supervisor_defines() -> None:
     assert "spec.local_world_size" in inspect.getsource(agent._assign_worker_ranks)
     assert "_shutdown(" in inspect.getsource(agent.run)
     assert RunResult(state=WorkerState.FAILED).is_failed()
+
+
+def growing(folder: Path, failures: Failures) -> list[int]:
+    """Return the sizes of the worlds that this rank's number had; leave one of 2 for a larger one."""
+    size = dist.get_world_size()
+    _, _, total = summing(folder, failures)
+    with (folder / f"sizes-{dist.get_rank()}").open("a") as file:
+        file.write(f"{size}\n")
+    deadline = time.monotonic() + 60
+    while size == 2 and possible_ranks() < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert total == size
+    if size == 2:
+        raise WorldChange("leaves")
+    return [int(line) for line in (folder / f"sizes-{dist.get_rank()}").read_text().split()]
+
+
+def test_ranks_become_more_when_new_processes_are_ready_and_living_ones_go_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = plait.launch(
+        growing, tmp_path, {(0, 2): die}, ranks=3, threads=1, device="cpu", timeout=30.0, elastic=LATER
+    )
+    assert [sizes[-2:] for sizes in results] == [[2, 3], [2, 3], [3]]
+    for rank in (0, 1):
+        assert len({*(tmp_path / f"rank-{rank}").read_text().split()}) == 1
+    assert "plait: the run goes on with 3 ranks in place of 2." in capfd.readouterr().err
+
+
+def test_replace_is_a_flag_or_later() -> None:
+    with pytest.raises(MeshError, match="Elastic's replace"):
+        Elastic(replace="soon")  # type: ignore[arg-type]

@@ -205,7 +205,7 @@ def _check_rebalance(run: RunConfig) -> None:
 
 def _check_elastic(run: RunConfig) -> None:
     """Raise ConfigError for `run.spares` or `run.replace` without `run.elastic`, and for elastic threads."""
-    for field, given in (("run.spares", run.spares), ("run.replace", not run.replace)):
+    for field, given in (("run.spares", run.spares), ("run.replace", run.replace is not True)):
         if given and not run.elastic:
             raise ConfigError(
                 f"{field} = {str(getattr(run, field[4:])).lower()} is given, but run.elastic is false: set "

@@ -245,9 +245,9 @@ class RunConfig(Section):
     last snapshot"""
     spares: Annotated[int, Field(ge=0, le=1024)] = 0
     """with run.elastic: processes that wait to take the place of a lost rank"""
-    replace: bool = True
+    replace: bool | Literal["later"] = True
     """with run.elastic: whether new processes are started for lost ranks; else, without spares, the run goes
-    on with fewer"""
+    on with fewer; later: with fewer until new processes are ready, and then with as many as before"""
     snapshot_every: Annotated[int, Field(ge=0)] | None = None
     """steps between snapshots in memory, from which restarted ranks go on, and run.resume auto; 0: no
     snapshots; none: 10 with run.elastic, else 0"""

@@ -27,7 +27,7 @@ from plait.checkpoint.folders import (
     with_new_best,
     withdraw,
 )
-from plait.checkpoint.loading import load_checkpoint
+from plait.checkpoint.loading import Loaded, load_checkpoint
 from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.engine import Engine
 from plait.errors import (
@@ -40,6 +40,7 @@ from plait.errors import (
     terminal_text,
 )
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
+from plait.ranks.kept_run import keeps_runs, take_moved_run
 from plait.ranks.supervised_rank import (
     found_at_start,
     newest_good_step,
@@ -205,8 +206,9 @@ class Checkpoints(Callback):
     def after_step(self, run: TrainingLoop) -> None:
         """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
         self._save_if_due(run)
-        if (snapshots := self._snapshots) is not None and snapshots.is_due(run.done):
-            run.engine.compare_memory()
+        if (snapshots := self._snapshots) is not None and (snapshots.is_due(run.done) or keeps_runs()):
+            if snapshots.is_due(run.done):
+                run.engine.compare_memory()
             self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state)))
 
     def _save_if_due(self, run: TrainingLoop) -> None:
@@ -260,7 +262,7 @@ class Checkpoints(Callback):
         if self._snapshots is not None and error is None and not is_needed:
             self._unless_failed(self._snapshots.close)
         elif self._snapshots is not None:
-            self._snapshots.release()
+            self._snapshots.release(error)
         lowest = self._validation.lowest
         if error is None and run.mesh.rank == 0 and lowest is not None:
             self._tell(self._best_line(lowest))
@@ -299,15 +301,17 @@ class Checkpoints(Callback):
 
         `own_launch`: only from one of ranks that the same torchrun restarted.
         """
-        if (snapshots := self._snapshots) is None:
+        if (snapshots := self._snapshots) is not None:
+            found = snapshots.load_newest("given", self._tell, own_launch=own_launch, after=after)
+            loaded, source = None if found is None else found[1], snapshots.folder
+        else:  # taking them has failed, but what ranks have kept may have moved
+            moved = take_moved_run(run.engine)
+            loaded, source = None if moved is None else Loaded(dict(moved.state), {}), self._folder
+        if loaded is None:
             return False
-        found = snapshots.load_newest("given", self._tell, own_launch=own_launch, after=after)
-        if found is None:
-            return False
-        _, loaded = found
-        resume_from(run, loaded, snapshots.folder, self._check, self._start_over)
+        resume_from(run, loaded, source, self._check, self._start_over)
         run.resumed_steps = self._manager.start_step = run.done
-        self._tell(f"Resumed from memory, {snapshots.folder}, after step {run.done}.")
+        self._tell(f"Resumed from memory, {source}, after step {run.done}.")
         tell_differences(run, loaded)
         return True
 

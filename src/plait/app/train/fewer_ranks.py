@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
-from math import gcd
+from collections.abc import Iterable, Iterator
+from itertools import islice, product
+from math import gcd, inf
 
 from plait.app.config.config import Config, vocabulary
+from plait.app.train.predicted_run import predicted_step
 from plait.app.train.trainer import build_model
 from plait.engine.blueprint import build_blueprint
 from plait.errors import PlaitError
 from plait.plan.axes import PLAN_AXES
+from plait.ranks.device import CPU
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.transport.joined_world import current_ranks
+
+_MOST_PREDICTED = 8
+"""Plans whose steps are predicted, so that a recovery does not wait for predictions."""
 
 
 def config_of_world(config: Config) -> Config:
@@ -20,7 +25,7 @@ def config_of_world(config: Config) -> Config:
     world = current_ranks()
     if not config.run.elastic or world is None or world.size >= config.plan().world:
         return config
-    found = config_for_ranks(config, world.size)
+    found = config_for_ranks(config, world.size, least=world.size)
     assert found is not None, "the supervisor has found it"
     return found
 
@@ -38,28 +43,68 @@ def elastic_settings(config: Config) -> Elastic | None:
     return Elastic(spares=run.spares, replace=run.replace, ranks_of=ranks_of)
 
 
-def config_for_ranks(config: Config, ranks: int) -> Config | None:
-    """Return the configuration with a plan for at most `ranks` ranks, or None where no plan fits the model.
+def config_for_ranks(config: Config, ranks: int, *, least: int = 1) -> Config | None:
+    """Return the configuration with a plan for `least` to `ranks` ranks; None where no plan fits the model.
 
     The plan itself, where it takes no more; else one with fewer data-parallel ranks; else the one with the
-    most ranks, of these one that divides the model over the most, and differs least. A step has the same
-    batch, and a micro-batch at most as many rows on a rank. All ranks find the same one.
+    most ranks, of these one that divides the model over the most, and differs least. With `run.hardware` in
+    place of that the one of the shortest predicted step among the first of that order, and only plans whose
+    predicted memory fits, if there are. A step has the same batch, and a micro-batch at most as many rows on
+    a rank. All ranks find the same one.
     """
     if config.plan().world <= ranks:
         return config
-    for degrees in _preferred_degrees(config, ranks):
-        changed = _with_degrees(config, degrees)
+    fewer, others = (
+        [one for one in degrees if _world(one) >= least]
+        for degrees in (_fewer_replicas(config, ranks), _other_degrees(config, ranks))
+    )
+    if config.run.hardware is not None:
+        for one in _possible(config, fewer):
+            if _predicted_seconds(one) is not None:
+                return one
+        first = enumerate(islice(_possible(config, others), _MOST_PREDICTED))
+        timed = [(s, number, one) for number, one in first if (s := _predicted_seconds(one)) is not None]
+        if timed:
+            return min(timed, key=lambda each: each[:2])[2]
+    return next(_possible(config, [*fewer, *others]), None)
+
+
+def _possible(config: Config, degrees: Iterable[dict[str, int]]) -> Iterator[Config]:
+    """Yield the configurations with these degrees whose batch and model can be divided so."""
+    for each in degrees:
+        changed = _with_degrees(config, each)
         if changed is not None and _fits(changed):
-            return changed
-    return None
+            yield changed
 
 
-def _preferred_degrees(config: Config, ranks: int) -> Iterator[dict[str, int]]:
-    """Yield degrees of plans for at most `ranks` ranks: first fewer `dp`, then others, most ranks first."""
-    own = {axis: getattr(config.parallel, axis) for axis in PLAN_AXES}
+def _predicted_seconds(config: Config) -> float | None:
+    """Return the predicted time of a step on `run.hardware`; None where it needs more memory than that has.
+
+    Where a prediction is refused, infinity, which comes last.
+    """
+    try:
+        found = predicted_step(config, config.plan(), CPU)
+    except PlaitError:
+        return inf
+    assert found is not None, "the hardware is given"
+    return found.step_seconds if found.fits else None
+
+
+def _fewer_replicas(config: Config, ranks: int) -> Iterator[dict[str, int]]:
+    """Yield the plan's degrees with fewer `dp`, for at most `ranks` ranks, the most first."""
+    own = _degrees(config)
     replica = config.plan().world // own["dp"]
     for dp in range(min(own["dp"] - 1, ranks // replica), 0, -1):
         yield own | {"dp": dp}
+
+
+def _degrees(config: Config) -> dict[str, int]:
+    return {axis: getattr(config.parallel, axis) for axis in PLAN_AXES}
+
+
+def _other_degrees(config: Config, ranks: int) -> Iterator[dict[str, int]]:
+    """Yield degrees of all plans for at most `ranks` ranks, preferred ones first."""
+    own = _degrees(config)
 
     def order(degrees: dict[str, int]) -> tuple[int, ...]:
         model_ranks = degrees["pp"] * degrees["tp"]

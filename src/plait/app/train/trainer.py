@@ -31,6 +31,7 @@ from plait.app.loop.training_loop import TrainingLoop
 from plait.app.train.run_data import Data, Prompt, encode_prompt
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
+from plait.engine.resharding.kept_run import reshard_kept
 from plait.errors import ModelError
 from plait.estimate.measurement.measured_balance import balance
 from plait.models.gpt2 import gpt2_of
@@ -167,8 +168,12 @@ class Trainer(TrainingLoop):
         """The number of parameters of the whole model, and of those that are not frozen."""
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
-        engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
-        optimizer = optimizer_for(engine, optimizer_maker(settings), run_groups(engine, settings))
+        make = optimizer_maker(settings)
+        moved = reshard_kept(lambda: model, make, plan, mesh, loss=cross_entropy)
+        if moved is None:
+            engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
+            moved = engine, optimizer_for(engine, make, run_groups(engine, settings))
+        engine, optimizer = moved
         engine.check_optimizer(optimizer)
         super().__init__(
             engine,

@@ -40,11 +40,15 @@ from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuf
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, CorruptionError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
+from plait.ranks.failure.failure_log import is_secondary
+from plait.ranks.kept_run import KeptRun, keep_run, keeps_runs, take_moved_run
 from plait.ranks.launch.rank_threads import join_thread
 from plait.ranks.supervised_rank import (
+    WorldChange,
     newest_good_step,
     note_begun_anew,
     note_restored,
+    possible_ranks,
     remove_at_end,
     supervisor_of_rank,
 )
@@ -118,6 +122,22 @@ class Snapshots:
         """Whether another host has a copy of the last snapshot, or there is none."""
         self._thread: Thread | None = None
         self._error = ""
+        self._finished: KeptRun | None = None
+        """The run after the last step, until an optimizer begins the next update."""
+        self._watch_updates()
+
+    def _watch_updates(self) -> None:
+        """Note when an optimizer begins an update, after which the run is no longer as it was."""
+        chosen = OptimizerSet.of(self._optimizer) if keeps_runs() else None
+        members = () if chosen is None else chosen.members
+        self._hooks = [one.register_step_pre_hook(lambda *_: self._note_finished(None)) for one in members]
+
+    def _note_finished(self, step: int | None, state: Mapping[str, Any] | None = None) -> None:
+        """Note that the run is between two steps, with its number of finished steps; None: that it is not."""
+        self._finished = None
+        if step is not None and keeps_runs():
+            own, run_state = dict(state or {}), dict(self._engine.run_state)
+            self._finished = KeptRun(self._engine, self._optimizer, step, own, run_state)
 
     @property
     def folder(self) -> Path:
@@ -142,7 +162,12 @@ class Snapshots:
         `CheckpointError` on all ranks where one has no room, or could not write the snapshot before; an older
         one is then unchanged. Communication: an all-reduce of 8 bytes over `world`; in the first two, four.
         Over several hosts the one before is copied: each sends what no other holds to the next.
+
+        Where the supervisor of elastic ranks has processes for more of them, it raises `WorldChange` on all
+        ranks after the snapshot, so that the function is called again on all. A function that calls
+        `reshard_kept` also calls this after steps that are no multiple.
         """
+        self._note_finished(number, state)
         if not self.is_due(number):
             return False
         about = {"step": number, "attempt": self._attempt, "ranks": self._engine.mesh.world}
@@ -155,7 +180,7 @@ class Snapshots:
             contents = RankContents.of(self._engine, optimizers, self._ranks_here, own, self._last)
         except Exception as raised:  # any error: the other ranks wait
             error = str(raised) if isinstance(raised, PlaitError) else repr(raised)
-        self._finish(error)
+        possible = self._finish(error)
         assert contents is not None, "_finish has raised the error"
         self._last = contents
         half = 1 - self._half
@@ -168,6 +193,11 @@ class Snapshots:
         else:
             self._thread = Thread(target=self._commit, args=(contents,), name="plait-snapshot", daemon=True)
             self._thread.start()
+        if possible > self._engine.mesh.world:
+            self.release()
+            if self._finished is not None:
+                keep_run(self._finished)
+            raise WorldChange(f"leaves the world after step {number}, for one of {possible} ranks")
         return True
 
     def finish(self) -> None:
@@ -183,31 +213,39 @@ class Snapshots:
         Those of before stay until newer ones take their place. Communication and errors: as `finish`.
         """
         self.finish()
+        self._forget_updates()
         self._engine, self._optimizer, self._last = engine, optimizer, None
         self._reserved.clear()
+        self._watch_updates()
 
-    def _finish(self, error: str) -> None:
-        """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`."""
+    def _finish(self, error: str) -> int:
+        """Finish the last snapshot; raise on all ranks where one did not write it, or gives an `error`.
+
+        Returns the number of ranks of a larger world that is possible, the same on all; 0: none.
+        """
         if self._thread is not None:
             join_thread(self._thread)
             self._thread = None
         failed, self._error = self._error, ""
-        texts = self._all_gather(json.dumps([failed, error]) if failed or error else "")
-        errors = [json.loads(text) for text in texts if text]
-        if any(failed for failed, _ in errors):
+        possible = possible_ranks()
+        texts = self._all_gather(json.dumps([failed, error, possible]) if failed or error or possible else "")
+        told = [json.loads(text) for text in texts if text]
+        if any(failed for failed, _, _ in told):
             self._half = 1 - self._half  # the one before is still complete
-        if errors:
-            raise CheckpointError(errors[0][0] or errors[0][1])
+        if errors := [failed or error for failed, error, _ in told if failed or error]:
+            raise CheckpointError(errors[0])
         if self._last is not None and not self._is_copied:
             self._copy_to_next_host()
             self._is_copied = True
+        return max((possible for _, _, possible in told), default=0)
 
     def restore(self, options: Options = "saved", *, own_launch: bool = False) -> Restored | None:
         """Load the newest snapshot that all ranks of the run have completed; None where there is none.
 
         Called on all ranks, whose plan and number may differ from those of before. `own_launch`: only one of
         ranks that the same torchrun restarted. `options`: as for `plait.load`. One that is damaged is
-        left out; rank 0 prints why. Raises `CheckpointError` on all ranks where it is of another model or
+        left out; rank 0 prints why. Nothing is loaded where `reshard_kept` has moved the
+        run from before. Raises `CheckpointError` on all ranks where it is of another model or
         optimizer. Communication: names of snapshots, error messages, files that other hosts have.
         """
         is_first = self._engine.mesh.rank == 0
@@ -241,8 +279,13 @@ class Snapshots:
         ]
         names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
         everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
-        found = ((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
-        for name, is_complete in newest_first(found):
+        found = newest_first((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
+        if (moved := take_moved_run(self._engine)) is not None:
+            whole = (name for name, is_complete in found if is_complete)
+            halves = (part.half for name in whole for part in parts if part.name == name)
+            self._go_on(moved.step, moved.state, next(halves, self._half))
+            return moved.step, Loaded(dict(moved.state), {})
+        for name, is_complete in found:
             if name.step <= after:
                 break
             own = [part for part in parts if part.name == name]
@@ -261,11 +304,16 @@ class Snapshots:
                     raise
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
-            self._half, self._goes_on = half, True
-            if self._engine.mesh.rank == 0:
-                note_restored(name.step)
+            self._go_on(name.step, loaded.state, half)
             return name.step, loaded
         return None
+
+    def _go_on(self, step: int, state: Mapping[str, Any], half: int) -> None:
+        """Note that the run goes on after so many steps, and that `half` is to stay."""
+        self._half, self._goes_on = half, True
+        self._note_finished(step, state)
+        if self._engine.mesh.rank == 0:
+            note_restored(step)
 
     def _withdraw(self, parts: Sequence[RankPart]) -> None:
         """Remove the manifests of a snapshot's parts, whose bits are wrong, so that it is not restored."""
@@ -293,6 +341,7 @@ class Snapshots:
         Where a supervisor restarts ranks, it does so once all have ended.
         """
         self.finish()
+        self._forget_updates()
         if not self._leads:
             return
         if remove_at_end(self.folder):
@@ -300,11 +349,17 @@ class Snapshots:
         else:
             self._folder.remove()
 
-    def release(self) -> None:
+    def release(self, error: BaseException | None = None) -> None:
         """Keep the run's snapshots, and let another object or process use its name; without communication.
 
-        Blocks until this rank's part of the last one is written.
+        Blocks until this rank's part of the last one is written. Where `error` says that another rank is
+        lost, the run itself is kept for `reshard_kept`, if no update has begun, and no buffers are there that
+        a forward may have changed.
         """
+        self._forget_updates()
+        is_lost = error is not None and is_secondary(error)
+        if self._finished is not None and is_lost and not any(self._engine.named_buffers()):
+            keep_run(self._finished)
         if self._thread is not None:
             join_thread(self._thread)
         self._folder.release()
@@ -321,6 +376,10 @@ class Snapshots:
                 with suppress(OSError):  # what cannot be removed is not to hide the error of wrong bits
                     self._folder.withdraw(part.half, manifest_name(part.rank))
 
+    def _forget_updates(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
     def __enter__(self) -> Self:
         return self
 
@@ -336,7 +395,7 @@ class Snapshots:
             return
         if isinstance(error, CorruptionError):
             self.withdraw_after(error.last_good_step)
-        self.release()
+        self.release(error)
 
     @property
     def _leads(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from plait.checkpoint.rank_contents import layout_of_state, parameter_key, state_key, state_keys
 from plait.engine.blueprint import Blueprint
 from plait.engine.resharding.rank_report import RankReport, gradient_key
+from plait.errors import LayoutError
 from plait.plan.axes import coordinate_of, sizes_of_plan
 from plait.plan.layout.layout import Box, Layout
 from plait.plan.layout.routes import BoxRouter, BoxTransfer, boxes_by_rank
@@ -115,12 +116,15 @@ def plan_moves(
     `buffers`: the model's, by first name. Raises
     LayoutError for a tensor of which no rank has told that it holds some part.
     """
-    router = BoxRouter()
+    router, buffers = BoxRouter(), list(buffers)
     holders: dict[str, set[int]] = {}
     for number, report in enumerate(reports):
         for key in report.shapes:
             holders.setdefault(key, set()).add(number)
     first = {key: reports[min(ranks)] for key, ranks in holders.items()}
+    for name in (*before.blueprint.layouts, *buffers):  # all ranks of a stage may be lost
+        if parameter_key(name) not in first:
+            raise LayoutError(f"no rank holds any of {name}: go on from a checkpoint or a snapshot.")
     units = {
         unit: [
             _round(tensors, dtype, before, after, holders, router)

@@ -181,6 +181,8 @@ class RankFailure:
     """The stack where `error` was raised."""
     is_final: bool = False
     """Whether the function, called again, would fail likewise: its result cannot be sent."""
+    is_world_change: bool = False
+    """Whether nothing failed: all ranks have left their world between two steps, for one of more ranks."""
 
     def exception(self, others: str = "") -> PlaitError:
         """Return the `PlaitError` that the rank raised, else a `RankError` with the traceback.
@@ -206,7 +208,7 @@ def from_exception(rank: int, error: BaseException) -> RankFailure:
     text = "".join(traceback.format_exception(type(error), error, frames))
     summary = f"failed: {''.join(traceback.format_exception_only(error)).strip()}"
     stack = "".join(traceback.format_tb(frames))
-    at, secondary = time.monotonic(), _is_secondary(error)
+    at, secondary = time.monotonic(), is_secondary(error)
     return RankFailure(rank, summary, text, _pickled(error), secondary, at, stack)
 
 
@@ -241,7 +243,8 @@ def _pickled(error: BaseException) -> bytes | None:
     return data
 
 
-def _is_secondary(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
+    """Return whether an error only says that another rank is gone, or does not answer."""
     return any(
         isinstance(link, CommunicationError | dist.DistError)
         or (isinstance(link, RuntimeError | OSError) and any(sign in str(link).lower() for sign in _SIGNS))

@@ -30,6 +30,7 @@ from plait.ranks.launch.rank_connections import RankConnections
 from plait.ranks.launch.rank_job import RankJob, dumps_result, loads_call, stack_file
 from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.rank_device import explained_sharing
+from plait.ranks.supervised_rank import WorldChange
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its stack to its stack file, even while it is blocked in C++."""
@@ -41,6 +42,8 @@ STOP = "stop"
 """Sent by a supervisor to end the job that runs: waits for other ranks raise errors from then on."""
 READY = "ready"
 """Sent by a rank that has failed, once it has left its world and can take another job."""
+PING = "ping"
+"""Sent by a supervisor to a new process, which sends it back once it can take a job."""
 _SECONDS_TO_LEAVE = 2.0
 _SECONDS_WITH_STORE = 1.0
 _STOP_PERIOD = 0.01
@@ -92,6 +95,8 @@ def _leave_failed_world() -> None:
 def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:
     """Receive jobs; on `STOP` end the one that runs; on `END`, or when the parent is gone, this process.
 
+    Sends a `PING` back.
+
     The connection is closed when the parent is gone, since only it holds the other end.
     """
     job: RankJob | None = None
@@ -100,6 +105,9 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
             message: RankJob | str | None = pickle.loads(connection.recv_bytes())
             if message is END:
                 end_process(0)
+            if message == PING:
+                connection.send_bytes(pickle.dumps(PING))
+                continue
             if isinstance(message, str):
                 _shut_until_ready(connection, busy, None if job is None else job.world.port)
                 continue
@@ -146,23 +154,33 @@ def _call(job: RankJob) -> bytes | RankFailure:
         function, arguments = loads_call(job.call)
         with explained_sharing():
             result = function(*arguments)
+    except WorldChange as change:
+        _wait_to_leave(job)
+        return RankFailure(job.world.rank, str(change), is_world_change=True)
     except BaseException as error:
         return from_exception(job.world.rank, error)
     try:
         payload = dumps_result(result, job.world.rank)
     except PlaitError as error:
         return replace(from_exception(job.world.rank, error), is_final=True)
-    # Leaving closes connections: not while a peer still opens them, and not while it may still read.
-    # A peer that runs for longer either does not need this rank, or gets an error when this rank leaves.
-    _mark(job, "finished")
-    _wait_for_all(job, "joined", job.timeout)
-    _wait_for_all(job, "finished", 1.0)
+    _wait_to_leave(job)
     if not (finish_queued_work(job.timeout) and leave_world()):
         raise PlaitError(
             f"rank {job.world.rank} returned while operations of its own were still pending: wait for every "
             "asynchronous operation before the function returns."
         )
     return payload
+
+
+def _wait_to_leave(job: RankJob) -> None:
+    """Wait until all ranks have joined the world, and a second at most until all have finished.
+
+    Leaving closes connections: not while a peer still opens them, and not while it may still read. A peer
+    that runs for longer either does not need this rank, or gets an error when this rank leaves.
+    """
+    _mark(job, "finished")
+    _wait_for_all(job, "joined", job.timeout)
+    _wait_for_all(job, "finished", 1.0)
 
 
 def _mark(job: RankJob, event: str) -> None:

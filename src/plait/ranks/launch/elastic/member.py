@@ -14,7 +14,7 @@ from pathlib import Path
 from plait.ranks.failure.failure_log import RankFailure, from_exit
 from plait.ranks.failure.rank_activity import Activity, ActivityFile
 from plait.ranks.launch.rank_job import RankJob, stack_file
-from plait.ranks.launch.rank_process import END, READY, STOP
+from plait.ranks.launch.rank_process import END, PING, READY, STOP
 from plait.ranks.world import is_stopped
 
 _GRACE = 1.0
@@ -34,7 +34,10 @@ class Member:
         self.is_busy = False
         """Whether it has a job, or has not left the world of one that failed."""
         self.has_ended = False
+        self.is_ready = False
+        """Whether it has been seen to be able to take a job."""
         self._activity: ActivityFile | None = None
+        self._send(PING)
 
     @property
     def handles(self) -> tuple[Connection, int]:
@@ -85,7 +88,9 @@ class Member:
         with suppress(EOFError, OSError):
             while self._connection.poll():
                 message: bytes | RankFailure | str = pickle.loads(self._connection.recv_bytes())
-                if isinstance(message, str):
+                if message == PING:
+                    self.is_ready = True
+                elif isinstance(message, str):
                     assert message == READY, message
                     self.is_busy = False
                 else:

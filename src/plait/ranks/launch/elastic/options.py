@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from plait.errors import MeshError
-from plait.plan.argument_checks import require_flag, require_whole
+from plait.plan.argument_checks import require_choice, require_flag, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,12 @@ class Elastic:
 
     spares: int = 0
     """Processes that have imported torch, and wait to take the place of a lost rank."""
-    replace: bool = True
-    """Whether new processes are started for lost ones; else, without a spare, the ranks become fewer."""
+    replace: bool | Literal["later"] = True
+    """Whether new processes are started for lost ones; else, without a spare, the ranks become fewer.
+
+    "later": the ranks become fewer while new processes start, and more again at a snapshot after these are
+    ready.
+    """
     ranks_of: Callable[[int], int] | None = None
     """Returns how many of so many processes are ranks, the others become spares; 0: too few. None: all."""
     restarts: int = 1000
@@ -28,7 +33,12 @@ class Elastic:
 
     def __post_init__(self) -> None:
         require_whole("Elastic's spares", self.spares, MeshError, least=0)
-        require_flag("Elastic's replace", self.replace, MeshError)
+        if isinstance(self.replace, str):
+            require_choice(
+                "Elastic's replace, unless it is True or False,", self.replace, ("later",), MeshError
+            )
+        else:
+            require_flag("Elastic's replace", self.replace, MeshError)
         require_whole("Elastic's restarts", self.restarts, MeshError, least=0)
         if self.ranks_of is not None and not callable(self.ranks_of):
             raise MeshError(

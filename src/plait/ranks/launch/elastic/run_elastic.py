@@ -68,7 +68,7 @@ def run_elastic(
                 ranks_per_gpu=ranks_per_gpu,
                 goes_on=True,
                 run_folder=folder,
-                variables=variables_of_supervisor(folder)
+                variables=variables_of_supervisor(folder, generation)
                 | variables_of_activity(activity_path(str(own), rank)),
             )
 

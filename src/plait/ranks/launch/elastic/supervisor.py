@@ -5,6 +5,9 @@
     next       spares or new processes take the place of lost ranks, or the world becomes smaller
     start      all call the function again, as the next generation
 
+With `Elastic(replace="later")` a smaller world becomes larger again: when new processes are ready, the ranks
+leave it between two steps, and all start as the next generation.
+
 The loop is torch's, `SimpleElasticAgent`: it numbers the ranks, over several hosts too, and calls what is
 here. Whatever happens in between, such as a second failure, is seen in the next round of the loop.
 """
@@ -34,7 +37,7 @@ from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.rank_job import RankJob
-from plait.ranks.supervised_rank import go_on_before, restored_step
+from plait.ranks.supervised_rank import go_on_before, note_possible_ranks, restored_step
 
 _PERIOD = 0.2
 """Seconds of a look at the ranks, unless one sends something or ends."""
@@ -86,6 +89,8 @@ class Supervisor(SimpleElasticAgent):
         self._running: list[Member] = []
         """The processes of the ranks, by local rank."""
         self._spares: list[Member] = []
+        self._ready_spares = 0
+        """Those that were counted last, for a larger world."""
         self._seen = Counter[tuple[str, int | None]]()
         self.cause: RankFailure | None = None
         """The failure that the last generation ended by."""
@@ -105,6 +110,8 @@ class Supervisor(SimpleElasticAgent):
         """Start the jobs of the next generation; return the process of each local rank."""
         workers: Sequence[Worker] = worker_group.workers
         self._take_places(len(workers))
+        self._ready_spares = 0
+        note_possible_ranks(self._folder, 0)
         for worker, member in zip(workers, self._running, strict=True):
             member.start(self._make_job(worker, self._host.generation))
         while self._may_start(len(workers) + len(self._spares)):
@@ -113,7 +120,9 @@ class Supervisor(SimpleElasticAgent):
 
     def _take_places(self, size: int) -> None:
         """Assign ranks to `size` processes: living ones keep theirs, spares and new processes fill gaps."""
-        before, others = [*self._running, *self._spares], iter([*self._running[size:], *self._spares])
+        before = [*self._running, *self._spares]
+        spares = sorted(self._spares, key=lambda one: not one.is_ready)
+        others = iter([*self._running[size:], *spares])
         places = [*self._running[:size], *[None] * (size - len(self._running))]
         self._running = [
             one
@@ -129,7 +138,7 @@ class Supervisor(SimpleElasticAgent):
     def _may_start(self, processes: int) -> bool:
         """Return whether one more process may be started, by `Elastic.replace` and how many there are."""
         most = self._wanted + self._settings.spares
-        return processes < most and (self._settings.replace or self._started < most)
+        return processes < most and (bool(self._settings.replace) or self._started < most)
 
     def _new_member(self) -> Member:
         self._started += 1
@@ -151,33 +160,67 @@ class Supervisor(SimpleElasticAgent):
     def _next_size(self) -> int:
         """Return the number of ranks of the next generation. Raises the last failure for too few."""
         alive = sum(not one.has_ended for one in (*self._running, *self._spares))
-        ready = self._wanted if self._settings.replace else min(alive, self._wanted)
-        size = ready if self._settings.ranks_of is None or not ready else self._settings.ranks_of(ready)
-        if not 0 < size <= ready:
+        ready = self._wanted
+        if self._settings.replace == "later":
+            ready = sum(not one.has_ended for one in self._running) + self._count_ready_spares()
+        elif not self._settings.replace:
+            ready = alive
+        size = self._ranks_of(ready)
+        if not size and self._settings.replace:  # nothing else is to be done meanwhile
+            size = self._ranks_of(self._wanted)
+        if not 0 < size <= self._wanted:
             assert self.cause is not None, "ranks were lost"
             raise self.cause.exception(f"{alive} processes are left, too few to go on with.")
         return size
 
+    def _ranks_of(self, processes: int) -> int:
+        """Return how many of so many processes are ranks; 0: too few."""
+        most = min(processes, self._wanted)
+        count = most if self._settings.ranks_of is None or not most else self._settings.ranks_of(most)
+        return count if count <= most else 0
+
+    def _count_ready_spares(self) -> int:
+        return sum(one.is_ready and not one.has_ended for one in self._spares)
+
+    def _note_larger_world(self) -> None:
+        """Write for the ranks how many they could be, where new processes have become ready for more."""
+        ready = self._count_ready_spares()
+        if self._settings.replace != "later" or ready == self._ready_spares:
+            return
+        self._ready_spares, now = ready, len(self._running)
+        size = self._ranks_of(now + ready)
+        note_possible_ranks(self._folder, size if size > now else 0)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Block until something happens, a moment at most; return whether a rank failed or all have ended."""
-        self._update(_PERIOD, self._running)
+        self._update(_PERIOD, [*self._running, *self._spares])
         self._fail_hanging()
-        failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
-        if failures:
+        if self._failures():
             self.cause = self._cause()
             self._note(self.cause)
             return RunResult(state=WorkerState.FAILED)
         results = {number: one.report for number, one in enumerate(self._running) if one.report is not None}
         if len(results) < len(self._running):
+            self._note_larger_world()
+            return RunResult(state=WorkerState.HEALTHY)
+        if any(isinstance(report, RankFailure) for report in results.values()):
+            before = len(self._running)
+            self._restart_workers(worker_group)
+            self._tell(f"the run goes on with {len(self._running)} ranks in place of {before}")
             return RunResult(state=WorkerState.HEALTHY)
         ranks = [worker.global_rank for worker in worker_group.workers]
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def _failures(self) -> list[RankFailure]:
+        """Return how ranks have failed; those are left out that have only left for a larger world."""
+        reports = [one.report for one in self._running]
+        return [one for one in reports if isinstance(one, RankFailure) and not one.is_world_change]
 
     def _cause(self) -> RankFailure:
         """Wait a moment for all reports, and return the failure that caused the others."""
         deadline = time.monotonic() + _GRACE
         while True:
-            failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
+            failures = self._failures()
             waiting = [one for one in self._running if one.report is None]
             first, left = root_cause(failures), deadline - time.monotonic()
             if not first.secondary or not waiting or left <= 0:

@@ -1,0 +1,71 @@
+"""`reshard_kept`: go on with the run that ranks have kept in memory while their world changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from plait.checkpoint.optimizer_set import OptimizerSet
+from plait.engine.engine import Engine
+from plait.engine.resharding.optimizer_groups import OptimizerMaker
+from plait.engine.resharding.reshard import reshard
+from plait.errors import PlanError
+from plait.plan.plan import Plan
+from plait.plan.rules import Rules
+from plait.ranks.kept_run import KeptRun, keep_run, take_kept_run
+from plait.ranks.mesh import Mesh
+from plait.ranks.supervised_rank import newest_good_step, supervisor_of_rank
+from plait.ranks.text_collectives import all_gather_text
+from plait.tensor.torch_losses import GivenLoss
+
+
+def reshard_kept(
+    model: Callable[[], nn.Module],
+    optimizer: OptimizerMaker,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    loss: GivenLoss,
+    rules: Rules | None = None,
+) -> tuple[Engine, Any] | None:
+    """Return the engine and the optimizer of the run that ranks have kept, moved to a plan by `reshard`.
+
+    None where no rank has kept one, or where those that are left do not hold all of it; then the engine is
+    made as at the start. Called on all ranks of `launch(…, elastic=…)`, in place of `parallelize`: ranks keep
+    the run of `Snapshots` when their world changes, if the function calls this. `Snapshots.restore` of the
+    engine then returns its number of steps, and loads nothing. `model` returns the model (best on the meta
+    device) and `optimizer` makes the optimizer of a list of parameter groups, on ranks that have kept
+    nothing; `loss` and `rules` as to `parallelize`. Communication: a text of each rank, and that of
+    `reshard`.
+    """
+    kept = take_kept_run()
+    if not supervisor_of_rank() or newest_good_step() is not None:  # wrong bits may be in memory
+        return None
+    own = "" if kept is None else json.dumps([kept.step, kept.state])
+    told = [json.loads(text) for text in all_gather_text(own, mesh.all_ranks, mesh.device) if text]
+    states = dict(told)
+    for step in sorted(states, reverse=True):  # of replicas, some may have ended a step that others have not
+        try:
+            if kept is None or kept.step != step:
+                moved = reshard(model(), optimizer, plan, mesh, loss=loss, rules=rules)
+            else:
+                _go_back(kept)
+                moved = reshard(kept.engine, kept.optimizer, plan, mesh)
+        except PlanError:  # on all ranks, before anything has moved: a part is lost, or it cannot be moved
+            continue
+        engine, made = moved
+        assert engine is not None, "all ranks are in the mesh"
+        keep_run(KeptRun(engine, made, step, states[step], engine.run_state))
+        return engine, made
+    return None
+
+
+def _go_back(kept: KeptRun) -> None:
+    """Let an engine forget the step that it had begun: its gradients, and the draws of dropout."""
+    optimizers = OptimizerSet.of(kept.optimizer)
+    for one in () if optimizers is None else optimizers.members:
+        one.zero_grad()
+    kept.engine.run_state = kept.run_state

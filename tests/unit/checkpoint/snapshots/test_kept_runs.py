@@ -1,0 +1,83 @@
+"""A process keeps a run for the next world only as it was between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from snapshot_runs import step_once
+
+import plait
+from plait.errors import CommunicationError, ReplicaError
+from plait.ranks.kept_run import KeptRun, take_kept_run
+from plait.ranks.supervised_rank import variables_of_supervisor
+
+LOST = CommunicationError("another rank is lost")
+
+
+def kept_after(
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    happens: Callable[[Any, Any], object],
+    *,
+    later: int = 1,
+    error: Exception = LOST,
+) -> KeptRun | None:
+    """What a process has kept, so many worlds later, of a run that ends by an error after two steps.
+
+    Something `happens` to engine and optimizer before.
+    """
+
+    def run() -> KeptRun | None:
+        for name, value in variables_of_supervisor(str(folder), 3).items():
+            patch.setenv(name, value)
+        assert take_kept_run() is None
+        plan = plait.Plan()
+        model = plait.models.gpt2(layers=1, hidden=16, heads=2, vocab=32, context=8)
+        engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        snapshots = plait.Snapshots(engine, optimizer, every=9, folder=folder)
+        for step in range(2):
+            step_once(engine, optimizer, step)
+            snapshots.step(step + 1, {"seen": step})
+        happens(engine, optimizer)
+        snapshots.__exit__(type(error), error, None)
+        for name, value in variables_of_supervisor(str(folder), 3 + later).items():
+            patch.setenv(name, value)
+        return take_kept_run()
+
+    return copy_context().run(run)
+
+
+def begin_a_step(engine: Any, optimizer: Any) -> None:
+    engine.forward_backward(*[torch.zeros(2, 8, dtype=torch.int64)] * 2)
+
+
+def test_a_run_is_kept_with_its_step_and_state_while_the_next_step_is_not_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = kept_after(tmp_path, monkeypatch, begin_a_step)
+    assert kept is not None
+    assert (kept.step, kept.state, kept.run_state["passes"]) == (2, {"seen": 1}, 2)
+    assert kept.engine.passes == 3  # goes back when it is moved
+
+
+def test_a_run_whose_next_update_has_begun_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        kept_after(tmp_path, monkeypatch, lambda engine, optimizer: step_once(engine, optimizer, 2)) is None
+    )
+
+
+def test_a_run_that_has_failed_itself_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where replicas differ: its memory may be wrong."""
+    assert kept_after(tmp_path, monkeypatch, begin_a_step, error=ReplicaError("replicas differ")) is None
+
+
+def test_a_run_is_kept_for_the_next_world_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept_after(tmp_path, monkeypatch, begin_a_step, later=2) is None
