@@ -12,17 +12,26 @@ from plait.ranks.world import process_identity
 
 _SUPERVISOR = "PLAIT_SUPERVISOR"
 _FOLDER = "PLAIT_SUPERVISOR_FOLDER"
+_RUN = "PLAIT_SUPERVISED_RUN"
 _REMOVED_AT_END, _RESTORED, _NEWEST_GOOD = "removed_at_end", "restored", "newest_good"
 
 
-def variables_of_supervisor(folder: str) -> dict[str, str]:
-    """Return the environment variables of ranks that this process restarts. `folder`: of their run only."""
-    return {_SUPERVISOR: process_identity(os.getpid()), _FOLDER: folder}
+def variables_of_supervisor(folder: str, run: str = "") -> dict[str, str]:
+    """Return the environment variables of ranks that this process restarts. `folder`: of their run only.
+
+    `run`: its random name, the same on all its hosts.
+    """
+    return {_SUPERVISOR: process_identity(os.getpid()), _FOLDER: folder, _RUN: run}
 
 
 def supervisor_of_rank() -> str:
     """Return the identity of the supervisor that restarts this rank; "" where there is none."""
     return os.environ.get(_SUPERVISOR, "")
+
+
+def supervised_run() -> str:
+    """Return the random name of the run, the same on all its hosts; "" without a supervisor."""
+    return os.environ.get(_RUN, "")
 
 
 def remove_at_end(path: Path) -> bool:
@@ -35,16 +44,17 @@ def remove_at_end(path: Path) -> bool:
 
 
 def note_restored(step: int) -> None:
-    """Write for the supervisor after how many steps the run resumes; called on one rank."""
+    """Write for the supervisor after how many steps the run resumes; called on all ranks."""
     if supervisor_of_rank():
         path = Path(os.environ[_FOLDER], _RESTORED)
-        path.with_suffix(".part").write_text(str(step))
-        path.with_suffix(".part").replace(path)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(str(step))
+        part.replace(path)
         path.with_name(_NEWEST_GOOD).unlink(missing_ok=True)
 
 
 def note_begun_anew() -> None:
-    """Write for the supervisor that the run starts from step 0; called on one rank."""
+    """Write for the supervisor that the run starts from step 0; called on all ranks."""
     if supervisor_of_rank():
         for name in (_RESTORED, _NEWEST_GOOD):
             Path(os.environ[_FOLDER], name).unlink(missing_ok=True)

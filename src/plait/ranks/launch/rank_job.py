@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
 from plait.ranks.gradient_hook_detection import first_gradient_hook
-from plait.ranks.world import World
+from plait.ranks.world import World, without_launcher
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class RankJob:
     device: str
     ranks_per_gpu: int = 1
     goes_on: bool = False  # whether the process takes another job after one that failed
+    other_hosts: frozenset[str] = frozenset()  # the addresses of hosts of the world besides this one
 
     @staticmethod
     def of_this_process(
@@ -51,17 +52,18 @@ class RankJob:
         device: str,
         ranks_per_gpu: int = 1,
         goes_on: bool = False,
+        other_hosts: frozenset[str] = frozenset(),
         variables: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RankJob:
         """Return a job with the environment, directory and module path of this process.
 
-        `variables`: environment variables that the rank has besides.
+        `variables`: environment variables that the rank has besides; it has none of a launcher.
         """
         return RankJob(
             call=call,
             world=world,
             folder=folder,
-            environment={**os.environ, **variables},
+            environment={**without_launcher(os.environ), **variables},
             directory=os.getcwd(),
             path=list(sys.path),
             main_file=getattr(sys.modules["__main__"], "__file__", None),
@@ -71,6 +73,7 @@ class RankJob:
             device=device,
             ranks_per_gpu=ranks_per_gpu,
             goes_on=goes_on,
+            other_hosts=other_hosts,
         )
 
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import wait
 from signal import SIGTERM, Signals
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -33,6 +34,7 @@ from plait.ranks.failure.failure_log import RankFailure, root_cause
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.launch.elastic.several_hosts import SeveralHostsRendezvous
 from plait.ranks.launch.rank_job import RankJob
 from plait.ranks.supervised_rank import go_on_before, restored_step
 
@@ -59,13 +61,16 @@ class Supervisor(SimpleElasticAgent):
         self,
         ranks: int,
         settings: Elastic,
-        rendezvous: OneHostRendezvous,
+        rendezvous: OneHostRendezvous | SeveralHostsRendezvous,
         start_member: Callable[[int], Member],
         make_job: MakeJob,
         folder: str,
         limit: float,
     ) -> None:
-        """`folder`: of this run only. `limit`: seconds without progress, after which a rank hangs."""
+        """`ranks`: of this host. `folder`: of this run and host only.
+
+        `limit`: seconds without progress, after which a rank hangs.
+        """
         spec = WorkerSpec(
             role="plait",
             local_world_size=ranks,
@@ -95,15 +100,26 @@ class Supervisor(SimpleElasticAgent):
 
         Raises the error of the failure that ends the run.
         """
-        result = self.run()
+        result: RunResult | None = self.run()
+        if result is None:  # this host was a spare one, and the others have finished
+            return []
         if result.state is not WorkerState.SUCCEEDED:
             assert self.cause is not None, "a run fails by a failure"
             raise self.cause.exception(f"That was failure number {self._settings.restarts + 1} of the run.")
         return [one.report for one in self._running if isinstance(one.report, bytes)]
 
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Return the ranks of this host, in place of torch's: supervisors have agreed on them already."""
+        ranks, size = self._host.ranks(spec.local_world_size)
+        spec.local_world_size = len(ranks)
+        return [Worker(number, rank, rank, size, size) for number, rank in enumerate(ranks)]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the jobs of the next generation; return the process of each local rank."""
         workers: Sequence[Worker] = worker_group.workers
+        self._note_elsewhere()
         self._take_places(len(workers))
         for worker, member in zip(workers, self._running, strict=True):
             member.start(self._make_job(worker, self._host.generation))
@@ -137,6 +153,7 @@ class Supervisor(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the jobs that run, on the living ranks by errors; choose the number of ranks to go on with."""
+        self._note_elsewhere()
         for member in self._running:
             member.stop()
         deadline = time.monotonic() + self._patience  # a busy rank that has more to do first is lost, too
@@ -152,6 +169,9 @@ class Supervisor(SimpleElasticAgent):
         """Return the number of ranks of the next generation. Raises the last failure for too few."""
         alive = sum(not one.has_ended for one in (*self._running, *self._spares))
         ready = self._wanted if self._settings.replace else min(alive, self._wanted)
+        if isinstance(self._host, SeveralHostsRendezvous):  # all hosts together choose it
+            self._host.ready = ready
+            return ready
         size = ready if self._settings.ranks_of is None or not ready else self._settings.ranks_of(ready)
         if not 0 < size <= ready:
             assert self.cause is not None, "ranks were lost"
@@ -160,15 +180,21 @@ class Supervisor(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Block until something happens, a moment at most; return whether a rank failed or all have ended."""
-        self._update(_PERIOD, self._running)
+        self._update(_PERIOD, self._running, self._host.handles)
         self._fail_hanging()
         failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
         if failures:
-            self.cause = self._cause()
-            self._note(self.cause)
-            return RunResult(state=WorkerState.FAILED)
+            cause = self._cause()
+            if not (cause.secondary and self._host.reason()):  # else another host's rank has caused it
+                self.cause = cause
+                self._note(cause)
+                return RunResult(state=WorkerState.FAILED)
+        if self._host.reason():
+            return RunResult(state=WorkerState.HEALTHY)  # torch asks the host by itself, and restarts
         results = {number: one.report for number, one in enumerate(self._running) if one.report is not None}
         if len(results) < len(self._running):
+            return RunResult(state=WorkerState.HEALTHY)
+        if not self._host.finish([one for one in results.values() if isinstance(one, bytes)]):
             return RunResult(state=WorkerState.HEALTHY)
         ranks = [worker.global_rank for worker in worker_group.workers]
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
@@ -180,7 +206,8 @@ class Supervisor(SimpleElasticAgent):
             failures = [one.report for one in self._running if isinstance(one.report, RankFailure)]
             waiting = [one for one in self._running if one.report is None]
             first, left = root_cause(failures), deadline - time.monotonic()
-            if not first.secondary or not waiting or left <= 0:
+            may_come = waiting or isinstance(self._host, SeveralHostsRendezvous)
+            if not first.secondary or not may_come or left <= 0 or self._host.reason():
                 return first
             self._update(left, waiting)
 
@@ -193,29 +220,47 @@ class Supervisor(SimpleElasticAgent):
         waiting = [(found, one) for found, one in idle if found.waits and not one.is_stopped]
         others = f", while another waits for {waiting[0][0].awaited}" if waiting else ""
         are_all = len(waiting) == sum(one.report is None for one in self._running)
+        wait_elsewhere, are_all_elsewhere = self._host.exchange_waiting(bool(waiting), are_all)
         for _, member in (pair for pair in idle if pair not in waiting):
-            if waiting or member.is_stopped:
+            if waiting or wait_elsewhere or member.is_stopped:
                 member.fail(f"made no progress for {self._limit:g} s{others}")
-        if waiting and are_all:
+        if waiting and are_all and are_all_elsewhere:
             (_, _, awaited), member = min(waiting, key=lambda pair: pair[0].since)
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
         """Print a failure; raise its error where the same one has happened three times at the same step."""
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
+        error = cause.exception()
+        last_good_step = error.last_good_step if isinstance(error, CorruptionError) else None
+        self._host.report(cause, last_good_step)
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
         self._seen[same] += 1
         if self._seen[same] >= _SAME_FAILURES:
             place = "" if step is None else f" after step {step}, from which the run went on"
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
-        if isinstance(error := cause.exception(), CorruptionError):
-            go_on_before(self._folder, error.last_good_step)
+        if last_good_step is not None:
+            go_on_before(self._folder, last_good_step)
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
 
-    def _update(self, seconds: float, members: Sequence[Member]) -> None:
-        """Block until one of `members` sends something or ends, at most `seconds`; take all messages."""
-        wait([handle for one in members if not one.has_ended for handle in one.handles], seconds)
+    def _note_elsewhere(self) -> None:
+        """Print why other hosts make this one stop, and note for its ranks what they may not load."""
+        reason, failure = self._host.reason(), self._host.failure_elsewhere()
+        if failure is not None:
+            reason, last_good_step = failure
+            if last_good_step is not None:
+                go_on_before(self._folder, last_good_step)
+        if reason and not self._host.is_closed():
+            self._tell(f"{reason}; the ranks go on from where the run was kept last")
+
+    def _update(self, seconds: float, members: Sequence[Member], others: Sequence[int] = ()) -> None:
+        """Block until one of `members` sends something or ends, at most `seconds`; take all messages.
+
+        `others`: file descriptors that end the wait, too.
+        """
+        handles = [handle for one in members if not one.has_ended for handle in one.handles]
+        wait([*handles, *others], seconds)
         for member in members:
             member.update()
 
