@@ -32,7 +32,7 @@ from plait.ranks.json_values import NotPlainError
 from plait.ranks.launch.elastic.host_agreement import HostWorld
 from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, world_of
 from plait.ranks.launch.elastic.host_link import SILENCE, HostLink, Message, connect_to_host
-from plait.ranks.run_store import is_loopback, listening_socket
+from plait.ranks.run_store import is_loopback, listening_socket, require_known
 
 _PAUSE = 0.1
 """Seconds between two tries to reach another host."""
@@ -83,6 +83,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         self._waiting: dict[int, tuple[bool, bool]] = {}
         self._failure: Message | None = None
         self._last_word: Message | None = None
+        self._is_shut = False
         self._done = 0
         """The generation whose results the hub has."""
 
@@ -129,7 +130,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
     @property
     def results(self) -> list[Any]:
         """The results of all ranks, after `finish` has returned True."""
-        assert self._last_word is not None, "the run has finished"
+        assert self._last_word is not None, "`finish` returned True"
         return [json_values.decode(text) for text in self._last_word["results"]]
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -139,6 +140,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
         world can be reached within the limit.
         """
         deadline = time.monotonic() + self._limit
+        if self._world is None:
+            require_known(self._place.first_host, deadline)
         for number, host, port in self._candidates():
             if self._link is None:
                 self._connect(number, host, port)
@@ -234,7 +237,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         own, limit = f"host {self._place.number}", f"{self._limit:g} s"
         if self._world is None:
             where = f"{self._place.first_host}:{self._place.ports[0]}"
-            missing = f"{self._awaited} did not come" if self._awaited else "nothing answers there"
+            missing = f"{self._awaited} did not come" if self._awaited else "nothing of this run answers"
             raise CommunicationError(
                 f"{own} of {self._run.hosts} has waited for the others at {where} for {limit}, and "
                 f"{missing}: start plait once on each host, and see what they print."
@@ -367,11 +370,12 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Send what is still to be sent, and leave the other hosts; return True."""
         with self._changed:
-            link, self._link = self._link, None
+            link, self._link, is_shut, self._is_shut = self._link, None, self._is_shut, True
         if link is not None:
             link.close()
         self._hub.close()
-        os.close(self._news)
+        if not is_shut:
+            os.close(self._news)
         return True
 
 
