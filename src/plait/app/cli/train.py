@@ -49,13 +49,13 @@ def run(argv: Sequence[str]) -> int:
         from plait.ranks.world import find_world
 
     plan = config.plan()
-    local = find_world() is None
+    local = find_world() is None or config.run.elastic
     in_processes = config.run.ranks_as == "processes"
     stop_signals: tuple[int, ...] = (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM)
     if not in_processes:
         stop_signals = ()  # only a main thread can handle them: the first one ends the run
     with (
-        local_ranks(plan.world, degrees(plan)) as prints,
+        local_ranks(plan.world, degrees(plan), of_supervisors=config.run.elastic) as prints,
         stoppable(local=local and in_processes) as received,
     ):
         config, chosen = with_context_of_data(config, argv)
