@@ -1,8 +1,10 @@
 """A run of elastic ranks, of which this process starts those of one host; it writes losses, and what is lost.
 
     RANK=0 WORLD_SIZE=2 ... elastic_training.py FOLDER --ranks RANKS [--kill RANK STEP] [--seconds SECONDS]
+        [--whole-at STEP]
 
-`--kill`: that rank kills itself in that step, once. `--seconds`: a step takes so long.
+`--kill`: that rank kills itself in that step, once. `--seconds`: a step takes so long. `--whole-at`: before
+that step fewer ranks wait until there are all again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch.distributed as dist
 import plait
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.loop import Checkpoints, JsonLines, Log
-from plait.ranks import Elastic
+from plait.ranks import Elastic, all_reduce
 
 STEPS, ROWS = 12, 12
 
@@ -31,8 +33,16 @@ STEPS, ROWS = 12, 12
 class Disturb(Callback):
     """Writes where each generation begins, and how far the run is; kills a rank."""
 
-    def __init__(self, folder: Path, opened: list[str], kill: tuple[int, int] | None, seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        opened: list[str],
+        kill: tuple[int, int] | None,
+        seconds: float,
+        whole_at: tuple[int, int] | None,
+    ) -> None:
         self._folder, self._opened, self._kill, self._seconds = folder, opened, kill, seconds
+        self._whole_at = whole_at
         self._has_begun = False
 
     def before_step(self, run: TrainingLoop) -> None:
@@ -56,6 +66,10 @@ class Disturb(Callback):
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self._seconds)
+        if self._whole_at is not None and self._whole_at[0] == run.done:
+            while run.mesh.world < self._whole_at[1]:
+                all_reduce(torch.ones(1), run.mesh.group("world")).wait()  # ends by an error
+                time.sleep(0.05)
 
 
 class Tokens:
@@ -68,7 +82,12 @@ class Tokens:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(folder: Path, kill: tuple[int, int] | None = None, seconds: float = 0.0) -> int:
+def train(
+    folder: Path,
+    kill: tuple[int, int] | None = None,
+    seconds: float = 0.0,
+    whole_at: tuple[int, int] | None = None,
+) -> int:
     """Train with as many data-parallel ranks as there are; return how many."""
     opened: list[str] = []
 
@@ -81,7 +100,7 @@ def train(folder: Path, kill: tuple[int, int] | None = None, seconds: float = 0.
     callbacks = [
         Log(JsonLines(folder / "metrics.jsonl"), folder=folder),
         Checkpoints(folder / "checkpoints", every=5, snapshots=partial(plait.Snapshots, every=1)),
-        Disturb(folder, opened, kill, seconds),
+        Disturb(folder, opened, kill, seconds, whole_at),
     ]
     plan = plait.Plan(dp=dist.get_world_size(), strategy="full")
     plait.fit(model, plan, Tokens(), steps=STEPS, callbacks=callbacks)
@@ -94,10 +113,13 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--kill", type=int, nargs=2)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--whole-at", type=int)
     parser.add_argument("--limit", type=float, default=60.0)
     options = parser.parse_args()
     options.folder.mkdir(exist_ok=True)
-    arguments = (options.folder, None if options.kill is None else tuple(options.kill), options.seconds)
+    kill = None if options.kill is None else tuple(options.kill)
+    whole_at = None if options.whole_at is None else (options.whole_at, options.ranks)
+    arguments = (options.folder, kill, options.seconds, whole_at)
     settings = Elastic(ranks_of=lambda most: max(ranks for ranks in range(1, most + 1) if ROWS % ranks == 0))
     print(
         plait.launch(

@@ -227,9 +227,13 @@ class HostHub:
     def _begin(self, joined: Mapping[int, _Guest], generation: int) -> None:
         """Make a world of the hosts that have joined, and tell them."""
         ready = {number: one.ready or 0 for number, one in joined.items()}
-        sizes = sizes_of_hosts(ready, self._run.wanted, self._run.ranks_of)
+        why = f"{sum(ready.values())} processes are left, too few to go on with"
+        sizes: tuple[int, ...] = ()
+        try:
+            sizes = sizes_of_hosts(ready, self._run.wanted, self._run.ranks_of)
+        except Exception as error:  # of the user's function: the supervisors wait for an answer
+            why = f"Elastic's ranks_of raised {error!r}"
         if not sizes:
-            why = f"{sum(ready.values())} processes are left, too few to go on with"
             self._last_word = {"kind": "end", "why": why}
             self._send_all(self._last_word)
             return

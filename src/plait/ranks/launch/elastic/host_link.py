@@ -22,7 +22,7 @@ Message = dict[str, Any]
 BEAT, SILENCE = 0.3, 4.0
 """Seconds between two messages at most, and without any after which the other side counts as gone."""
 _HEAD = struct.Struct("!I")
-_MOST_BYTES = 1 << 28
+MOST_BYTES = 1 << 28
 """Of a message: what claims to be longer is none of ours."""
 _PART = 1 << 20
 """Bytes that are sent, or received, within the time of silence."""
@@ -97,7 +97,7 @@ class HostLink:
     def _read(self) -> None:
         try:
             with suppress(OSError, ValueError):
-                while (size := _HEAD.unpack(self._exactly(_HEAD.size))[0]) <= _MOST_BYTES:
+                while (size := _HEAD.unpack(self._exactly(_HEAD.size))[0]) <= MOST_BYTES:
                     message = json.loads(self._exactly(size))
                     if isinstance(message, dict):
                         self._received(self, message)

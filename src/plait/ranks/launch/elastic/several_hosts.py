@@ -31,7 +31,7 @@ from plait.ranks.failure.failure_log import RankFailure
 from plait.ranks.json_values import NotPlainError
 from plait.ranks.launch.elastic.host_agreement import HostWorld
 from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, world_of
-from plait.ranks.launch.elastic.host_link import SILENCE, HostLink, Message, connect_to_host
+from plait.ranks.launch.elastic.host_link import MOST_BYTES, SILENCE, HostLink, Message, connect_to_host
 from plait.ranks.run_store import is_loopback, listening_socket, require_known
 
 _PAUSE = 0.1
@@ -155,14 +155,15 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def _candidates(self) -> Iterator[tuple[int, str, int]]:
         """Yield number, address and port of hosts at whose hub the next world may meet, again and again.
 
-        First where the last one has met, then those of the hosts after it: each host tries the same order.
+        First where the last one has met, then those of the hosts after it, if they can be a majority without
+        that one: each host tries the same order.
         """
         while self._world is None:
             yield from ((0, self._place.first_host, port) for port in self._place.ports)
         hosts = self._world.hosts
         start = hosts.index(self._world.hub) if self._world.hub in hosts else 0
         while True:
-            for number in (*hosts[start:], *hosts[:start]):
+            for number in (*hosts[start:], *hosts[:start]) if len(hosts) > 2 else (self._world.hub,):
                 host, port = self._about[number]["hub"]
                 is_own = number == self._place.number
                 yield (number, "127.0.0.1", self._hub.port) if is_own and number else (number, host, port)
@@ -333,6 +334,11 @@ class SeveralHostsRendezvous(RendezvousHandler):
             texts = [
                 _plain(pickle.loads(one), rank) for one, rank in zip(results, self.ranks(0)[0], strict=True)
             ]
+            if sum(map(len, texts)) > MOST_BYTES // 2:
+                raise PlaitError(
+                    f"the results of host {self._place.number}, which all hosts get, are larger than "
+                    f"{MOST_BYTES // 2:,} bytes: return less, and write the rest to files."
+                )
             self._send({"kind": "done", "generation": self.generation, "results": texts})
             self._done = self.generation
         with self._changed:
