@@ -156,6 +156,18 @@ def test_a_host_that_was_started_again_comes_back_and_one_too_many_waits_until_t
             joined[0].result(LIMIT)
 
 
+def test_the_first_host_comes_back_where_the_other_waits_for_it() -> None:
+    with supervisors(2, 4) as hosts:
+        one, two = hosts.first
+        hosts.meet(one, two)
+        one.shutdown()
+        joined = hosts.join(two)
+        again = hosts.new(0)
+        assert hosts.meet(again) == (2, {0: [0, 1], 1: [2, 3]})
+        joined[0].result(LIMIT)
+        assert again.name == two.name == one.name
+
+
 def test_a_host_that_ends_by_an_error_ends_the_others() -> None:
     with supervisors(2, 4) as hosts:
         one, two = hosts.first

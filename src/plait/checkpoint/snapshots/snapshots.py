@@ -264,11 +264,13 @@ class Snapshots:
                 continue
             self._half, self._goes_on = half, True
             note_restored(name.step)
+            # Later ones, damaged or of hosts that are gone, would count again where such a host comes back.
+            self._withdraw([part for part in parts if part.name.step > name.step])
             return name.step, loaded
         return None
 
     def _withdraw(self, parts: Sequence[RankPart]) -> None:
-        """Remove the manifests of a snapshot's parts, whose bits are wrong, so that it is not restored."""
+        """Remove the manifests of parts of snapshots, so that these are not restored."""
         with raising_on_all_ranks(self._engine.mesh):
             for part in parts if self._leads else ():
                 self._folder.withdraw(part.half, manifest_name(part.rank))

@@ -43,16 +43,14 @@ def launch(
     """Call `function(*arguments)` in every rank, within a default process group, and return all results.
 
     Without a launcher, this starts `ranks` processes on this host (a `RankPool` with one run). Under
-    torchrun, mpirun or srun this process *is* a rank: it joins the others, calls the function here and leaves
-    the group again; all ranks must call `launch` with the same arguments. Inside a rank of a world that is
-    there already, such as Ray's, the function is called in that world. Each rank then returns the same list,
-    so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run has
-    no time limit. A rank whose launcher, or local parent, is gone ends within a second, and says so.
-    Classes and functions of a script or notebook are pickled with the function.
+    torchrun, mpirun or srun this process *is* a rank, and calls the function here; all must call `launch`
+    with the same arguments. Inside a rank of a world that is there already, such as Ray's, the function is
+    called in that world. Each rank then returns the same list, so keep results small (one all-gather over the
+    world); tensors of other ranks are on the CPU. The run has no time limit. A rank whose launcher, or local
+    parent, is gone ends within a second. Classes and functions of a script are pickled with the function.
 
     Args:
-        function: called by every rank.
-        arguments: passed to it.
+        function: called by every rank, with the `arguments`.
         ranks: by default as many as the GPUs take, or 1 without any; under a launcher the world's size.
         threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
         timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
@@ -61,9 +59,8 @@ def launch(
             debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
         ranks_per_gpu: the most ranks that share a GPU, to try a plan without as many; they are spread evenly,
             neighbours on the same, and take turns: times mean nothing. Needs NCCL 2.30 or later.
-        elastic: whether processes outlive a lost rank: `function` is called again in all of them, and a new
-            one, and goes on from `plait.Snapshots`. An `Elastic` sets spares. Under a launcher that has
-            started one process on each host, these start the ranks, and outlive lost hosts.
+        elastic: whether processes outlive a lost rank: `function` is called again in all, and a new one, and
+            goes on from `plait.Snapshots`. An `Elastic` sets spares. A launcher starts one process a host.
 
     Returns:
         The results, rank 0 first.
@@ -81,18 +78,17 @@ def launch(
     if (inside := current_ranks()) is not None:
         _require_world_inside(inside, ranks, device)
         return _results(inside, call, threads, timeout)
-    if (world := find_world()) is not None:
-        if settings is not None:
-            options = {"timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
-            return _run_host(function, arguments, settings, world, ranks, threads, options)
+    options: dict[str, Any] = {"timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
+    if (world := find_world()) is not None and settings is not None:
+        return _run_host(function, arguments, settings, world, ranks, threads, options)
+    if world is not None:
         _require_agreement(world, ranks, ranks_as)
-        return _run_joined(world, call, threads, timeout, device, ranks_per_gpu)
+        return _run_joined(world, call, threads, **options)
     ranks = ranks or _default_ranks(device if ranks_as == "processes" else "cpu", ranks_per_gpu)
     threads = threads or max(1, torch.get_num_threads() // ranks)
     if ranks_as == "threads":
         return run_threads(function, arguments, ranks, threads)
-    options = {"threads": threads, "timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
-    return _run_processes(function, arguments, settings, ranks, options)
+    return _run_processes(function, arguments, settings, ranks, options | {"threads": threads})
 
 
 def _run_processes(

@@ -243,7 +243,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
                 f"{own} of {self._run.hosts} has waited for the others at {where} for {limit}, and "
                 f"{missing}: start plait once on each host, and see what they print."
             )
-        missing = self._awaited or "the others"
+        unreached = [f"host {host}" for host in self._world.hosts if host != self._place.number]
+        missing = self._awaited or listed(unreached)
         raise CommunicationError(
             f"{own} does not go on, since no majority of the {len(self._world.hosts)} hosts of the last "
             f"world has met for {limit} ({missing} cannot be reached): start the run again, with run.resume "
