@@ -99,7 +99,9 @@ def train(
     model = plait.models.gpt2(layers=2, hidden=16, heads=2, vocab=64, context=8).double()
     callbacks = [
         Log(JsonLines(folder / "metrics.jsonl"), folder=folder),
-        Checkpoints(folder / "checkpoints", every=5, snapshots=partial(plait.Snapshots, every=1)),
+        Checkpoints(
+            folder / "checkpoints", every=5, resume="no", snapshots=partial(plait.Snapshots, every=1)
+        ),
         Disturb(folder, opened, kill, seconds, whole_at),
     ]
     plan = plait.Plan(dp=dist.get_world_size(), strategy="full")

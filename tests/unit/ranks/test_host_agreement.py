@@ -24,6 +24,8 @@ def test_a_host_that_was_left_out_does_not_count_by_the_world_that_it_knows() ->
     """Hosts 0 and 1 have gone on without host 2; then host 1 alone meets host 2."""
     newer = HostWorld(2, (0, 1), (1, 1), 0, "tcp://host-0:1")
     assert missing_for_majority([world(3), newer], [1, 2], hub=1) == [0]
+    newer = HostWorld(2, (0, 1, 2, 3), (1,) * 4, 0, "tcp://host-0:1")
+    assert missing_for_majority([world(7), newer], [0, 1, 6], hub=0) == [], "of seven three are enough"
 
 
 @given(st.integers(1, 7), st.data())

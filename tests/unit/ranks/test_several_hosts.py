@@ -177,6 +177,7 @@ def test_a_host_that_ends_by_an_error_ends_the_others() -> None:
             two.finish([pickle.dumps(Fraction(1, 2)), pickle.dumps(3)])
         two.end("rank 3 failed")
         assert wait_for(one.reason) == "host 1 ends the run: rank 3 failed"
+        assert not one.finish([])
         with pytest.raises(RankError, match="host 1 ends the run: rank 3 failed"):
             hosts.meet(one)
 

@@ -65,6 +65,7 @@ def run(argv: Sequence[str]) -> int:
         reports = launch_by_config(config, train, stop_signals, elastic=elastic_settings(config))
     if not reports[0].saved:
         return 1
-    if reports[0].stopped:
-        return 128 + (received[0] if received else reports[0].stopped)
+    if stopped := reports[0].stopped:
+        of_other_host = signal.SIGTERM if stopped == STOP_SIGNAL else stopped
+        return 128 + (received[0] if received else of_other_host)
     return 0 if reports[0].matches else 1
