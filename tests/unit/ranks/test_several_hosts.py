@@ -6,7 +6,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -214,15 +214,13 @@ def test_hosts_that_do_not_come_and_runs_of_others_are_named() -> None:
             hosts.new(0)
 
 
-def test_two_processes_that_are_one_host_do_not_take_turns() -> None:
+def test_of_two_processes_that_are_one_host_the_later_takes_part() -> None:
     with supervisors(2, 4) as hosts:
         one, two = hosts.first
-        second = hosts.new(1)
-        joined = hosts.join(two)
-        time.sleep(0.1)
-        more = hosts.join(second, one)
-        with pytest.raises(RankError, match="another process is host 1"):
-            joined[0].result(LIMIT)
-        for each in more:
-            each.result(LIMIT)
+        joined = [*hosts.join(two), *hosts.join(hosts.new(1))]
+        ended, _ = wait(joined, LIMIT, FIRST_COMPLETED)
+        with pytest.raises(RankError, match="another process is host 1, too"):
+            ended.pop().result()
+        joined += hosts.join(one)
+        assert sum(each.exception(LIMIT) is None for each in joined) == 2
         assert one.world.hosts == (0, 1)
