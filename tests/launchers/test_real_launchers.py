@@ -139,6 +139,20 @@ def test_a_node_of_slurm_goes_on_when_the_task_of_the_other_is_killed(
     assert len(losses_of(folder)) >= 12
 
 
+def test_a_run_goes_on_when_the_daemon_of_a_node_of_slurm_is_killed(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    folder, state = tmp_path / "run", Path(slurm["SLURM_CONF"]).parent
+    process = supervised(slurm, folder, "--seconds", 0.5)
+    wait_for(lambda: (folder / "done").exists() and int((folder / "done").read_text() or 0) >= 2, "no step")
+    daemon = state / "n2.pid"
+    os.kill(int(daemon.read_text()), signal.SIGKILL)
+    daemon.unlink()
+    code, output, errors = finished(process)
+    subprocess.run(["slurmd", "-N", "n2", "-f", slurm["SLURM_CONF"]], check=True, timeout=20)
+    assert (code, output.count("[4, 4, 4, 4]")) == (0, 2), errors
+
+
 def test_torchrun_restarts_until_the_run_has_ended_with_the_same_loss(tmp_path: Path) -> None:
     last: list[str] = []
     for kills in (0, 3):

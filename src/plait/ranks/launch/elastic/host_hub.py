@@ -126,6 +126,7 @@ class HostHub:
                 self._send_all({"kind": "waiting", "hosts": every})
         elif kind == "failed":
             self._send_all({**message, "host": guest.number}, but=guest)
+            self._restart(f"a rank of host {guest.number} has failed", but=guest)
         elif kind == "end":
             self._last_word = {"kind": "end", "why": f"host {guest.number} ends the run: {message['why']}"}
             self._send_all(self._last_word, but=guest)
@@ -161,11 +162,15 @@ class HostHub:
         guest.ready, guest.about, guest.waits = int(message["ready"]), message["about"], (False, False)
         guest.last = None if message["last"] is None else world_of(message["last"])
         self._name = self._name or message["name"]
-        if self._world is None or number in self._world.hosts or self._world.size < self._run.wanted:
-            self._restart(f"host {number} has {'come' if guest.last is None else 'stopped'}")
-        else:
-            link.send({"kind": "waits", "why": "", "is_spare": True})
+        if not self._is_spare(number):
+            stopped = self._world is not None and number in self._world.hosts
+            self._restart(f"host {number} has {'stopped' if stopped else 'come'}")
         self._consider()
+
+    def _is_spare(self, number: int) -> bool:
+        """Return whether a host is not in the current world, which has as many ranks as are wanted."""
+        world = self._world
+        return world is not None and number not in world.hosts and world.size >= self._run.wanted
 
     def _lose(self, guest: _Guest, why: str) -> None:
         """Go on without a host."""
@@ -174,12 +179,12 @@ class HostHub:
             self._restart(why)
             self._consider()
 
-    def _restart(self, why: str) -> None:
+    def _restart(self, why: str, but: _Guest | None = None) -> None:
         """Tell the hosts that run to stop, and to join."""
         if self._world is not None:
             message = {"kind": "restart", "generation": self._world.generation, "why": why}
             for one in self._guests.values():
-                if one.ready is None:
+                if one.ready is None and one is not but:
                     one.link.send(message)
 
     def _consider(self) -> None:
@@ -195,7 +200,7 @@ class HostHub:
             return
         names = listed([f"host {number}" for number in awaited])
         for one in joined.values():
-            one.link.send({"kind": "waits", "why": names, "is_spare": False})
+            one.link.send({"kind": "waits", "why": names, "is_spare": self._is_spare(one.number)})
 
     def _awaited(self, lasts: Sequence[HostWorld], joined: Collection[int]) -> list[int]:
         """Return the hosts that those which have joined wait for; `lasts`: the worlds that they were in."""

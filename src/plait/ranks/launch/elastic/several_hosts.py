@@ -275,6 +275,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
             if kind in ("gone", "refused", "restart", "end", "finished"):
                 os.eventfd_write(self._news, 1)
             self._changed.notify_all()
+        if kind == "refused":
+            link.close()
 
     def _begin(self, message: Message) -> None:
         """Make a message's world the current one; what comes after it is about this one."""
