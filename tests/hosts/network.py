@@ -75,6 +75,11 @@ class Switch:
         """Pull a card's cable: nothing reaches it, and nothing leaves it."""
         self.unplugged.add(number)
 
+    def plug_in(self, number: int) -> None:
+        """Put a card's cable back."""
+        self.unplugged.discard(number)
+        os.eventfd_write(self._wake_up, 1)
+
     def close(self) -> None:
         """End the thread, and close the cards."""
         self._ends = True
@@ -146,9 +151,9 @@ class Host:
             assert output.readline().strip() == _READY
         children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text().split()
         self._process = int(children[0])
-        self._plug_in()
+        self._add_card()
 
-    def _plug_in(self) -> None:
+    def _add_card(self) -> None:
         """Give the host a network card, and connect it to the switch."""
         card = os.open("/dev/net/tun", os.O_RDWR)
         name = f"p{os.getpid()}x{card}"
@@ -165,6 +170,10 @@ class Host:
     def unplug(self) -> None:
         """Pull the cable: nothing reaches the host, and nothing leaves it."""
         self.switch.unplug(self.card)
+
+    def plug_in(self) -> None:
+        """Put the cable back."""
+        self.switch.plug_in(self.card)
 
     def vanish(self) -> None:
         """Cut the power: the cable is dead, and all processes and the memory of the host are gone."""

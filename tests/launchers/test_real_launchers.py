@@ -6,10 +6,13 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,14 @@ SLURM = ("srun", "-N2", "--overcommit")
 def needed(program: str) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+    """Block until `condition` is true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
 
 
 def free_port() -> int:
@@ -93,6 +104,53 @@ def test_a_node_of_slurm_without_an_address_is_named(slurm: dict[str, str]) -> N
     assert code != 0
     assert "the host of rank 0, n1, has no address on" in errors
     assert "frame #" not in errors
+
+
+def supervised(slurm: dict[str, str], folder: Path, *words: object) -> subprocess.Popen[str]:
+    """Start a supervisor of elastic ranks on each of two nodes."""
+    options = ("-n2", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0")
+    script = "../hosts/elastic_training.py"
+    place = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    return start((*SLURM, *options), script, folder, "--ranks", 4, *words, **place, **slurm)
+
+
+def test_a_rank_of_one_node_of_slurm_is_replaced(slurm: dict[str, str], tmp_path: Path) -> None:
+    code, output, errors = finished(supervised(slurm, tmp_path / "run", "--kill", 2, 5))
+    assert (code, output.count("[4, 4, 4, 4]")) == (0, 2), errors
+    assert "rank 2 of host 1 was killed by SIGKILL" in errors
+    assert "after step 5" in output
+
+
+def test_a_node_of_slurm_goes_on_when_the_task_of_the_other_is_killed(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """Slurm leaves the other task alone, and returns the exit code of the one that was killed."""
+    folder = tmp_path / "run"
+    process = supervised(slurm, folder, "--seconds", 0.3)
+    wait_for(lambda: (folder / "done").exists() and int((folder / "done").read_text() or 0) >= 4, "no step")
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            of_second = b"SLURM_PROCID=1" in (path / "environ").read_bytes().split(b"\0")
+            if of_second and str(folder).encode() in (path / "cmdline").read_bytes().split(b"\0"):
+                os.kill(int(path.name), signal.SIGKILL)
+    code, output, errors = finished(process)
+    assert (code, "[2, 2]" in output) == (137, True), errors
+    assert "host 1 is gone" in errors
+    assert len(losses_of(folder)) >= 12
+
+
+def test_a_run_goes_on_when_the_daemon_of_a_node_of_slurm_is_killed(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    folder, state = tmp_path / "run", Path(slurm["SLURM_CONF"]).parent
+    process = supervised(slurm, folder, "--seconds", 0.5)
+    wait_for(lambda: (folder / "done").exists() and int((folder / "done").read_text() or 0) >= 2, "no step")
+    daemon = state / "n2.pid"
+    os.kill(int(daemon.read_text()), signal.SIGKILL)
+    daemon.unlink()
+    code, output, errors = finished(process)
+    subprocess.run(["slurmd", "-N", "n2", "-f", slurm["SLURM_CONF"]], check=True, timeout=20)
+    assert (code, output.count("[4, 4, 4, 4]")) == (0, 2), errors
 
 
 def test_torchrun_restarts_until_the_run_has_ended_with_the_same_loss(tmp_path: Path) -> None:

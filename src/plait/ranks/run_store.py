@@ -67,20 +67,28 @@ def listen(host: str, port: int) -> Store | None:
 
     It accepts connections from this host only, where `host` is a loopback address, else from everywhere.
     """
+    listener = listening_socket(host, port)
+    return None if listener is None else server_at(host, port, listener.detach())
+
+
+def listening_socket(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at `port`, 0: a free one; None if the port is taken.
+
+    It accepts connections from this host only, where `host` is a loopback address, else from everywhere.
+    """
     try:
-        listener = _listener(host, port)
+        return _listener(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         raise CommunicationError(
             f"rank 0 cannot listen at port {port} ({error.strerror}): set MASTER_PORT to another one."
         ) from None
-    return server_at(host, port, listener.detach())
 
 
 def server_at(host: str, port: int, listener: int | None = None) -> Store:
     """Return this process's store server at `port`, which is started on the socket `listener` if new."""
-    own, limit = host if _is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
+    own, limit = host if is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
     store: Store = TCPStore(
         own, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
     )
@@ -90,7 +98,7 @@ def server_at(host: str, port: int, listener: int | None = None) -> Store:
 def connect(host: str, port: int) -> Store | str:
     """Return a client of the store at `port` of `host`, or a text that says why there is none."""
     where = f"port {port} of {host}"
-    if _is_loopback(host) and (users := users_listening_at(port)) and not users & {os.geteuid(), 0}:
+    if is_loopback(host) and (users := users_listening_at(port)) and not users & {os.geteuid(), 0}:
         return f"{where} belongs to user {users.pop()}"
     try:
         socket.create_connection((host, port), _PROBE_SECONDS).close()
@@ -142,7 +150,7 @@ def users_listening_at(port: int) -> set[int]:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    if _is_loopback(host):
+    if is_loopback(host):
         address = "127.0.0.1" if host == "localhost" else host
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=_BACKLOG)
@@ -151,7 +159,13 @@ def _listener(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-def _is_loopback(host: str) -> bool:
+def plain_address(address: str) -> str:
+    """Return an address as other hosts know it: without the prefix of IPv4 in IPv6, and without a zone."""
+    return address.removeprefix("::ffff:").partition("%")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address stands for this host alone."""
     if host == "localhost":
         return True
     try:

@@ -13,6 +13,7 @@ from plait.ranks.world import process_identity
 _SUPERVISOR = "PLAIT_SUPERVISOR"
 _FOLDER = "PLAIT_SUPERVISOR_FOLDER"
 _GENERATION = "PLAIT_GENERATION"
+_RUN = "PLAIT_SUPERVISED_RUN"
 _REMOVED_AT_END, _RESTORED, _NEWEST_GOOD = "removed_at_end", "restored", "newest_good"
 _STOP = "stop"
 _POSSIBLE_RANKS = "possible_ranks"
@@ -26,13 +27,14 @@ class WorldChange(BaseException):
     """
 
 
-def variables_of_supervisor(folder: str, generation: int = 1) -> dict[str, str]:
+def variables_of_supervisor(folder: str, generation: int = 1, run: str = "") -> dict[str, str]:
     """Return the environment variables of ranks that this process restarts.
 
-    `folder`: of their run only. `generation`: the number of their world.
+    `folder`: of their run only. `generation`: the number of their world. `run`: its random name, the same on
+    all its hosts.
     """
     supervisor = process_identity(os.getpid())
-    return {_SUPERVISOR: supervisor, _FOLDER: folder, _GENERATION: str(generation)}
+    return {_SUPERVISOR: supervisor, _FOLDER: folder, _GENERATION: str(generation), _RUN: run}
 
 
 def supervisor_of_rank() -> str:
@@ -56,6 +58,11 @@ def possible_ranks() -> int:
     return int(path.read_text()) if supervisor_of_rank() and path.exists() else 0
 
 
+def supervised_run() -> str:
+    """Return the random name of the run, the same on all its hosts; "" without a supervisor."""
+    return os.environ.get(_RUN, "")
+
+
 def remove_at_end(path: Path) -> bool:
     """Register a folder that the supervisor removes when the run has ended; False without a supervisor."""
     if not supervisor_of_rank():
@@ -66,7 +73,7 @@ def remove_at_end(path: Path) -> bool:
 
 
 def note_restored(step: int) -> None:
-    """Write for the supervisor after how many steps the run resumes; called on one rank."""
+    """Write for the supervisor after how many steps the run resumes; called on all ranks."""
     if supervisor_of_rank():
         path = Path(os.environ[_FOLDER], _RESTORED)
         _write(path, str(step))
@@ -74,7 +81,7 @@ def note_restored(step: int) -> None:
 
 
 def note_begun_anew() -> None:
-    """Write for the supervisor that the run starts from step 0; called on one rank."""
+    """Write for the supervisor that the run starts from step 0; called on all ranks."""
     if supervisor_of_rank():
         for name in (_RESTORED, _NEWEST_GOOD):
             Path(os.environ[_FOLDER], name).unlink(missing_ok=True)
@@ -138,6 +145,7 @@ def removed_at_end(folder: str) -> Iterator[Path]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that appears at once."""
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").replace(path)
+    """Write a file that appears at once; several ranks may write it."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)

@@ -112,6 +112,16 @@ def find_world(variables: Mapping[str, str] = os.environ) -> World | None:
     return world if world is not None and world.world_size > 1 else None
 
 
+def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables without those that make this process a launcher's rank, if any."""
+    if find_world(variables) is None:
+        return dict(variables)
+    names = {
+        name for one in (*_LAUNCHERS, _SLURM) for name in (one.rank, one.size, one.local_rank, one.local_size)
+    }
+    return {name: value for name, value in variables.items() if name not in names | {"SLURM_STEP_NODELIST"}}
+
+
 def require_joined() -> None:
     """Raise `MeshError` where a launcher started this process as one of several that are not joined yet."""
     world = find_world()
@@ -202,7 +212,7 @@ def _rendezvous(
             "set it to the host of rank 0."
         )
     if not port:
-        return address, *_ports(job)
+        return address, *derived_ports(job)
     if not (port.isdecimal() and 0 < int(port) < 2**16):
         raise MeshError(f"the environment has MASTER_PORT = {port!r}: it must be a number from 1 to 65535.")
     return address, int(port)
@@ -215,7 +225,7 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-def _ports(job: str) -> list[int]:
+def derived_ports(job: str) -> list[int]:
     """Return ports below the ephemeral range, derived from the job: the same on all its ranks."""
     return [10_000 + zlib.crc32(f"{job}/{turn}".encode()) % 20_000 for turn in range(_DERIVED_PORTS)]
 

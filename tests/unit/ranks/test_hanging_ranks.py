@@ -34,9 +34,25 @@ class Rank:
         self.failed.append(summary)
 
 
-def failed(*ranks: Rank) -> list[list[str]]:
+class OtherHosts:
+    """Stands in for the supervisors of other hosts: whether some of their ranks wait, or all."""
+
+    def __init__(self, *, some: bool = False, each: bool = True) -> None:
+        self._waiting = some, each
+        self.told: list[tuple[object, ...]] = []
+
+    def exchange_waiting(self, some: bool, each: bool) -> tuple[bool, bool]:
+        self.told.append((some, each))
+        return self._waiting
+
+    def report(self, failure: RankFailure, last_good_step: int | None) -> None:
+        self.told.append((failure.summary, last_good_step))
+
+
+def failed(*ranks: Rank, others: OtherHosts | None = None) -> list[list[str]]:
     """At 10 s, with a limit of 3 s."""
-    Supervisor._fail_hanging(SimpleNamespace(_running=ranks, _limit=3.0))  # type: ignore[arg-type]
+    fake: Any = SimpleNamespace(_running=ranks, _limit=3.0, _host=others or OtherHosts())
+    Supervisor._fail_hanging(fake)
     return [rank.failed for rank in ranks]
 
 
@@ -64,13 +80,21 @@ def test_of_ranks_that_all_wait_the_one_that_has_waited_longest_has_failed() -> 
     assert failed(Rank(6, waits=True), Rank(8, waits=True)) == [[], []]
 
 
+def test_ranks_of_other_hosts_that_wait_count_likewise() -> None:
+    others = OtherHosts(some=True, each=False)
+    assert failed(Rank(5, waits=False), others=others) == [["made no progress for 3 s"]]
+    assert failed(Rank(4, waits=True), others=others) == [[]], "not all wait there, or another host decides"
+    assert others.told == [(False, False), (True, True)]
+    assert failed(Rank(4, waits=True), others=OtherHosts(some=True)) != [[]]
+
+
 def test_failures_are_the_same_at_one_step_whichever_rank_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables_of_supervisor(str(tmp_path)).items():
         monkeypatch.setenv(name, value)
     told: list[str] = []
-    fake: Any = SimpleNamespace(_folder=str(tmp_path), _seen=Counter(), _tell=told.append)
+    fake: Any = SimpleNamespace(_folder=str(tmp_path), _seen=Counter(), _tell=told.append, _host=OtherHosts())
     killed = [RankFailure(rank, "was killed by SIGKILL") for rank in range(3)]
     for failure in (*killed, *killed):
         Supervisor._note(fake, failure)  # other ranks, twice each
@@ -97,7 +121,9 @@ def test_after_wrong_bits_ranks_go_on_from_the_last_good_step_without_the_wrong_
 ) -> None:
     """If any are left."""
     lost: list[int] = []
+    others = OtherHosts()
     fake: Any = SimpleNamespace(
+        _host=others, _ranks_here=[0, 1],
         _folder=str(tmp_path), _seen=Counter(), _tell=lambda text: None, _settings=Elastic(replace=replace),
         _running=[SimpleNamespace(kill=partial(lost.append, rank)) for rank in range(2)],
     )  # fmt: skip
@@ -107,3 +133,4 @@ def test_after_wrong_bits_ranks_go_on_from_the_last_good_step_without_the_wrong_
     go_on_before(str(expected), 7)
     assert (tmp_path / "newest_good").read_text() == (expected / "newest_good").read_text()
     assert lost == killed
+    assert [last_good for _, last_good in others.told] == [7]

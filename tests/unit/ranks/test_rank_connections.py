@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,23 @@ def test_connections_to_other_programs_stay_open_and_those_to_workers_of_lost_ra
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = rank_pool.run(user_connections, server.getsockname()[1], ranks=1)
     assert found == [{"logger": True, "worker": False}]
+
+
+def test_connections_to_other_hosts_of_the_world_are_shut_and_those_to_further_hosts_are_not() -> None:
+    def connection_to(host: str) -> tuple[socket.socket, socket.socket]:
+        server = socket.create_server((host, 0))
+        return server, socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0))
+
+    with ExitStack() as stack:
+        ends = {
+            name: [stack.enter_context(end) for end in connection_to(host)]
+            for name, host in {"rank": "127.0.0.2", "store": "127.0.0.2", "outside": "127.0.0.3"}.items()
+        }
+        connections = RankConnections(ends["store"][0].getsockname()[1], frozenset({"127.0.0.2"}))
+        for with_store in (False, True):
+            connections.shut(with_store=with_store)
+            found = {name: is_open(client) for name, (_, client) in ends.items()}
+            assert found == {"rank": False, "store": not with_store, "outside": True}
 
 
 def freed(folder: Path) -> str:

@@ -191,11 +191,17 @@ def test_ranks_whose_supervisor_is_killed_end_and_remove_its_folder(tmp_path: Pa
         assert [*Path(folder).glob("plait-*")] == []
 
 
-def test_elastic_ranks_are_refused_where_a_launcher_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+def test_several_supervisors_on_a_host_and_ranks_that_hosts_cannot_share_evenly_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MeshError, match="torchrun started this process"):
+    with pytest.raises(MeshError, match="torchrun started 2 processes on this host"):
         plait.launch(die, elastic=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(MeshError, match="2 hosts, and 3 ranks cannot be divided"):
+        plait.launch(die, ranks=3, elastic=True)
     with pytest.raises(MeshError, match="elastic, unless it is an Elastic, is 2"):
         plait.launch(die, elastic=2)  # type: ignore[arg-type]
 
@@ -209,7 +215,8 @@ def test_torchs_agent_calls_what_the_supervisor_defines() -> None:
     assert restart.index("_stop_workers(worker_group)") < restart.index("_initialize_workers(worker_group)")
     start = inspect.getsource(agent._initialize_workers)
     assert start.index("_rendezvous(worker_group)") < start.index("_start_workers(worker_group)")
-    assert "spec.local_world_size" in inspect.getsource(agent._assign_worker_ranks)
+    assert "_assign_worker_ranks(" in inspect.getsource(agent._rendezvous)
+    assert "num_nodes_waiting()" in inspect.getsource(agent._invoke_run)
     assert "_shutdown(" in inspect.getsource(agent.run)
     assert RunResult(state=WorkerState.FAILED).is_failed()
 

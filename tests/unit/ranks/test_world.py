@@ -11,7 +11,7 @@ from plait.ranks import world as world_module
 from plait.ranks.launch.world_membership import join_world
 from plait.ranks.mesh import Mesh
 from plait.ranks.transport import joined_world
-from plait.ranks.world import World, environment_of, find_world, parents_up_to_launcher
+from plait.ranks.world import World, environment_of, find_world, parents_up_to_launcher, without_launcher
 from plait.schedules.lowering.messages import channels_of
 from plait.schedules.named_schedules import policy_schedule
 
@@ -269,3 +269,13 @@ def test_the_store_operations_of_making_a_mesh_do_not_grow_with_the_world(pp: in
         assert len(own) == 2  # a rank of the first or last stage
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_of_a_supervisor_have_no_variables_of_its_launcher() -> None:
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+    slurm |= {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "HOME": "here"}
+    left = without_launcher(slurm)
+    assert find_world(left) is None
+    assert {"HOME", "SLURM_JOB_ID"} <= set(left)
+    alone = {"SLURM_PROCID": "0", "HOME": "here"}
+    assert without_launcher(alone) == alone

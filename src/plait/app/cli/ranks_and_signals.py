@@ -65,27 +65,30 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
 
 @contextmanager
-def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
+def local_ranks(ranks: int, subject: str, *, of_supervisors: bool = False) -> Iterator[bool]:
     """Context: check that `ranks` ranks can be started or already run; yield whether this process prints.
 
-    Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
-    Raises ConfigError for a world of another size, and for too many local ranks.
+    `subject` is the subject of "… needs 4 ranks" in errors. `of_supervisors`: a launcher, if any, has
+    started a process on each host that starts the ranks. Raises ConfigError for a world of another size, and
+    for too many local ranks.
     """
     from plait.ranks.world import find_world
 
     world = find_world()
-    if world is not None and world.world_size != ranks:
+    starts_ranks = world is None or of_supervisors
+    if world is not None and not starts_ranks and world.world_size != ranks:
         raise ConfigError(
             f"{subject} needs {ranks} ranks, but {world.launcher} started {world.world_size}: "
             f"start {ranks}, or change the degrees."
         )
     most = max(_MOST_LOCAL, _MOST_A_CORE * (os.cpu_count() or 1))
-    if world is None and ranks > most:
+    here = ranks if world is None else ranks // world.world_size
+    if starts_ranks and here > most:
         raise ConfigError(
-            f"{subject} needs {ranks} ranks, and this machine starts at most {most}: "
+            f"{subject} needs {here} ranks, and this machine starts at most {most}: "
             "lower the degrees, or start the ranks on several hosts with torchrun."
         )
-    if world is None:
+    if starts_ranks:
         signal.signal(signal.SIGTERM, _terminate)
     yield world is None or world.rank == 0
 

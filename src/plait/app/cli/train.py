@@ -49,13 +49,13 @@ def run(argv: Sequence[str]) -> int:
         from plait.ranks.world import find_world
 
     plan = config.plan()
-    local = find_world() is None
+    local = find_world() is None or config.run.elastic
     in_processes = config.run.ranks_as == "processes"
     stop_signals: tuple[int, ...] = (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM)
     if not in_processes:
         stop_signals = ()  # only a main thread can handle them: the first one ends the run
     with (
-        local_ranks(plan.world, degrees(plan)) as prints,
+        local_ranks(plan.world, degrees(plan), of_supervisors=config.run.elastic) as prints,
         stoppable(local=local and in_processes) as received,
     ):
         config, chosen = with_context_of_data(config, argv)
@@ -65,6 +65,7 @@ def run(argv: Sequence[str]) -> int:
         reports = launch_by_config(config, train, stop_signals, elastic=elastic_settings(config))
     if not reports[0].saved:
         return 1
-    if reports[0].stopped:
-        return 128 + (received[0] if received else reports[0].stopped)
+    if stopped := reports[0].stopped:
+        of_other_host = signal.SIGTERM if stopped == STOP_SIGNAL else stopped
+        return 128 + (received[0] if received else of_other_host)
     return 0 if reports[0].matches else 1

@@ -241,8 +241,8 @@ class RunConfig(Section):
     """no; auto: from the newest checkpoint in run.dir that is not damaged, if there is one; or the folder of
     a checkpoint"""
     elastic: bool = False
-    """whether local ranks outlive a lost one: it is replaced, or they become fewer, and all go on from the
-    last snapshot"""
+    """whether ranks outlive a lost one: it is replaced, or they become fewer, and all go on from the last
+    snapshot; over several hosts a launcher starts one process on each, which starts the ranks"""
     spares: Annotated[int, Field(ge=0, le=1024)] = 0
     """with run.elastic: processes that wait to take the place of a lost rank"""
     replace: bool | Literal["later"] = True

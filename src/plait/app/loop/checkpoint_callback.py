@@ -149,8 +149,7 @@ class Checkpoints(Callback):
 
     def _begin(self, run: TrainingLoop, source: str) -> None:
         """Start from step 0, or the checkpoint that `resume` names, and remove older snapshots in memory."""
-        if run.mesh.rank == 0:
-            note_begun_anew()
+        note_begun_anew()
         if source == "auto":
             self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
             return
@@ -291,8 +290,7 @@ class Checkpoints(Callback):
         resume_from(run, loaded, path, self._check, self._start_over)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
             run.resumed_steps = self._manager.start_step = run.done
-        if run.mesh.rank == 0:
-            note_restored(run.done)
+        note_restored(run.done)
         self._tell(f"Resumed from {path}, after step {run.done}.")
         tell_differences(run, loaded)
 

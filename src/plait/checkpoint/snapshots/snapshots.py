@@ -50,6 +50,7 @@ from plait.ranks.supervised_rank import (
     note_restored,
     possible_ranks,
     remove_at_end,
+    supervised_run,
     supervisor_of_rank,
 )
 from plait.ranks.text_collectives import all_gather_text
@@ -106,6 +107,8 @@ class Snapshots:
             )
         self._engine, self._optimizer, self._every = engine, optimizer, every
         self._owner = agent or process_identity(os.getpid())
+        self._restarted_by = supervised_run() or self._owner
+        """The same for all ranks of the run on one host, under a supervisor on all hosts."""
         self._folder = SnapshotFolder(Path(folder), agent if name is None else f"run {name}")
         self._ranks_here, self._attempt = self._take_folder()
         self._buffer = SnapshotBuffer(self._folder, engine.mesh.rank)
@@ -171,7 +174,7 @@ class Snapshots:
         if not self.is_due(number):
             return False
         about = {"step": number, "attempt": self._attempt, "ranks": self._engine.mesh.world}
-        about |= {"rank": self._engine.mesh.rank, "restarted_by": self._owner}
+        about |= {"rank": self._engine.mesh.rank, "restarted_by": self._restarted_by}
         contents, error = None, ""
         try:
             optimizers = OptimizerSet.of(self._optimizer)
@@ -255,8 +258,7 @@ class Snapshots:
 
         found = self.load_newest(options, tell, own_launch=own_launch)
         if found is None:
-            if is_first:  # those with wrong bits are withdrawn: the limit is not for what comes now
-                note_begun_anew()
+            note_begun_anew()  # those with wrong bits are withdrawn: the limit is not for what comes now
             return None
         step, loaded = found
         if loaded.options:
@@ -275,7 +277,7 @@ class Snapshots:
         parts = [
             part
             for part in found_parts(self._folder, self._ranks_here[0])
-            if not own_launch or part.restarted_by == self._owner
+            if not own_launch or part.restarted_by == self._restarted_by
         ]
         names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
         everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
@@ -305,6 +307,8 @@ class Snapshots:
                 tell(f"WARNING: the snapshot of step {name.step} in memory is left out: {error}")
                 continue
             self._go_on(name.step, loaded.state, half)
+            # Later ones, damaged or of hosts that are gone, would count again where such a host comes back.
+            self._withdraw([part for part in parts if part.name.step > name.step])
             return name.step, loaded
         return None
 
@@ -312,11 +316,10 @@ class Snapshots:
         """Note that the run goes on after so many steps, and that `half` is to stay."""
         self._half, self._goes_on = half, True
         self._note_finished(step, state)
-        if self._engine.mesh.rank == 0:
-            note_restored(step)
+        note_restored(step)
 
     def _withdraw(self, parts: Sequence[RankPart]) -> None:
-        """Remove the manifests of a snapshot's parts, whose bits are wrong, so that it is not restored."""
+        """Remove the manifests of parts of snapshots, so that these are not restored."""
         with raising_on_all_ranks(self._engine.mesh):
             for part in parts if self._leads else ():
                 self._folder.withdraw(part.half, manifest_name(part.rank))

@@ -16,7 +16,7 @@ from plait.plan.argument_checks import require_choice, require_flag, require_num
 from plait.ranks.device import CPU, default_device, finish_queued_work, visible_accelerators
 from plait.ranks.failure.process_watch import OrphanWatch, Watchdog
 from plait.ranks.launch.elastic.options import Elastic
-from plait.ranks.launch.elastic.run_elastic import run_elastic
+from plait.ranks.launch.elastic.run_elastic import run_elastic, run_elastic_host
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.launch.rank_threads import run_threads
 from plait.ranks.launch.result_exchange import all_gather_results
@@ -43,16 +43,14 @@ def launch(
     """Call `function(*arguments)` in every rank, within a default process group, and return all results.
 
     Without a launcher, this starts `ranks` processes on this host (a `RankPool` with one run). Under
-    torchrun, mpirun or srun this process *is* a rank: it joins the others, calls the function here and leaves
-    the group again; all ranks must call `launch` with the same arguments. Inside a rank of a world that is
-    there already, such as Ray's, the function is called in that world. Each rank then returns the same list,
-    so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run has
-    no time limit. A rank whose launcher, or local parent, is gone ends within a second, and says so.
-    Classes and functions of a script or notebook are pickled with the function.
+    torchrun, mpirun or srun this process *is* a rank, and calls the function here; all must call `launch`
+    with the same arguments. Inside a rank of a world that is there already, such as Ray's, the function is
+    called in that world. Each rank then returns the same list, so keep results small (one all-gather over the
+    world); tensors of other ranks are on the CPU. The run has no time limit. A rank whose launcher, or local
+    parent, is gone ends within a second. Classes and functions of a script are pickled with the function.
 
     Args:
-        function: called by every rank.
-        arguments: passed to it.
+        function: called by every rank, with the `arguments`.
         ranks: by default as many as the GPUs take, or 1 without any; under a launcher the world's size.
         threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
         timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
@@ -61,8 +59,8 @@ def launch(
             debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
         ranks_per_gpu: the most ranks that share a GPU, to try a plan without as many; they are spread evenly,
             neighbours on the same, and take turns: times mean nothing. Needs NCCL 2.30 or later.
-        elastic: whether local processes outlive a lost rank: `function` is called again in all of them, and a
-            new one, and goes on from `plait.Snapshots`. An `Elastic` sets spares.
+        elastic: whether processes outlive a lost rank: `function` is called again in all, and a new one, and
+            goes on from `plait.Snapshots`. An `Elastic` sets spares. A launcher starts one process a host.
 
     Returns:
         The results, rank 0 first.
@@ -80,15 +78,17 @@ def launch(
     if (inside := current_ranks()) is not None:
         _require_world_inside(inside, ranks, device)
         return _results(inside, call, threads, timeout)
-    if (world := find_world()) is not None:
-        _require_agreement(world, ranks, ranks_as, settings)
-        return _run_joined(world, call, threads, timeout, device, ranks_per_gpu)
+    options: dict[str, Any] = {"timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
+    if (world := find_world()) is not None and settings is not None:
+        return _run_host(function, arguments, settings, world, ranks, threads, options)
+    if world is not None:
+        _require_agreement(world, ranks, ranks_as)
+        return _run_joined(world, call, threads, **options)
     ranks = ranks or _default_ranks(device if ranks_as == "processes" else "cpu", ranks_per_gpu)
     threads = threads or max(1, torch.get_num_threads() // ranks)
     if ranks_as == "threads":
         return run_threads(function, arguments, ranks, threads)
-    options = {"threads": threads, "timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
-    return _run_processes(function, arguments, settings, ranks, options)
+    return _run_processes(function, arguments, settings, ranks, options | {"threads": threads})
 
 
 def _run_processes(
@@ -103,6 +103,22 @@ def _run_processes(
         return run_elastic(function, arguments, elastic, ranks=ranks, **options)
     with RankPool(ranks, **options) as pool:
         return pool.run(function, *arguments, timeout=math.inf)
+
+
+def _run_host(
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    elastic: Elastic,
+    world: World,
+    ranks: int | None,
+    threads: int | None,
+    options: Mapping[str, Any],
+) -> list[Result]:
+    """Run a function in elastic ranks of several hosts, as the supervisor of this one; return all results."""
+    here = _default_ranks(options["device"], options["ranks_per_gpu"])
+    ranks = ranks or here * world.world_size
+    threads = threads or max(1, torch.get_num_threads() * world.world_size // ranks)
+    return run_elastic_host(function, arguments, elastic, world, ranks=ranks, threads=threads, **options)
 
 
 def _default_ranks(device: str, ranks_per_gpu: int) -> int:
@@ -137,16 +153,11 @@ def _elastic_settings(elastic: object) -> Elastic | None:
     return Elastic() if elastic else None
 
 
-def _require_agreement(world: World, ranks: int | None, ranks_as: str, elastic: Elastic | None) -> None:
+def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
     if ranks_as == "threads":
         raise MeshError(
             f"{world.launcher} started {world.world_size} processes: start the program without it to have "
             "threads as ranks."
-        )
-    if elastic is not None:
-        raise MeshError(
-            f"{world.launcher} started this process, and plait restarts its own ranks only: start the "
-            "program without it, or leave elastic out (torchrun --max-restarts restarts all ranks)."
         )
     if ranks not in (None, world.world_size):
         raise MeshError(

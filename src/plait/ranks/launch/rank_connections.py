@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+from plait.ranks.run_store import plain_address
 from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
 from plait.ranks.world import parent_of
 
@@ -24,14 +25,18 @@ _LISTENS = 0
 
 
 class RankConnections:
-    """Finds and shuts the connections of this process to other ranks on this host, of TCP or shared memory.
+    """Finds and shuts the connections of this process to other ranks, of TCP or shared memory.
 
-    Those to other hosts, to other programs, and pipes are left as they are.
+    Of those to other hosts, all to a host of the world: which program has the other end cannot be seen here.
+    Connections to other programs on this host, and pipes, are left as they are.
     """
 
-    def __init__(self, store_port: int | None) -> None:
-        """`store_port`: the port of the store, whose connections are kept; None: there is no store."""
-        self._store_port = store_port
+    def __init__(self, store_port: int | None, other_hosts: frozenset[str] = frozenset()) -> None:
+        """`store_port`: the port of the store, whose connections are kept; None: there is no store.
+
+        `other_hosts`: the addresses of the other hosts of the world.
+        """
+        self._store_port, self._other_hosts = store_port, other_hosts
         self._leads_to_rank: dict[int, bool] = {}
         """Of each connection that was seen, by its inode, whether its other end is a rank."""
 
@@ -57,10 +62,15 @@ class RankConnections:
         own, peer = connection.getsockname(), connection.getpeername()
         if connection.family == socket.AF_UNIX:
             return any(isinstance(name, bytes) and name.startswith(LISTENER_PREFIX) for name in (own, peer))
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or own[0] != peer[0]:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        leads_to_host = plain_address(peer[0]) in self._other_hosts
+        if own[0] != peer[0] and not leads_to_host:
             return False
         if self._store_port in (own[1], peer[1]):
             return with_store
+        if leads_to_host:
+            return True
         if inode not in self._leads_to_rank:
             self._leads_to_rank[inode] = table.have_end(peer[1], own[1])
         return self._leads_to_rank[inode]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
 from plait.ranks.gradient_hook_detection import first_gradient_hook
-from plait.ranks.world import World
+from plait.ranks.world import World, without_launcher
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class RankJob:
     ranks_per_gpu: int = 1
     goes_on: bool = False  # whether the process takes another job after one that failed
     run_folder: str | None = None  # with the folders of all generations of an elastic run
+    other_hosts: frozenset[str] = frozenset()  # the addresses of hosts of the world besides this one
 
     @staticmethod
     def of_this_process(
@@ -53,17 +54,18 @@ class RankJob:
         ranks_per_gpu: int = 1,
         goes_on: bool = False,
         run_folder: str | None = None,
+        other_hosts: frozenset[str] = frozenset(),
         variables: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RankJob:
         """Return a job with the environment, directory and module path of this process.
 
-        `variables`: environment variables that the rank has besides.
+        `variables`: environment variables that the rank has besides; it has none of a launcher.
         """
         return RankJob(
             call=call,
             world=world,
             folder=folder,
-            environment={**os.environ, **variables},
+            environment={**without_launcher(os.environ), **variables},
             directory=os.getcwd(),
             path=list(sys.path),
             main_file=getattr(sys.modules["__main__"], "__file__", None),
@@ -74,6 +76,7 @@ class RankJob:
             ranks_per_gpu=ranks_per_gpu,
             goes_on=goes_on,
             run_folder=run_folder,
+            other_hosts=other_hosts,
         )
 
 

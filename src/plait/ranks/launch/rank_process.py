@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from plait.errors import PlaitError
 from plait.ranks.device import finish_queued_work, has_used_accelerator
@@ -109,7 +110,7 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
                 connection.send_bytes(pickle.dumps(PING))
                 continue
             if isinstance(message, str):
-                _shut_until_ready(connection, busy, None if job is None else job.world.port)
+                _shut_until_ready(connection, busy, job)
                 continue
             job = message
             busy.set()
@@ -121,12 +122,14 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
         end_process(1)
 
 
-def _shut_until_ready(connection: Connection, busy: threading.Event, store_port: int | None) -> None:
+def _shut_until_ready(connection: Connection, busy: threading.Event, job: RankJob | None) -> None:
     """Shut the connections to other ranks, again and again, until the job has ended or a message comes.
 
     At first not those to the store, where ranks look up which one failed first.
     """
-    began, connections = time.monotonic(), RankConnections(store_port)
+    if job is None:
+        return
+    began, connections = time.monotonic(), RankConnections(job.world.port, job.other_hosts)
     while busy.is_set() and not connection.poll(_STOP_PERIOD):
         connections.shut(with_store=time.monotonic() - began >= _SECONDS_WITH_STORE)
 
@@ -148,14 +151,14 @@ def _run(job: RankJob) -> bytes | RankFailure:
 
 def _call(job: RankJob) -> bytes | RankFailure:
     _restore_parent_state(job)
-    join_world(job.world, job.timeout, job.device, job.ranks_per_gpu)
-    _mark(job, "joined")
+    store = join_world(job.world, job.timeout, job.device, job.ranks_per_gpu)
+    _mark(job, "joined", store)
     try:
         function, arguments = loads_call(job.call)
         with explained_sharing():
             result = function(*arguments)
     except WorldChange as change:
-        _wait_to_leave(job)
+        _wait_to_leave(job, store)
         return RankFailure(job.world.rank, str(change), is_world_change=True)
     except BaseException as error:
         return from_exception(job.world.rank, error)
@@ -163,7 +166,7 @@ def _call(job: RankJob) -> bytes | RankFailure:
         payload = dumps_result(result, job.world.rank)
     except PlaitError as error:
         return replace(from_exception(job.world.rank, error), is_final=True)
-    _wait_to_leave(job)
+    _wait_to_leave(job, store)
     if not (finish_queued_work(job.timeout) and leave_world()):
         raise PlaitError(
             f"rank {job.world.rank} returned while operations of its own were still pending: wait for every "
@@ -172,24 +175,33 @@ def _call(job: RankJob) -> bytes | RankFailure:
     return payload
 
 
-def _wait_to_leave(job: RankJob) -> None:
+def _wait_to_leave(job: RankJob, store: Store) -> None:
     """Wait until all ranks have joined the world, and a second at most until all have finished.
 
     Leaving closes connections: not while a peer still opens them, and not while it may still read. A peer
     that runs for longer either does not need this rank, or gets an error when this rank leaves.
     """
-    _mark(job, "finished")
-    _wait_for_all(job, "joined", job.timeout)
-    _wait_for_all(job, "finished", 1.0)
+    _mark(job, "finished", store)
+    _wait_for_all(job, "joined", job.timeout, store)
+    _wait_for_all(job, "finished", 1.0, store)
 
 
-def _mark(job: RankJob, event: str) -> None:
-    Path(job.folder, f"{event}-{job.world.rank}").touch()
+def _mark(job: RankJob, event: str, store: Store) -> None:
+    """Note an event of this rank: in a file, since the store may be gone; over several hosts in the store."""
+    if job.world.local_size == job.world.world_size:
+        Path(job.folder, f"{event}-{job.world.rank}").touch()
+    else:
+        store.add(f"plait/{event}", 1)
 
 
-def _wait_for_all(job: RankJob, event: str, patience: float) -> None:
-    deadline = time.monotonic() + patience
-    for rank in range(job.world.world_size):
+def _wait_for_all(job: RankJob, event: str, patience: float, store: Store) -> None:
+    """Block until all ranks have noted an event, at most `patience` seconds."""
+    deadline, size = time.monotonic() + patience, job.world.world_size
+    if job.world.local_size < size:
+        while store.add(f"plait/{event}", 0) < size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    for rank in range(size):
         while not Path(job.folder, f"{event}-{rank}").exists() and time.monotonic() < deadline:
             time.sleep(0.001)
 

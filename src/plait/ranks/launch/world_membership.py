@@ -18,8 +18,10 @@ from plait.ranks.rank_device import ranks_that_share, share_gpu
 from plait.ranks.world import World
 
 
-def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks_per_gpu: int = 1) -> None:
-    """Make torch's default process group: Gloo for CPU tensors and, if GPUs are used, NCCL for CUDA tensors.
+def join_world(
+    world: World, timeout: float = 600.0, device: str = "auto", ranks_per_gpu: int = 1
+) -> dist.distributed_c10d.Store:
+    """Make torch's default process group, Gloo for CPU tensors and NCCL for those on GPUs; return its store.
 
     All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device. `timeout`:
     seconds that a rank waits for its peers, here and in every operation of the group. `device`: `cpu`,
@@ -55,6 +57,7 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks
             f"rank {world.rank} of {world.world_size} could not join the world of {world.launcher} at "
             f"{world.init_method}: {str(error).splitlines()[0]} (start all ranks, and see what they print)"
         ) from error
+    return meeting.store
 
 
 def _communicate_within_host() -> None:

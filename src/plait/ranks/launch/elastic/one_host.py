@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from plait.ranks.failure.failure_log import RankFailure
 from plait.ranks.run_store import listen
 
 _HOST = "127.0.0.1"
@@ -58,4 +61,36 @@ class OneHostRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Return True: the store ends with this object."""
+        return True
+
+    @property
+    def other_hosts(self) -> frozenset[str]:
+        """No addresses: there are no other hosts."""
+        return frozenset()
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """No file descriptors: nobody else changes the run."""
+        return ()
+
+    def ranks(self, ready: int) -> tuple[range, int]:
+        """Return the ranks of this host, all that are `ready`, and how many there are."""
+        return range(ready), ready
+
+    def report(self, failure: RankFailure, last_good_step: int | None) -> None:
+        """Do nothing: there are no other hosts to tell which rank has failed."""
+
+    def failure_elsewhere(self) -> None:
+        """Return None: there are no other hosts."""
+
+    def reason(self) -> str:
+        """Return "": no other host makes this one stop."""
+        return ""
+
+    def exchange_waiting(self, some: bool, each: bool) -> tuple[bool, bool]:
+        """Return that no ranks wait elsewhere, and that all do who could."""
+        return False, True
+
+    def finish(self, results: Sequence[bytes]) -> bool:
+        """Return True: all hosts have the results of their ranks."""
         return True

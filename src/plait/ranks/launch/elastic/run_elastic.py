@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 
+from plait.errors import MeshError
+from plait.ranks.failure.process_watch import OrphanWatch
 from plait.ranks.failure.rank_activity import variables_of_activity
+from plait.ranks.launch.elastic.host_hub import HostRun
 from plait.ranks.launch.elastic.member import Member, activity_path
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.launch.elastic.several_hosts import HostPlace, SeveralHostsRendezvous
 from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
@@ -21,7 +26,7 @@ from plait.ranks.launch.rank_process import serve
 from plait.ranks.launch.run_folder import run_folder
 from plait.ranks.rank_device import newer_nccl
 from plait.ranks.supervised_rank import removed_at_end, variables_of_supervisor
-from plait.ranks.world import World
+from plait.ranks.world import World, derived_ports
 
 Result = TypeVar("Result")
 
@@ -44,38 +49,109 @@ def run_elastic(
 
     Arguments are those of `launch`. Raises the error of a failure that has happened three times.
     """
-    call, run_id = pickled_call(function, arguments), secrets.token_hex(8)
+    options = {"threads": threads, "timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
+    rendezvous = OneHostRendezvous(secrets.token_hex(8))
+    results = _supervised(function, arguments, elastic, rendezvous, ranks, options)
+    return [unpickled_result(one, rank) for rank, one in enumerate(results)]
+
+
+def run_elastic_host(
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    elastic: Elastic,
+    world: World,
+    *,
+    ranks: int,
+    threads: int,
+    timeout: float,
+    device: str,
+    ranks_per_gpu: int,
+) -> list[Result]:
+    """Call a function as `run_elastic` does, as the supervisor of one of several hosts.
+
+    `world`: that of the supervisors, of which a launcher has started one on each host. `ranks`: of all hosts.
+    Raises MeshError where the launcher has started several on a host, or the ranks cannot be divided.
+    """
+    hosts = world.world_size
+    if world.local_size > 1:
+        raise MeshError(
+            f"{world.launcher} started {world.local_size} processes on this host, and elastic ranks have one "
+            "supervisor there, which starts them: start one process on each host."
+        )
+    if ranks % hosts:
+        raise MeshError(
+            f"{world.launcher} started supervisors of elastic ranks on {hosts} hosts, and {ranks} ranks "
+            "cannot be divided among them evenly: change the degrees, or the number of hosts."
+        )
+    place = HostPlace(world.rank, *_meeting_place(world))
+    run = HostRun(world.job, hosts, ranks, elastic.ranks_of)
+    options = {"threads": threads, "timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
+    rendezvous = SeveralHostsRendezvous(place, run, ranks // hosts, timeout)
+    with OrphanWatch(world), _ended_for_all(rendezvous):
+        _supervised(function, arguments, elastic, rendezvous, ranks // hosts, options)
+        return rendezvous.results
+
+
+def _meeting_place(world: World) -> tuple[str, tuple[int, ...]]:
+    """Return where supervisors meet: the host of rank 0, and the ports that it may have there, in order.
+
+    Where torchrun's agent has the port, others that are derived from it.
+    """
+    host, _, port = world.init_method.removeprefix("tcp://").rpartition(":")
+    own = (int(port), *world.further_ports)
+    return host.strip("[]"), tuple(derived_ports(f"{world.job} {port}")) if world.agent_store else own
+
+
+@contextmanager
+def _ended_for_all(rendezvous: SeveralHostsRendezvous) -> Iterator[None]:
+    """Context of a supervisor that tells the other hosts where it ends by an error."""
+    try:
+        yield
+    except Exception as error:
+        rendezvous.end(str(error).strip().partition("\n")[0].rstrip("."))
+        raise
+    finally:
+        rendezvous.shutdown()
+
+
+def _supervised(
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
+    elastic: Elastic,
+    rendezvous: OneHostRendezvous | SeveralHostsRendezvous,
+    ranks: int,
+    options: dict[str, Any],
+) -> list[bytes]:
+    """Return the pickled results of a function that the ranks of this host call, again after each failure."""
+    call = pickled_call(function, arguments)
     with run_folder() as folder:
-        rendezvous = OneHostRendezvous(run_id)
 
         def start_member(number: int) -> Member:
-            library = newer_nccl() if ranks_per_gpu > 1 else None
+            library = newer_nccl() if options["ranks_per_gpu"] > 1 else None
             name, module = f"plait-{number}", function.__module__
             return Member(*start_process(serve, name, module, library, _PRELOADED))
 
         def make_job(worker: Worker, generation: int) -> RankJob:
             own = Path(folder, str(generation))
             own.mkdir(exist_ok=True)
-            rank, size = worker.global_rank, worker.world_size
-            place = worker.local_rank, worker.world_size
+            rank, size, run = worker.global_rank, worker.world_size, rendezvous.get_run_id()
+            place = worker.local_rank, len(rendezvous.ranks(size)[0])
             return RankJob.of_this_process(
                 call,
-                World(rank, size, *place, "plait", rendezvous.address, (), run_id, agent_store=True),
+                World(rank, size, *place, "plait", rendezvous.address, (), run, agent_store=True),
                 str(own),
-                threads=threads,
-                timeout=timeout,
-                device=device,
-                ranks_per_gpu=ranks_per_gpu,
                 goes_on=True,
                 run_folder=folder,
-                variables=variables_of_supervisor(folder, generation)
+                other_hosts=rendezvous.other_hosts,
+                variables=variables_of_supervisor(folder, generation, run)
                 | variables_of_activity(activity_path(str(own), rank)),
+                **options,
             )
 
-        supervisor = Supervisor(ranks, elastic, rendezvous, start_member, make_job, folder, timeout)
+        limit = options["timeout"]
+        supervisor = Supervisor(ranks, elastic, rendezvous, start_member, make_job, folder, limit)
         try:
-            results = supervisor.results()
+            return supervisor.results()
         finally:
             for path in removed_at_end(folder):
                 shutil.rmtree(path, ignore_errors=True)
-        return [unpickled_result(one, rank) for rank, one in enumerate(results)]

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from signal import SIGTERM, Signals
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -36,6 +37,7 @@ from plait.ranks.failure.failure_log import RankFailure, root_cause
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.launch.elastic.several_hosts import SeveralHostsRendezvous
 from plait.ranks.launch.rank_job import RankJob
 from plait.ranks.supervised_rank import go_on_before, note_possible_ranks, restored_step
 
@@ -62,13 +64,16 @@ class Supervisor(SimpleElasticAgent):
         self,
         ranks: int,
         settings: Elastic,
-        rendezvous: OneHostRendezvous,
+        rendezvous: OneHostRendezvous | SeveralHostsRendezvous,
         start_member: Callable[[int], Member],
         make_job: MakeJob,
         folder: str,
         limit: float,
     ) -> None:
-        """`folder`: of this run only. `limit`: seconds without progress, after which a rank hangs."""
+        """`ranks`: of this host. `folder`: of this run and host only.
+
+        `limit`: seconds without progress, after which a rank hangs.
+        """
         spec = WorkerSpec(
             role="plait",
             local_world_size=ranks,
@@ -88,6 +93,8 @@ class Supervisor(SimpleElasticAgent):
         """The number of processes that were started."""
         self._running: list[Member] = []
         """The processes of the ranks, by local rank."""
+        self._ranks_here: list[int] = []
+        """The ranks of the world on this host, in the same order."""
         self._spares: list[Member] = []
         self._ready_spares = 0
         """Those that were counted last, for a larger world."""
@@ -100,16 +107,28 @@ class Supervisor(SimpleElasticAgent):
 
         Raises the error of the failure that ends the run.
         """
-        result = self.run()
+        result: RunResult | None = self.run()
+        if result is None:  # this host was a spare one, and the others have finished
+            return []
         if result.state is not WorkerState.SUCCEEDED:
             assert self.cause is not None, "a run fails by a failure"
             raise self.cause.exception(f"That was failure number {self._settings.restarts + 1} of the run.")
         return [one.report for one in self._running if isinstance(one.report, bytes)]
 
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Return the ranks of this host, in place of torch's: supervisors have agreed on them already."""
+        ranks, size = self._host.ranks(spec.local_world_size)
+        spec.local_world_size = len(ranks)
+        return [Worker(number, rank, rank, size, size) for number, rank in enumerate(ranks)]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the jobs of the next generation; return the process of each local rank."""
         workers: Sequence[Worker] = worker_group.workers
+        self._note_elsewhere()
         self._take_places(len(workers))
+        self._ranks_here = [worker.global_rank for worker in workers]
         self._ready_spares = 0
         note_possible_ranks(self._folder, 0)
         for worker, member in zip(workers, self._running, strict=True):
@@ -146,6 +165,7 @@ class Supervisor(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the jobs that run, on the living ranks by errors; choose the number of ranks to go on with."""
+        self._note_elsewhere()
         for member in self._running:
             member.stop()
         deadline = time.monotonic() + self._patience  # a busy rank that has more to do first is lost, too
@@ -161,10 +181,13 @@ class Supervisor(SimpleElasticAgent):
         """Return the number of ranks of the next generation. Raises the last failure for too few."""
         alive = sum(not one.has_ended for one in (*self._running, *self._spares))
         ready = self._wanted
-        if self._settings.replace == "later":
+        if self._grows_later:
             ready = sum(not one.has_ended for one in self._running) + self._count_ready_spares()
-        elif not self._settings.replace:
+        elif self._settings.replace is not True:
             ready = alive
+        if isinstance(self._host, SeveralHostsRendezvous):  # all hosts together choose it
+            self._host.ready = min(ready, self._wanted)
+            return self._host.ready
         size = self._ranks_of(ready)
         if not size and self._settings.replace:  # nothing else is to be done meanwhile
             size = self._ranks_of(self._wanted)
@@ -172,6 +195,11 @@ class Supervisor(SimpleElasticAgent):
             assert self.cause is not None, "ranks were lost"
             raise self.cause.exception(f"{alive} processes are left, too few to go on with.")
         return size
+
+    @property
+    def _grows_later(self) -> bool:
+        """Whether a smaller world becomes larger again between two steps; over several hosts it does not."""
+        return self._settings.replace == "later" and not isinstance(self._host, SeveralHostsRendezvous)
 
     def _ranks_of(self, processes: int) -> int:
         """Return how many of so many processes are ranks; 0: too few."""
@@ -185,7 +213,7 @@ class Supervisor(SimpleElasticAgent):
     def _note_larger_world(self) -> None:
         """Write for the ranks how many they could be, where new processes have become ready for more."""
         ready = self._count_ready_spares()
-        if self._settings.replace != "later" or ready == self._ready_spares:
+        if not self._grows_later or ready == self._ready_spares:
             return
         self._ready_spares, now = ready, len(self._running)
         size = self._ranks_of(now + ready)
@@ -193,12 +221,16 @@ class Supervisor(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Block until something happens, a moment at most; return whether a rank failed or all have ended."""
-        self._update(_PERIOD, [*self._running, *self._spares])
+        self._update(_PERIOD, [*self._running, *self._spares], self._host.handles)
         self._fail_hanging()
         if self._failures():
-            self.cause = self._cause()
-            self._note(self.cause)
-            return RunResult(state=WorkerState.FAILED)
+            cause = self._cause()
+            if not (cause.secondary and self._host.reason()):  # else another host's rank has caused it
+                self.cause = cause
+                self._note(cause)
+                return RunResult(state=WorkerState.FAILED)
+        if self._host.reason():
+            return RunResult(state=WorkerState.HEALTHY)  # torch asks the host by itself, and restarts
         results = {number: one.report for number, one in enumerate(self._running) if one.report is not None}
         if len(results) < len(self._running):
             self._note_larger_world()
@@ -207,6 +239,8 @@ class Supervisor(SimpleElasticAgent):
             before = len(self._running)
             self._restart_workers(worker_group)
             self._tell(f"the run goes on with {len(self._running)} ranks in place of {before}")
+            return RunResult(state=WorkerState.HEALTHY)
+        if not self._host.finish([one for one in results.values() if isinstance(one, bytes)]):
             return RunResult(state=WorkerState.HEALTHY)
         ranks = [worker.global_rank for worker in worker_group.workers]
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
@@ -223,7 +257,8 @@ class Supervisor(SimpleElasticAgent):
             failures = self._failures()
             waiting = [one for one in self._running if one.report is None]
             first, left = root_cause(failures), deadline - time.monotonic()
-            if not first.secondary or not waiting or left <= 0:
+            may_come = waiting or isinstance(self._host, SeveralHostsRendezvous)
+            if not first.secondary or not may_come or left <= 0 or self._host.reason():
                 return first
             self._update(left, waiting)
 
@@ -236,10 +271,11 @@ class Supervisor(SimpleElasticAgent):
         waiting = [(found, one) for found, one in idle if found.waits and not one.is_stopped]
         others = f", while another waits for {waiting[0][0].awaited}" if waiting else ""
         are_all = len(waiting) == sum(one.report is None for one in self._running)
+        wait_elsewhere, are_all_elsewhere = self._host.exchange_waiting(bool(waiting), are_all)
         for _, member in (pair for pair in idle if pair not in waiting):
-            if waiting or member.is_stopped:
+            if waiting or wait_elsewhere or member.is_stopped:
                 member.fail(f"made no progress for {self._limit:g} s{others}")
-        if waiting and are_all:
+        if waiting and are_all and are_all_elsewhere:
             (_, _, awaited), member = min(waiting, key=lambda pair: pair[0].since)
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
@@ -248,24 +284,42 @@ class Supervisor(SimpleElasticAgent):
         if cause.is_final:
             raise cause.exception()
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
+        error = cause.exception()
+        last_good_step = error.last_good_step if isinstance(error, CorruptionError) else None
+        self._host.report(cause, last_good_step)
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
         self._seen[same] += 1
         if self._seen[same] >= _SAME_FAILURES:
             place = "" if step is None else f" after step {step}, from which the run went on"
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
-        if isinstance(error := cause.exception(), CorruptionError):
+        if isinstance(error, CorruptionError):
             go_on_before(self._folder, error.last_good_step)
             if self._settings.replace or len(error.ranks) < len(self._running):
                 for rank in error.ranks:  # another process takes its place, in other memory
-                    self._running[rank].kill()
+                    if rank in self._ranks_here:
+                        self._running[self._ranks_here.index(rank)].kill()
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
         if cause.traceback and cause.error is None and not cause.secondary:  # a PlaitError is one sentence
             print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
 
-    def _update(self, seconds: float, members: Sequence[Member]) -> None:
-        """Block until one of `members` sends something or ends, at most `seconds`; take all messages."""
-        wait([handle for one in members if not one.has_ended for handle in one.handles], seconds)
+    def _note_elsewhere(self) -> None:
+        """Print why other hosts make this one stop, and note for its ranks what they may not load."""
+        reason, failure = self._host.reason(), self._host.failure_elsewhere()
+        if failure is not None:
+            reason, last_good_step = failure
+            if last_good_step is not None:
+                go_on_before(self._folder, last_good_step)
+        if reason and not self._host.is_closed():
+            self._tell(f"{reason}; the ranks go on from where the run was kept last")
+
+    def _update(self, seconds: float, members: Sequence[Member], others: Sequence[int] = ()) -> None:
+        """Block until one of `members` sends something or ends, at most `seconds`; take all messages.
+
+        `others`: file descriptors that end the wait, too.
+        """
+        handles = [handle for one in members if not one.has_ended for handle in one.handles]
+        wait([*handles, *others], seconds)
         for member in members:
             member.update()
 

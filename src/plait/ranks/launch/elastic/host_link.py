@@ -1,0 +1,127 @@
+"""`HostLink`: a connection between the supervisors of two hosts; notices when the other one is gone.
+
+Messages are JSON objects, each with a `kind`. Each side sends something every moment, so that silence means
+that the other side is gone, stopped, or cannot be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from plait.ranks.run_store import plain_address
+
+Message = dict[str, Any]
+
+BEAT, SILENCE = 0.3, 4.0
+"""Seconds between two messages at most, and without any after which the other side counts as gone."""
+_HEAD = struct.Struct("!I")
+MOST_BYTES = 1 << 28
+"""Of a message: what claims to be longer is none of ours."""
+_PART = 1 << 20
+"""Bytes that are sent, or received, within the time of silence."""
+_USER_TIMEOUT = 18
+"""TCP_USER_TIMEOUT of Linux: milliseconds until what is sent has to be acknowledged."""
+
+
+class HostLink:
+    """Sends and receives messages over a socket, each in a thread of its own."""
+
+    def __init__(
+        self, connected: socket.socket, received: Callable[[HostLink, Message | None], None], silence: float
+    ) -> None:
+        """Call `received` in a thread for every message, and once with None when the other side is gone.
+
+        `silence`: seconds after which it counts as gone.
+        """
+        self._socket, self._received, self._silence = connected, received, silence
+        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.about: Message = {}
+        """What each beat tells the other side."""
+        self._closed = threading.Event()
+        connected.settimeout(silence)
+        with suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(1000 * silence))
+        self._writer = threading.Thread(target=self._write, name="plait-host-out", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="plait-host-in", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send and to receive."""
+        self._writer.start()
+        self._reader.start()
+
+    @property
+    def address(self) -> str:
+        """The address of this host on the way to the other one."""
+        return plain_address(self._socket.getsockname()[0])
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message after those before it, without waiting; it is lost where the other side is gone."""
+        self._outgoing.put(dict(message))
+
+    def close(self) -> None:
+        """Send what was given to `send`, then end the connection; waits for `silence` seconds at most."""
+        self._outgoing.put(None)
+        if threading.current_thread() is not self._writer and self._writer.is_alive():
+            self._writer.join(self._silence)
+        self._end()
+
+    def _end(self) -> None:
+        self._closed.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while not self._closed.is_set():
+                try:
+                    message = self._outgoing.get(timeout=BEAT)
+                except queue.Empty:
+                    message = {"kind": "beat", **self.about}
+                if message is None:
+                    return
+                data = json.dumps(message).encode()
+                data = _HEAD.pack(len(data)) + data
+                for start in range(0, len(data), _PART):  # each part within the limit of the socket
+                    self._socket.sendall(data[start : start + _PART])
+            return
+        self._end()  # the reader tells that the other side is gone
+
+    def _read(self) -> None:
+        try:
+            with suppress(OSError, ValueError):
+                while (size := _HEAD.unpack(self._exactly(_HEAD.size))[0]) <= MOST_BYTES:
+                    message = json.loads(self._exactly(size))
+                    if isinstance(message, dict):
+                        self._received(self, message)
+        finally:
+            self._closed.set()
+            self._received(self, None)
+            self._outgoing.put(None)
+            self._writer.join(self._silence)
+            self._socket.close()
+
+    def _exactly(self, size: int) -> bytes:
+        """Return the next `size` bytes. Raises OSError where the other side is gone or silent."""
+        data = bytearray()
+        while len(data) < size:
+            part = self._socket.recv(min(size - len(data), _PART))
+            if not part:
+                raise ConnectionError
+            data += part
+        return bytes(data)
+
+
+def connect_to_host(host: str, port: int, seconds: float) -> socket.socket | None:
+    """Return a connection to the supervisor that listens there; None where nothing answers in time."""
+    try:
+        return socket.create_connection((host, port), seconds)
+    except OSError:
+        return None
