@@ -26,9 +26,9 @@ _CYCLED = ("momentum", "betas")
 
 
 def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in a saved group that a torch scheduler had added, such as `initial_lr`.
+    """Return a saved group's rate and what torch's schedulers had added, such as `initial_lr`.
 
-    That is its learning rate, where the group starts from the same one as when it was saved.
+    Nothing where the group starts from another rate than when it was saved.
     """
     initial = saved.get("initial_lr")
     if initial is None or initial != now.get("initial_lr", now.get("lr")):

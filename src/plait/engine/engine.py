@@ -134,7 +134,7 @@ class Engine:
         self._agreement.compare_at("forward_backward", **options)
         for watch in self.watches:
             watch.begin_pass(runner)
-        runner.scale.begin(anew=runner.reducer.starts_anew)
+        runner.scale.require_checked(anew=runner.reducer.starts_anew)
         with torch.enable_grad():
             batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
             scale = runner.scale.value / batch.divisor

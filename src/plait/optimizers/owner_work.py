@@ -109,7 +109,7 @@ def matrix_parts_of(found: Mapping[str, ParameterMatrices]) -> list[tuple[str, M
 def matrix_work(
     blueprint: Blueprint, found: Mapping[str, ParameterMatrices], muon: MuonSettings
 ) -> tuple[OwnerWork, ...]:
-    """Return the matrices that each rank of the world owns and exchanges with Muon, in order of ranks."""
+    """Return for each rank, in order, the matrices that it owns for Muon, and how much it exchanges."""
     kinds = blueprint.kinds
     return owner_work(
         blueprint,
@@ -119,7 +119,7 @@ def matrix_work(
 
 
 def parameter_work(blueprint: Blueprint) -> tuple[OwnerWork, ...]:
-    """Return the whole parameters that each rank of the world owns and exchanges with `Owned`."""
+    """Return for each rank, in order, the parameters that it owns for `Owned`, and how much it exchanges."""
     kinds, parameters = blueprint.kinds, blueprint.sequence.parameters
     trained = {name for name, one in parameters.items() if one.requires_grad}
     return owner_work(blueprint, whole_parts(blueprint.layouts, trained), lambda name: kinds[name].master)

@@ -107,7 +107,7 @@ def epsilon_of(dtype: torch.dtype) -> float:
 
 @dataclass
 class ReferenceLossScale:
-    """The loss scale of a reference run, which ends where gradients overflow: constant, or dynamic."""
+    """The loss scale of a reference run, constant or growing; the run fails where gradients overflow."""
 
     value: float = 1.0
     dynamic: bool = False

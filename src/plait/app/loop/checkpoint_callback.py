@@ -203,7 +203,10 @@ class Checkpoints(Callback):
         return bool(self._every) and step % (self._every or 1) == 0
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
+        """Save a checkpoint and take a snapshot where either is due; a failure is a warning.
+
+        A checkpoint is due also after the last step, and where the loss is among the lowest.
+        """
         self._save_if_due(run)
         if (snapshots := self._snapshots) is not None and (snapshots.is_due(run.done) or keeps_runs()):
             if snapshots.is_due(run.done):
@@ -250,7 +253,10 @@ class Checkpoints(Callback):
         self._warned = False
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Wait for the last checkpoint, unless the run ended by an error that other ranks may not have."""
+        """Finish saving, withdraw checkpoints with wrong bits, and close the snapshots.
+
+        Not finished where the run ended by an error that other ranks may not have.
+        """
         with self._stack:
             if error is None or isinstance(error, NonFiniteError | ReplicaError):
                 self.finish()

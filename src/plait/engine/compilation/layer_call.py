@@ -41,7 +41,7 @@ class LayerCall:
         return self._makers[number]()
 
     def repeated(self, number: int) -> RepeatedCall:
-        """Return the state of an autograd call that the backward repeats."""
+        """Return the state of autograd call `number`, which the backward repeats; a new one on first use."""
         return self._repeated.setdefault(number, RepeatedCall())
 
     def regathered(self, part: Tensor, gather: Gather) -> Regathered:

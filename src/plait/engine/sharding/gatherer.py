@@ -45,7 +45,7 @@ class Gatherer:
         self._read_by_device = [buffer.whole.device for buffer in self._buffers if buffer.is_read_by_device]
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return a dict from instruction type (gather, await, release, finish) to the method that runs it."""
+        """Return by type of instruction (scales, gather, await, release, finish) the method that runs it."""
         return {
             ComputeScales: lambda i: self.compute_scales(),
             GatherParameters: lambda i: self.gather(i.unit),

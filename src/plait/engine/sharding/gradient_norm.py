@@ -155,8 +155,8 @@ class LossScale:
     checked: bool = True
     """Whether the gradients of the latest step were checked for finite values."""
 
-    def begin(self, *, anew: bool) -> None:
-        """Begin a step. PlanError if the last gradients were dropped (`anew`) before an overflow check.
+    def require_checked(self, *, anew: bool) -> None:
+        """Raise PlanError where gradients begin `anew`, and the last ones were not checked for overflow.
 
         With a dynamic scale only: the optimizer may have used values that are not finite.
         """

@@ -34,7 +34,7 @@ class Routed:
 
 
 class RoutingChecker:
-    """Compares what the routers of one rank choose with the recording of the reference run."""
+    """Compares a rank's router choices with the reference run's, which replace them at near ties."""
 
     def __init__(self, runtime: Runtime, comparison: StepComparison, parts: ActivationParts) -> None:
         self.runtime, self.comparison, self.parts = runtime, comparison, parts
