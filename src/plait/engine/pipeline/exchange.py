@@ -67,7 +67,7 @@ class BufferPool:
     """Free and taken ones, by their address."""
 
     def fit(self, needs: Iterable[int]) -> dict[int, int]:
-        """Return a buffer size for each number of bytes in `needs`; free buffers of other sizes that are not in use.
+        """Return a buffer size for each number of bytes in `needs`; free unused buffers of other sizes.
 
         An existing size is reused if it is large enough and at most twice as large, so that steps whose
         longest sequences differ a little share buffers.

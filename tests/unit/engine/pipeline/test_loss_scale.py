@@ -28,21 +28,21 @@ def test_a_dynamic_loss_scale_halves_on_overflow_and_doubles_after_2000_steps() 
 
 def test_a_dynamic_loss_scale_refuses_unchecked_gradients() -> None:
     scale = LossScale(dynamic=True)
-    scale.begin(anew=True)
-    scale.begin(anew=True)  # the first step failed
+    scale.require_checked(anew=True)
+    scale.require_checked(anew=True)  # the first step failed
     scale.end()
-    scale.begin(anew=False)  # the second step adds to the first
+    scale.require_checked(anew=False)  # the second step adds to the first
     scale.end()
     with pytest.raises(PlanError, match="not checked"):
-        scale.begin(anew=True)
+        scale.require_checked(anew=True)
     scale.update(finite=True)
-    scale.begin(anew=True)
+    scale.require_checked(anew=True)
 
 
 def test_a_fixed_loss_scale_never_changes_and_needs_no_check() -> None:
     scale = LossScale(8.0)
-    scale.begin(anew=True)
+    scale.require_checked(anew=True)
     scale.end()
-    scale.begin(anew=True)
+    scale.require_checked(anew=True)
     scale.update(finite=False)
     assert scale.value == 8
