@@ -32,7 +32,7 @@ from injected_run import Checkpoints
 from torch import Tensor
 
 import plait
-from plait.engine.resharding.kept_run import reshard_kept
+from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.ranks.collectives import all_reduce
 
 ROWS, CONTEXT, VOCAB = 8, 128, 512
