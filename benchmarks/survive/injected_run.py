@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import plait
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import all_checkpoints
-from plait.engine.resharding.kept_run import reshard_kept
+from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.ranks.supervised_rank import possible_ranks
 from plait.ranks.transport.joined_world import current_ranks
 

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/survive/repeated_failures.py [--seconds 600] [--every 30] [--row NAME ...]
 
 Effective time: the steps that are kept, times the time of a step without failures, snapshots and supervisor,
-divided by the time from the first step to the end of the last one. Steps that are computed twice count once.
+divided by the time from the first step to the end of the run. Steps that are computed twice count once.
 "by its own steps": by the median time of a step of the run itself, which other work on the machine makes
 longer, too. Losses have to be those of the run without failures, bit by bit. A try: --seconds 90 --every 15.
 """
@@ -32,7 +32,7 @@ from injected_run import Checkpoints
 from torch import Tensor
 
 import plait
-from plait.engine.resharding.kept_run import reshard_kept
+from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.ranks.collectives import all_reduce
 
 ROWS, CONTEXT, VOCAB = 8, 128, 512
@@ -219,7 +219,7 @@ def measure(row: Row, seconds: float, every: float, step_seconds: float, expecte
     losses: dict[int, str] = {}
     for step, loss, _ in steps:
         assert losses.setdefault(step, loss) == loss, f"step {step} was computed again with another loss"
-    kept, wall = len(losses), max(at for _, _, at in steps) - began
+    kept, wall = len(losses), max(seconds, max(at for _, _, at in steps) - began)
     assert sorted(losses) == [*range(kept)]
     assert all(losses[step] == loss for step, loss in expected.items() if step < kept)
     own = _median({step: at for step, _, at in sorted(steps, key=lambda one: one[2])})

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from plait.engine.corruption.corruption_checks import CorruptionChecks
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
-    from plait.engine.resharding.kept_run import reshard_kept
     from plait.engine.resharding.reshard import reshard
+    from plait.engine.resharding.reshard_kept import reshard_kept
     from plait.errors import PlaitError
     from plait.estimate.memory.predicted_memory import memory
     from plait.estimate.prediction.prediction import predict
@@ -91,7 +91,7 @@ _HOME = {
     "positions": "plait.tensor.running_sequence",
     "predict": "plait.estimate.prediction.prediction",
     "reshard": "plait.engine.resharding.reshard",
-    "reshard_kept": "plait.engine.resharding.kept_run",
+    "reshard_kept": "plait.engine.resharding.reshard_kept",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",

@@ -31,7 +31,7 @@ from plait.app.loop.training_loop import TrainingLoop
 from plait.app.train.run_data import Data, Prompt, encode_prompt
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
-from plait.engine.resharding.kept_run import reshard_kept
+from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.errors import ModelError
 from plait.estimate.measurement.measured_balance import balance
 from plait.models.gpt2 import gpt2_of

@@ -247,9 +247,9 @@ class Snapshots:
 
         Called on all ranks, whose plan and number may differ from those of before. `own_launch`: only one of
         ranks that the same torchrun restarted. `options`: as for `plait.load`. One that is damaged is
-        left out; rank 0 prints why. Nothing is loaded where `reshard_kept` has moved the
-        run from before. Raises `CheckpointError` on all ranks where it is of another model or
-        optimizer. Communication: names of snapshots, error messages, files that other hosts have.
+        left out; rank 0 prints why. Nothing is loaded where `reshard_kept` has moved the run from before.
+        Raises `CheckpointError` on all ranks where it is of another model or optimizer. Communication: names
+        of snapshots, error messages, files that other hosts have.
         """
         is_first = self._engine.mesh.rank == 0
 
@@ -380,6 +380,7 @@ class Snapshots:
                     self._folder.withdraw(part.half, manifest_name(part.rank))
 
     def _forget_updates(self) -> None:
+        """Note updates no longer: the optimizer may go on with other objects."""
         for hook in self._hooks:
             hook.remove()
 

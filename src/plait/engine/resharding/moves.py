@@ -144,6 +144,17 @@ def plan_moves(
     return Moves(units, moved, max(elements, default=0))
 
 
+def lost_parameter(blueprint: PlacedBlueprint) -> str:
+    """Return the name of a parameter of which the ranks that are left do not hold all elements; "": none."""
+    router = BoxRouter()
+    for name, layout in blueprint.blueprint.layouts.items():
+        try:
+            router.transfers(name, blueprint.boxes(name, layout), {0: (full_box(layout.shape),)}, 1)
+        except LayoutError:
+            return name
+    return ""
+
+
 def _alike(
     names: Sequence[str], before: PlacedBlueprint, after: PlacedBlueprint, first: Mapping[str, RankReport]
 ) -> dict[tuple[str, torch.dtype], list[MovedTensor]]:

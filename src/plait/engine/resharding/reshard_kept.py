@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.engine.engine import Engine
+from plait.engine.resharding.moves import PlacedBlueprint, lost_parameter
 from plait.engine.resharding.optimizer_groups import OptimizerMaker
 from plait.engine.resharding.reshard import reshard
 from plait.errors import PlanError
@@ -38,29 +39,42 @@ def reshard_kept(
     the run of `Snapshots` when their world changes, if the function calls this. `Snapshots.restore` of the
     engine then returns its number of steps, and loads nothing. `model` returns the model (best on the meta
     device) and `optimizer` makes the optimizer of a list of parameter groups, on ranks that have kept
-    nothing; `loss` and `rules` as to `parallelize`. Communication: a text of each rank, and that of
+    nothing; `loss` and `rules` as to `parallelize`. Communication: two texts of each rank, and that of
     `reshard`.
     """
     kept = take_kept_run()
     if not supervisor_of_rank() or newest_good_step() is not None:  # wrong bits may be in memory
         return None
-    own = "" if kept is None else json.dumps([kept.step, kept.state])
-    told = [json.loads(text) for text in all_gather_text(own, mesh.all_ranks, mesh.device) if text]
-    states = dict(told)
+    own = "" if kept is None else json.dumps([kept.step, kept.state, kept.engine.mesh.rank])
+    texts = all_gather_text(own, mesh.all_ranks, mesh.device)
+    told = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+    states = {step: state for step, state, _ in told.values()}
     for step in sorted(states, reverse=True):  # of replicas, some may have ended a step that others have not
+        members = {place: rank for rank, (at, _, place) in told.items() if at == step}
+        if not _is_whole(kept if kept is not None and kept.step == step else None, members, mesh):
+            continue
         try:
             if kept is None or kept.step != step:
                 moved = reshard(model(), optimizer, plan, mesh, loss=loss, rules=rules)
             else:
                 _go_back(kept)
                 moved = reshard(kept.engine, kept.optimizer, plan, mesh)
-        except PlanError:  # on all ranks, before anything has moved: a part is lost, or it cannot be moved
-            continue
+        except PlanError:  # on all ranks, before anything has moved: the optimizer's state cannot be moved
+            return None
         engine, made = moved
         assert engine is not None, "all ranks are in the mesh"
         keep_run(KeptRun(engine, made, step, states[step], engine.run_state))
         return engine, made
     return None
+
+
+def _is_whole(kept: KeptRun | None, members: Mapping[int, int], mesh: Mesh) -> bool:
+    """Return on all ranks whether those with a kept run, by their rank then, hold all of its parameters."""
+    found = ""
+    if kept is not None:
+        lost = lost_parameter(PlacedBlueprint(kept.engine.blueprint, members))
+        found = "" if lost else "whole"
+    return any(all_gather_text(found, mesh.all_ranks, mesh.device))
 
 
 def _go_back(kept: KeptRun) -> None:
