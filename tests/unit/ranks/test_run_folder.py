@@ -59,3 +59,14 @@ def test_folders_of_another_kind_stay(tmp_path: Path, monkeypatch: pytest.Monkey
     with run_folder():
         pass
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_system_without_locks_has_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("plait.ranks.launch.run_folder.try_lock", fail)
+    with run_folder() as one, run_folder() as other:
+        assert {*tmp_path.iterdir()} == {Path(one), Path(other)}
+    assert [*tmp_path.iterdir()] == []

@@ -7,7 +7,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from plait.files import try_lock
@@ -23,13 +23,17 @@ def run_folder() -> Iterator[str]:
     Before, remove those that killed processes of this user have left.
     """
     _remove_left()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
-        unlocked = Path(folder, f"{_LOCK}.part")
-        lock = try_lock(unlocked)
-        assert lock is not None, "no other process knows the folder"
-        with lock:
+    with (
+        tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder,
+        ExitStack() as stack,
+    ):
+        with suppress(OSError):  # a file system without locks, whose folders are not removed later
+            unlocked = Path(folder, f"{_LOCK}.part")
+            lock = try_lock(unlocked)
+            assert lock is not None, "no other process knows the folder"
+            stack.enter_context(lock)
             unlocked.rename(Path(folder, _LOCK))  # which is locked as soon as it has its name
-            yield folder
+        yield folder
 
 
 def _remove_left() -> None:

@@ -13,7 +13,7 @@ import torch
 from snapshot_runs import Ended, make_run, step_once, train
 
 import plait
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, CorruptionError
 from plait.ranks.mesh import Mesh
 
 DP = plait.Plan(dp=2)
@@ -193,6 +193,20 @@ def test_an_error_leaves_the_snapshots(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), snapshots:
         raise ZeroDivisionError
     assert len([*tmp_path.glob("*/*/*.json")]) == 1
+
+
+def test_wrong_bits_leave_the_snapshots_of_the_steps_before(tmp_path: Path) -> None:
+    """The last is withdrawn, also where its checksums are still computed."""
+    engine, optimizer, snapshots = make_run(plait.Plan(), tmp_path)
+    for step in (1, 2):
+        step_once(engine, optimizer, step - 1)
+        snapshots.step(step)
+    with pytest.raises(CorruptionError), snapshots:
+        raise CorruptionError("a bit flipped", 1)
+    with make_run(plait.Plan(), tmp_path)[2] as again:
+        found = again.restore()
+    assert found is not None
+    assert found.step == 1
 
 
 def test_a_name_in_use_is_refused_and_one_is_needed_without_torchrun(tmp_path: Path) -> None:
