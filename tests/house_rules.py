@@ -85,6 +85,11 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "likewise",
     (
+        "models/region_inputs.py",
+        "",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "sees what reads a tensor, also within autograd functions: likewise",
+    (
         "estimate/memory/operation_recorder.py",
         "__torch_dispatch__",
         "_C",

@@ -15,7 +15,7 @@ from torch import nn
 from verification_cases import mlp, mlp_case, rows_and_classes
 
 import plait
-from plait.checkpoint.loading import load
+from plait.checkpoint.loading import load_checkpoint
 from plait.plan.plan import Plan
 from plait.verification import resumed_run
 from plait.verification.options import VerifyOptions
@@ -63,6 +63,18 @@ def test_a_resumed_run_is_compared_after_loading_and_after_one_more_step(
     assert not list(tmp_path.iterdir()), "the checkpoint stayed"
 
 
+def test_a_resumed_run_prints_nothing_of_what_a_user_is_told_who_loads(
+    thread_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under another plan with other micro-batches, or other numbers, that would be said of the candidate."""
+    plan = Plan(dp=2, linears="float8", microbatches=2)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
+    case = replace(mlp_case(steps=1, resumes=True), model=model)
+    inputs = [(torch.randn(8, 16), torch.randint(3, (8,))) for _ in range(2)]
+    thread_ranks.run(verify_rank, replace(case, batches=inputs), plan, ranks=2)
+    assert capsys.readouterr().out == ""
+
+
 def test_optimizer_state_that_no_checkpoint_holds_is_reported_as_left_out() -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -103,8 +115,8 @@ def test_an_error_that_occurs_only_after_loading_under_another_plan_is_named(
 ) -> None:
     plan = Plan(dp=2, microbatches=2)
 
-    def wrong_under_pp(engine: Any, optimizer: Any, path: Any) -> None:
-        load(engine, optimizer, path)
+    def wrong_under_pp(engine: Any, optimizer: Any, path: Any, *more: Any) -> None:
+        load_checkpoint(engine, optimizer, path, *more)
         weight = dict(engine.named_parameters()).get("0.weight")
         if engine.plan.pp == 2 and weight is not None and wrong == "parameter":
             weight.data.mul_(1 + 1e-6)
@@ -112,7 +124,7 @@ def test_an_error_that_occurs_only_after_loading_under_another_plan_is_named(
             optimizer.state.pop(weight)
 
     case = mlp_case(steps=1, resumes=True)
-    with patch.object(resumed_run, "load", wrong_under_pp):
+    with patch.object(resumed_run, "load_checkpoint", wrong_under_pp):
         report = build_report(thread_ranks.run(verify_rank, case, plan, ranks=2), plan, case.options)
     assert report.first is not None
     found = {
@@ -153,7 +165,7 @@ def test_a_tensor_that_was_not_loaded_is_named(field: str, cause: str) -> None:
         before = {name: one.detach().clone() for name, one in engine.named_parameters()}
         buffers = {name: one.clone() for name, one in engine.named_buffers()}
         passes = engine.passes
-        load(engine, optimizer, path, *more)
+        load_checkpoint(engine, optimizer, path, *more)
         with torch.no_grad():
             if field == "parameters":
                 dict(engine.named_parameters())["0.weight"].copy_(before["0.weight"])
@@ -172,7 +184,7 @@ def test_a_tensor_that_was_not_loaded_is_named(field: str, cause: str) -> None:
 
     model = nn.Sequential(Counting(), *list(mlp())[1:])
     case = replace(mlp_case(steps=1, resumes=True), model=model)
-    with patch.object(resumed_run, "load", forgetful):
+    with patch.object(resumed_run, "load_checkpoint", forgetful):
         report = build_report([verify_rank(case, Plan(microbatches=2))], Plan(microbatches=2), case.options)
     assert report.first is not None
     location = report.first.difference.location

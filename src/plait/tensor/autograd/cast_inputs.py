@@ -55,7 +55,7 @@ def sum_of_gradients(*gradients: Tensor | None) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class OutputGradient:
+class LinearGradient:
     """The gradient of the output of one float8 linear, and how that of its input is computed."""
 
     matrices: Sequence[MatrixToCast]
@@ -68,9 +68,9 @@ class InputGradient:
     """The gradient of the input of several float8 linears, computed once those of their outputs are known."""
 
     def __init__(self) -> None:
-        self._outputs: list[OutputGradient] = []
+        self._outputs: list[LinearGradient] = []
 
-    def add(self, output: OutputGradient) -> None:
+    def add(self, output: LinearGradient) -> None:
         """Add the gradient of the output of a linear, whose operands are cast in `total`."""
         self._outputs.append(output)
 

@@ -25,7 +25,7 @@ from plait.errors import ModelError
 from plait.tensor.autograd.cast_inputs import (
     CastInput,
     InputGradient,
-    OutputGradient,
+    LinearGradient,
     SavedInput,
     as_matrix,
     own_part,
@@ -182,7 +182,7 @@ class _Float8Linear(torch.autograd.Function):
         return None, None, of_bias, None, None, None
 
 
-def _output_gradient(ctx: Any, gradient: Tensor, saved: SavedInput | None) -> OutputGradient:
+def _output_gradient(ctx: Any, gradient: Tensor, saved: SavedInput | None) -> LinearGradient:
     """Return the gradient of a linear's outputs, to be cast; `saved`: its input, if its weight is trained.
 
     Where ranks have parts of it, and one cast serves both products, each casts its part, which is then
@@ -200,7 +200,7 @@ def _output_gradient(ctx: Any, gradient: Tensor, saved: SavedInput | None) -> Ou
     for_weight = casts.gradient_for_weight(rows, parts) if casts_again else None
     matrices = [one for one in (for_input, for_weight) if one is not None]
     whole = output_sum.gradient if gathers else None
-    return OutputGradient(matrices, partial(_backward, _LinearBackward.of(ctx), given, saved, whole))
+    return LinearGradient(matrices, partial(_backward, _LinearBackward.of(ctx), given, saved, whole))
 
 
 @dataclass(frozen=True)
