@@ -191,7 +191,14 @@ CP, TP, DP, PP = (replace(TWO, **{axis: 2}) for axis in ("cp", "tp", "dp", "pp")
 KEEP, REGATHER = (replace(TP, sequence_parallel=kind) for kind in ("keep", "regather"))
 FULL = replace(DP, strategy="full")
 
+WIDE_SIZES = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+"""Multiples of 16."""
 TRANSFORMERS = (
+    Right(
+        "gpt-oss in float8",
+        huggingface_cases.case("gpt-oss wide", partial(huggingface_cases.gpt_oss, **WIDE_SIZES)),
+        Plan(dp=2, etp=2, linears="float8-rowwise-gw"),
+    ),
     Right("gemma2 cp", _of("gemma2"), CP),
     Right("gemma2 packed cp", packed(_of("gemma2"), 8), CP),
     Right("gemma2 keep", _of("gemma2"), KEEP),
