@@ -38,6 +38,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "float8": {"pp": 2, "dp": 2, "strategy": "full", "offload": "parameters", "linears": "float8"},
     "float8 over tp": {"tp": 2, "dp": 2, "strategy": "full", "linears": "float8"},
     "parts of experts": {"pp": 2, "tp": 2, "ep": 2, "recompute": "full"},
+    "experts in float8": {"pp": 2, "dp": 2, "etp": 2, "schedule": "zb-h1", "linears": "float8-rowwise-gw"},
 }
 QUICK_RACES = (buffers_returned_too_early,)
 
@@ -66,8 +67,8 @@ def run(
 ) -> None:
     """Run the plan with `fields` on ranks that stand for GPUs."""
     plan = Plan(**fields, microbatches=4, precision="fp64")
-    case = sparse_llama(layers=2) if plan.divides_experts else gpt2(layers=4)
-    case = case if plan.linears is None else gpt2(hidden=64, heads=4)
+    case = gpt2(layers=4) if plan.linears is None else gpt2(hidden=64, heads=4)
+    case = sparse_llama(layers=2, wide=plan.linears is not None) if plan.divides_experts else case
     with pytest.MonkeyPatch.context() as patches:
         stand_for_gpus(patches, order)
         # Most steps have no comparison of the ranks, whose waits would order what is not awaited by itself.
