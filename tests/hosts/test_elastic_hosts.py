@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,7 +37,11 @@ def supervisor(host: Host, number: int, of: int, folder: Path, *words: str) -> s
 
 
 def supervisors(machines: Sequence[Host], folder: Path, *words: str) -> list[subprocess.Popen[str]]:
-    return [supervisor(host, number, len(machines), folder, *words) for number, host in enumerate(machines)]
+    started = []
+    for number, host in enumerate(machines):
+        started.append(supervisor(host, number, len(machines), folder, *words))
+        time.sleep(0.05)  # else the processes might have one number and one time of start on both
+    return started
 
 
 def end_of(process: subprocess.Popen[str], seconds: float = 120.0) -> tuple[int, str, str]:

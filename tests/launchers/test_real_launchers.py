@@ -150,6 +150,7 @@ def test_a_run_goes_on_when_the_daemon_of_a_node_of_slurm_is_killed(
     daemon.unlink()
     code, output, errors = finished(process)
     subprocess.run(["slurmd", "-N", "n2", "-f", slurm["SLURM_CONF"]], check=True, timeout=20)
+    wait_for(daemon.exists, "the daemon is not back")  # the end of the fixture kills it by this file
     assert (code, output.count("[4, 4, 4, 4]")) == (0, 2), errors
 
 
