@@ -161,10 +161,12 @@ def post_norm() -> Case:
 
 @pytest.mark.parametrize("mode", ["keep", "regather"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recipe", ["float8", "float8-rowwise"])
 def test_a_layer_that_reads_a_row_parallel_output_again_equals_one_rank(
-    thread_ranks: Any, recompute: Any, mode: Any
+    thread_ranks: Any, recipe: Any, recompute: Any, mode: Any
 ) -> None:
-    fields = {"tp": 2, "sequence_parallel": mode, "recompute": recompute, "linears": "float8"}
+    """And whose tokens have unlike scales, since no norm is before the region."""
+    fields = {"tp": 2, "sequence_parallel": mode, "recompute": recompute, "linears": recipe}
     check(thread_ranks, post_norm(), Plan(**fields, precision="fp64"))  # type: ignore[arg-type]
 
 

@@ -163,8 +163,7 @@ class Stage:
             layer.before = None
             for joined in layer.joined:
                 joined.begin_step()
-            for linear in layer.float8_linears:
-                linear.casts.begin_step()
+            layer.begin_step()
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
         """Run layer `layer`, or layers `layer` to `last` in one graph, on the micro-batch's activation.
@@ -302,6 +301,7 @@ class EagerLayer:
         """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
         chooses = any(isinstance(one, Router | Experts) for one in layer.module.modules())
         self.float8_linears = float8_linears_in(layer.module)
+        self._finds_factors = bool(self.float8_linears)
         self.decides = chooses or any(one.casts.are_divided for one in self.float8_linears)
         """Whether a recomputation must not choose experts, or reduce scales over ranks, again."""
         self.joined: list[JoinedLinears] = []
@@ -340,13 +340,20 @@ class EagerLayer:
                 queue.inputs.forget()
         return (self._without_parameters(output) if info.returns_parameter else output), None
 
+    def begin_step(self) -> None:
+        """Forget the factors of weights that linears cast to float8, which may have changed."""
+        for linear in self.float8_linears:
+            linear.casts.begin_step()
+        self._finds_factors = bool(self.float8_linears)
+
     def find_weight_factors(self) -> None:
         """Find the factors of weights that are cast to float8, in the first run of a step.
 
         Communication: as `float8_layers.find_weight_factors`.
         """
-        if self.float8_linears:
+        if self._finds_factors:
             find_weight_factors(self.float8_linears, learns=torch.is_grad_enabled())
+            self._finds_factors = False
 
     def join(self, readers: tuple[Readers, ...]) -> None:
         """From now on compute linears that read the same input, those in `readers`, as one product."""

@@ -31,7 +31,7 @@ from plait.tensor.autograd.float8_operands import (
     reduced,
     reduced_together,
 )
-from plait.tensor.autograd.regather import Gather, own_range, version_of
+from plait.tensor.autograd.regather import Gather, PendingTensor, own_range, version_of
 from plait.tensor.autograd.torch_calls import apply_function, rows_of
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import by_columns
@@ -95,10 +95,14 @@ class InputParts:
 
     part: Tensor
     gather: Gather
-    whole: Callable[[Tensor], Tensor]
-    """Returns a tensor that is gathered from parts like `part`."""
+    start: Callable[[Tensor], PendingTensor]
+    """Starts the gather of a tensor from parts like `part`."""
     saves_part: bool
     """Whether linears save the part, and gather it again for weight gradients."""
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the tensor that is gathered from parts like `part`. Communication: one all-gather."""
+        return self.start(part)()
 
 
 @dataclass(frozen=True)
@@ -182,10 +186,11 @@ class CastInput:
 def _gathered(own: ScaledMatrix, parts: InputParts) -> ScaledMatrix:
     """Return the whole matrix of which `own` is this rank's rows, with the scales of all rows."""
     shape = parts.part.shape
-    data = rows_of(parts.whole(own.data.view(shape)))
+    data = parts.start(own.data.view(shape))
     if own.scale.dim() == 0:
-        return ScaledMatrix(data, own.scale)
-    return ScaledMatrix(data, rows_of(parts.whole(own.scale.view(*shape[:-1], 1))))
+        return ScaledMatrix(rows_of(data()), own.scale)
+    scale = parts.start(own.scale.view(*shape[:-1], 1))
+    return ScaledMatrix(rows_of(data()), rows_of(scale()))
 
 
 def own_part(data: Tensor, shape: torch.Size, gather: Gather | None) -> Tensor:

@@ -134,12 +134,16 @@ def _entered_in_float8(
     trace, gradient = TRACE.get(), InputGradient()
     carrier, shape = None, gather.whole_shape(part)
     if trace is None:
-        parts = InputParts(part.detach(), gather, gather.whole, saves_part=regathers)
+        parts = InputParts(part.detach(), gather, gather.start, saves_part=regathers)
         if torch.is_grad_enabled():
             carrier = carrier_of(part, gradient, shape, backward)
     else:
-        recorded = partial(trace.gathered, gather, regathers=regathers)
-        parts = InputParts(part.detach(), gather, recorded, saves_part=False)
+        parts = InputParts(
+            part.detach(),
+            gather,
+            lambda given: partial(trace.gathered, gather, given, regathers=regathers),
+            saves_part=False,
+        )
         carrier = trace.carrier_of(part, shape, backward)
     without_memory = part.detach().new_full([1] * part.dim(), torch.nan).expand(shape)
     inputs.enter(without_memory, carrier, gradient, parts)

@@ -252,3 +252,22 @@ def test_a_float8_linear_within_autocast_is_refused(compiled: Any) -> None:
     assert gradient(enabled=False).abs().sum() > 0
     with pytest.raises(ModelError, match=r"\[64, 64\] multiplies in float8.* within torch.autocast"):
         gradient(enabled=True)
+
+
+@pytest.mark.parametrize("strategy", ["none", "optimizer"])
+def test_a_float8_linear_refuses_an_input_in_another_dtype_as_other_linears_do(strategy: Any) -> None:
+    """Also where its weight is in eight bits, which have no such dtype."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.inner(value.float()).to(value.dtype)
+
+    plan = Plan(linears="float8", precision="bf16", strategy=strategy)
+    model = nn.Sequential(Calls(), nn.Linear(HIDDEN, HIDDEN))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), nn.functional.mse_loss)
+    with pytest.raises(ModelError, match=r"in bfloat16 multiplies in float8.* its input is in float32: cast"):
+        engine.forward_backward(torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN))
