@@ -94,7 +94,7 @@ def test_replayed_segments_train_as_one_rank_for_every_row_of_the_product(
     check_row(thread_ranks, row)
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_replayed_segments_train_as_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]

@@ -40,7 +40,7 @@ def check(thread_ranks: Any, row: dict[str, Any], steps: int) -> None:
     check_parity(thread_ranks, case, plan, Recipe(steps, optimizer=row["optimizer"]))
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_sharded_runs_equal_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]

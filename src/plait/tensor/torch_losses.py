@@ -23,7 +23,7 @@ from torch.nn import functional
 from plait.errors import ModelError, PlanError
 from plait.ranks.device import is_accelerator, sent
 from plait.tensor.autograd.paired_collectives import gather
-from plait.tensor.losses import CrossEntropy, Loss
+from plait.tensor.losses import CrossEntropy, Loss, naming_unknown_targets
 from plait.tensor.parallel.partition import Vocabulary
 
 GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
@@ -180,7 +180,11 @@ class ClassLoss(TorchLoss):
     """A loss of class logits or log-probabilities, with classes as dim 1 of the output, as in PyTorch."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss. Raises ModelError where the classes are the last of more than two dims."""
+        """Return the summed loss.
+
+        Raises ModelError where the classes are the last of more than two dims, DataError (on a CPU) for a
+        target that is no class.
+        """
         shape = (*output.shape[:1], *output.shape[2:])
         if not targets.is_floating_point() and output.dim() > 2 and tuple(targets.shape) != shape:
             raise ModelError(
@@ -188,7 +192,9 @@ class ClassLoss(TorchLoss):
                 f"{list(targets.shape)}: PyTorch takes classes as dim 1, so give plait.cross_entropy, or a "
                 "CrossEntropy of plait.tensor, which take them as the last dim."
             )
-        return super().total(output, targets)
+        classes, ignored = output.shape[:2][-1], self.options.get("ignore_index", -100)
+        with naming_unknown_targets(targets.reshape(-1), classes, ignored):
+            return super().total(output, targets)
 
     def weight(self, targets: Tensor) -> Tensor:
         """Return the number of targets not ignored, or the sum of their class weights if given; 0-d.

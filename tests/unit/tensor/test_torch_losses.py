@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.errors import ModelError, PlanError
+from plait.errors import DataError, ModelError, PlanError
 from plait.tensor import CrossEntropy, as_loss, mean_loss
 from plait.tensor.torch_losses import divisor
 
@@ -188,3 +188,9 @@ def test_a_mean_loss_with_a_wrong_divisor_is_refused() -> None:
         mean_loss(mean_of_rows).weight({"a": torch.ones(2)})
     with pytest.raises(PlanError, match="over = 'columns'"):
         mean_loss(mean_of_rows, "columns")  # type: ignore[arg-type]
+
+
+def test_a_target_that_is_no_class_of_a_loss_of_torch_is_named() -> None:
+    for loss in (nn.CrossEntropyLoss(), nn.NLLLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)):
+        with pytest.raises(DataError, match="the target 5 is no class: give numbers from 0 to 4"):
+            as_loss(loss).total(torch.randn(3, 5, 2), torch.tensor([[0, 5], [-100, 4], [1, 1]]))
