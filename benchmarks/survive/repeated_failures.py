@@ -4,8 +4,9 @@
 
 Effective time: the steps that are kept, times the time of a step without failures, snapshots and supervisor,
 divided by the time from the first step to the end of the run. Steps that are computed twice count once.
-"by its own steps": by the median time of a step of the run itself, which other work on the machine makes
-longer, too. Losses have to be those of the run without failures, bit by bit. A try: --seconds 90 --every 15.
+"Without new steps": the time around failures in which no step was finished that counts, but for that of one
+step, as a share of all time: other work on the machine changes it less. Losses have to be those of the run
+without failures, bit by bit. A try: --seconds 90 --every 15.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -222,11 +224,12 @@ def measure(row: Row, seconds: float, every: float, step_seconds: float, expecte
     kept, wall = len(losses), max(seconds, max(at for _, _, at in steps) - began)
     assert sorted(losses) == [*range(kept)]
     assert all(losses[step] == loss for step, loss in expected.items() if step < kept)
-    own = _median({step: at for step, _, at in sorted(steps, key=lambda one: one[2])})
-    effective, by_own = kept * step_seconds / wall, kept * own / wall
-    lost = (wall - kept * step_seconds) / max(1, len(times))
-    shown = f"{step_seconds * 1e3:.0f}, {own * 1e3:.0f} | {effective:.1%}, {by_own:.1%}"
-    return f"{len(times)} | {kept} | {shown} | {lost:.2f}"
+    first = {step: at for step, _, at in sorted(steps, key=lambda one: one[2], reverse=True)}
+    own, ends = _median(first), sorted([began, *first.values()])
+    gaps = {bisect(ends, time) for time in times}
+    idle = sum(ends[at] - ends[at - 1] - own for at in gaps if at < len(ends)) / wall
+    shown = f"{step_seconds * 1e3:.0f}, {own * 1e3:.0f}"
+    return f"{len(times)} | {kept} | {shown} | {kept * step_seconds / wall:.1%} | {idle:.1%}"
 
 
 def main() -> None:
@@ -242,8 +245,8 @@ def main() -> None:
         plait.launch(train, options.rank, run, device="cpu", timeout=60.0)
         return
     print(
-        "| ranks | failures | steps kept | a step, without failures and by its own, ms "
-        "| effective time, by its own steps | lost a failure, s |"
+        "| ranks | failures | steps kept | a step without failures, and between them, ms | effective time "
+        "| without new steps |"
     )
     print("|---|---|---|---|---|---|")
     for row in TABLE:

@@ -204,7 +204,7 @@ def _check_rebalance(run: RunConfig) -> None:
 
 
 def _check_elastic(run: RunConfig) -> None:
-    """Raise ConfigError for `run.spares` or `run.replace` without `run.elastic`, and for elastic threads."""
+    """Raise ConfigError for `run.spares` or `run.replace` without what they need, and for elastic threads."""
     for field, given in (("run.spares", run.spares), ("run.replace", run.replace is not True)):
         if given and not run.elastic:
             raise ConfigError(
@@ -214,6 +214,11 @@ def _check_elastic(run: RunConfig) -> None:
     if run.elastic and run.ranks_as == "threads":
         raise ConfigError(
             "run.elastic restarts processes, but run.ranks_as is threads: leave one of them out."
+        )
+    if run.replace == "later" and not run.snapshot_steps:
+        raise ConfigError(
+            "run.replace is later, but run.snapshot_every is 0: ranks become more right after a snapshot, so "
+            "raise that, or set run.replace to true."
         )
 
 
