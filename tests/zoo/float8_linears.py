@@ -172,8 +172,8 @@ def tokens_scaled_for_the_weight_gradient() -> Any:
     """An input has a scale for each token, where the product that sums over tokens needs one a feature."""
     original = LinearCasts.input_for_weight
 
-    def cast(self: LinearCasts, rows: Tensor, for_output: ScaledMatrix) -> ScaledMatrix | None:
-        right = original(self, rows, for_output)
+    def cast(self: LinearCasts, rows: Tensor, for_output: ScaledMatrix, *parts: Any) -> ScaledMatrix | None:
+        right = original(self, rows, for_output, *parts)
         if right is None or rows.shape[0] != rows.shape[1]:
             return right  # there it is an error
         form = self.recipe.input_for_weight
