@@ -85,7 +85,7 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "likewise",
     (
-        "models/region_inputs.py",
+        "models/float8_region_inputs.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees what reads a tensor, also within autograd functions: likewise",
@@ -95,7 +95,11 @@ PRIVATE_USES = {
         "_C",
     ): "an operation within another is no call that a TorchFunctionMode is to see: documented",
     ("models/layers/stateful_layers.py", "_written", "_schema"): "what an operation writes: no public way",
-    ("tensor/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
+    (
+        "tensor/find_module_hooks.py",
+        "has_load_hooks",
+        "_load_state_dict_pre_hooks",
+    ): "no public way to list hooks",
     (
         "ranks/gradient_hook_detection.py",
         "first_gradient_hook",

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 import plait
 from plait.ranks import all_reduce
 from plait.ranks.launch.elastic.host_hub import HostRun
-from plait.ranks.launch.elastic.several_hosts import HostPlace, SeveralHostsRendezvous
+from plait.ranks.launch.elastic.several_hosts_rendezvous import HostPlace, SeveralHostsRendezvous
 
 STEPS, FAILS_AT, SECONDS = 400, 100, 0.05
 """A spare has five seconds to import torch."""

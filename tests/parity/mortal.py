@@ -46,7 +46,7 @@ class MortalRanks:
 
     def __init__(self, warm: Callable[[], None]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "plait.ranks.launch.rank_process"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "plait.ranks.launch.rank_main_loop"])
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, cloudpickle.dumps(warm)), daemon=True)
         with _without_main():

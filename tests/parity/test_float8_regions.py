@@ -17,7 +17,7 @@ from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts
 from parity.pairs import covering_rows, in_quick
 from parity.rows import name_of
 from plait.plan.plan import Plan
-from plait.proof import layers_on_meta
+from plait.proof import layer_runs_on_meta
 from plait.tensor.float8.recipes import RECIPES
 
 HIDDEN, ROWS = 64, 2
@@ -70,7 +70,7 @@ def test_inputs_gathered_in_float8_have_the_bits_of_those_cast_after_the_gather(
     fields = {"sequence_parallel": row["mode"], "recompute": row["recompute"], "compile": row["compiled"]}
     plan = Plan(tp=2, linears=row["recipe"], precision="bf16", microbatches=2, **fields)
     found = thread_ranks.run(numbers, plan, ranks=2)
-    monkeypatch.setattr(layers_on_meta, "read_by_float8_only", lambda *given: ())
+    monkeypatch.setattr(layer_runs_on_meta, "read_by_float8_only", lambda *given: ())
     for one, other in zip(found, thread_ranks.run(numbers, plan, ranks=2), strict=True):
         assert not one["loss"].isnan()
         assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []

@@ -25,7 +25,7 @@ from plait.tensor.experts.router import Router
 from plait.tensor.experts.token_rows import TokenRows
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.recipes import CastFormat
-from plait.tensor.parallel.float8_layers import Float8Layers
+from plait.tensor.parallel.apply_float8 import Float8Layers
 from plait.verification.options import VerifyOptions
 from plait.verification.step_location import StepPhase
 from zoo.float8_linears import OF_PART

@@ -20,7 +20,7 @@ from plait.engine import blueprint, parallelize
 from plait.engine.blueprint import Blueprint
 from plait.models.float8_linears import LinearChoice
 from plait.plan.rules import column, row, sequence
-from plait.proof import layers_on_meta
+from plait.proof import layer_runs_on_meta
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.tensor.autograd import cast_inputs, float8_linear, float8_operands
@@ -300,7 +300,7 @@ def scales_of_own_tokens_for_all() -> Any:
 
 def adapter_reads_what_has_no_memory() -> Any:
     """A region's input is gathered in eight bits although an adapter reads it."""
-    return patch.object(layers_on_meta, "read_by_float8_only", lambda *given: (True,) * 8)
+    return patch.object(layer_runs_on_meta, "read_by_float8_only", lambda *given: (True,) * 8)
 
 
 def largest_values_of_another_gradient() -> Any:

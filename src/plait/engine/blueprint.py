@@ -31,7 +31,7 @@ from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, Unit
 from plait.plan.plan import Plan, Recompute
 from plait.plan.rules import Rule, Rules, join
 from plait.plan.shard_plan import ShardPlan
-from plait.proof.layers_on_meta import MetaLayers
+from plait.proof.layer_runs_on_meta import MetaLayers
 from plait.ranks.group import Group, alone
 from plait.schedules.check import check
 from plait.schedules.lowering.check_programs import check_programs
@@ -45,8 +45,8 @@ from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import ExpertRanks
 from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import DTYPES, named_dtype
+from plait.tensor.parallel.apply_float8 import Float8Layers
 from plait.tensor.parallel.apply_rules import layouts_of, match_modules
-from plait.tensor.parallel.float8_layers import Float8Layers
 from plait.tensor.parallel.tensor_parallelism import (
     SequenceDims,
     TensorParallelism,

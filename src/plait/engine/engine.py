@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.action_times import ActionTimes
-from plait.engine.build_step_balance import require_counts
+from plait.engine.build_router_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
 from plait.engine.inference import generated, model_output

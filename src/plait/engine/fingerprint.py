@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.models.layers.comparable_value_text import ValueTexts, attributes_of, digest_of
 from plait.models.layers.layer_sequence import LayerSequence, bits_of
-from plait.models.layers.value_text import ValueTexts, attributes_of, digest_of
 from plait.models.rotary import ResultCache
 from plait.package import VERSION
 from plait.plan.plan import Plan
@@ -27,7 +27,7 @@ from plait.plan.rules import Rule, join
 from plait.ranks.device import computation_settings
 from plait.ranks.transport.buffers import describe
 from plait.schedules.schedule import Schedule
-from plait.tensor.call_hooks import HOOKS
+from plait.tensor.find_module_hooks import HOOKS
 from plait.tensor.layer_values import Microbatches, Value, tensors_of
 
 _UNCOUNTED = frozenset(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, chosen_rules, shared_blueprint
-from plait.engine.build_step_balance import build_step_balance
+from plait.engine.build_router_balance import build_step_balance
 from plait.engine.compilation.compiled_layer import LayerCompiler
 from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint, lines_of_values
@@ -29,6 +29,7 @@ from plait.engine.sharding.gradient_norm import counted_parameters
 from plait.engine.sharding.unit import Unit, UnitFactory, reduction_groups
 from plait.engine.whole_tensors import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.errors import ModelError, PlanError, listed
+from plait.models.layers.comparable_value_text import DIFFERS_BY_RANK
 from plait.models.layers.layer_sequence import (
     LayerSequence,
     buffer_dtype,
@@ -37,12 +38,11 @@ from plait.models.layers.layer_sequence import (
     sequence_of,
 )
 from plait.models.layers.model_validation import LateHooks, refuse_compiled_loss, refuse_lost_settings
-from plait.models.layers.value_text import DIFFERS_BY_RANK
 from plait.plan.argument_checks import require_flag, require_instance, require_whole
 from plait.plan.layout.shards import shard
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
-from plait.proof.layers_on_meta import MetaLayers
+from plait.proof.layer_runs_on_meta import MetaLayers
 from plait.ranks.consistency_check import different_texts, require_same_text
 from plait.ranks.device import is_accelerator, multiplies_float8
 from plait.ranks.group import Group, alone

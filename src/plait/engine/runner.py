@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.engine.action_times import ActionTimes, clock_for
 from plait.engine.blueprint import Blueprint
-from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
+from plait.engine.cuda_graphs.address_check import FixedAddresses
 from plait.engine.cuda_graphs.graph_recorder import CudaGraphRecorder, GraphRecorder
 from plait.engine.cuda_graphs.segment_graphs import SegmentGraphs
 from plait.engine.fingerprint import fingerprint_of_tokens
@@ -41,7 +41,7 @@ from plait.models.layers.layer_sequence import saved_buffers
 from plait.models.layers.model_validation import LateHooks
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.rules import Rules
-from plait.proof.layers_on_meta import MetaLayers
+from plait.proof.layer_runs_on_meta import MetaLayers
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
 from plait.ranks.device import is_accelerator, sent

@@ -32,7 +32,7 @@ from plait.ranks.consistency_check import require_same_text
 from plait.ranks.group import Group
 from plait.ranks.text_collectives import all_gather_text, broadcast_text, first_nonempty_text
 from plait.tensor.autograd.redistribution import full_tensor
-from plait.tensor.call_hooks import has_load_hooks
+from plait.tensor.find_module_hooks import has_load_hooks
 from plait.tensor.parallel.tensor_parallelism import named
 
 

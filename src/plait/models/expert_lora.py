@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.models.initial_values import Constant, Initial, Normal
 from plait.plan.rules import join
-from plait.tensor.call_hooks import weight_utility
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import ExpertAdapter, Experts
+from plait.tensor.find_module_hooks import weight_utility
 
 MATRICES = ("gate_up_proj", "down_proj")
 """The parameters of experts that can have an adapter, in their order in the module."""

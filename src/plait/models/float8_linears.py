@@ -24,10 +24,10 @@ from plait.models.lora import LoraLinear
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.rules import Rule, join
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
-from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.expert_casts import EXPERT_RECIPE
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import Experts
+from plait.tensor.find_module_hooks import is_altered
 from plait.tensor.float8.scaled_product import MULTIPLE, is_multiple
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.plan.rules import join
-from plait.tensor.call_hooks import computed_by_hooks, weight_utility
+from plait.tensor.find_module_hooks import computed_by_hooks, weight_utility
 
 FIRST_BYTE, OTHER_BYTE = 0xFF, 0x5A
 """What memory holds before a reset: NaN and -1, then numbers that are neither small nor NaN in any dtype."""

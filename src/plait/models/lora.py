@@ -42,8 +42,8 @@ from plait.models.layers.layer_sequence import NO_SHAPE, sequence_of
 from plait.plan.argument_checks import require_instance, require_number, require_whole
 from plait.plan.rules import Rule, Rules, join, match, piece, replicated
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
-from plait.tensor.call_hooks import weight_utility
 from plait.tensor.dropout import Dropout
+from plait.tensor.find_module_hooks import weight_utility
 
 Model = TypeVar("Model", bound=nn.Module)
 Sizes = tuple[int, int]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from plait.engine.blueprint import Blueprint
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
-from plait.optimizers.made_for_engine import MuonSettings
 from plait.optimizers.matrix_parts import MatrixPart
+from plait.optimizers.optimizer_makers import MuonSettings
 from plait.optimizers.part_owners import (
     OwnedPart,
     ParameterPart,

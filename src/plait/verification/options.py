@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from plait.errors import PlanError
-from plait.optimizers.made_for_engine import MakeOptimizer, class_of, takes_engine
 from plait.optimizers.muon import Muon
+from plait.optimizers.optimizer_makers import MakeOptimizer, class_of, takes_engine
 from plait.plan.argument_checks import require_flag, require_number, require_whole
 from plait.plan.plan import Plan
 from plait.verification.expected_dtypes import NumberFormats

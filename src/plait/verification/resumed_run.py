@@ -19,7 +19,7 @@ from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.saving import save
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ModelError, PlanError, ScheduleError
-from plait.optimizers.made_for_engine import optimizer_for
+from plait.optimizers.optimizer_makers import optimizer_for
 from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import Partitioning

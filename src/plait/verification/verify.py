@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.errors import ModelError, PlanError
 from plait.models.layers.layer_sequence import sequence_of
-from plait.optimizers.made_for_engine import MakeOptimizer
+from plait.optimizers.optimizer_makers import MakeOptimizer
 from plait.plan.argument_checks import require_instance, require_number
 from plait.plan.plan import Plan
 from plait.plan.rules import Rule, Rules

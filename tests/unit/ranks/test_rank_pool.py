@@ -20,8 +20,8 @@ import torch.distributed as dist
 from plait.errors import CommunicationError, MeshError, PlaitError, PlanError, RankError
 from plait.ranks.launch import rank_pool as rank_pool_module
 from plait.ranks.launch.fork_server import stop_fork_server
+from plait.ranks.launch.rank_main_loop import STACK_SIGNAL, STOP_SIGNAL
 from plait.ranks.launch.rank_pool import RankPool
-from plait.ranks.launch.rank_process import STACK_SIGNAL, STOP_SIGNAL
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from plait.engine.blueprint import build_blueprint
 from plait.errors import ModelError
 from plait.models import gpt2
 from plait.plan.plan import Plan
-from plait.proof import layers_on_meta as meta_device_runs
-from plait.proof.layers_on_meta import MetaLayers
+from plait.proof import layer_runs_on_meta as meta_device_runs
+from plait.proof.layer_runs_on_meta import MetaLayers
 from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running

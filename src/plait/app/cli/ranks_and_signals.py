@@ -45,7 +45,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
     Yield the list of signals that this process has received and forwarded to its `local` ranks.
     """
     from plait.ranks.failure.process_watch import GracefulStop
-    from plait.ranks.launch.rank_process import STOP_SIGNAL
+    from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
 
     received: list[int] = []
 

@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         from plait.app.train.launch_by_config import launch_by_config
         from plait.app.train.run_data import check_data
         from plait.app.train.train_run import train
-        from plait.ranks.launch.rank_process import STOP_SIGNAL
+        from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
         from plait.ranks.world import find_world
 
     plan = config.plan()

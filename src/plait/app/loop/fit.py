@@ -19,7 +19,7 @@ from plait.app.loop.validation import LowestLoss, Metric, Validation
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
 from plait.errors import ConfigError
-from plait.optimizers.made_for_engine import MakeOptimizer, optimizer_for
+from plait.optimizers.optimizer_makers import MakeOptimizer, optimizer_for
 from plait.plan.argument_checks import require_instance, require_number, require_whole, whole
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules

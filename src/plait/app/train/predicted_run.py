@@ -21,7 +21,7 @@ from plait.estimate.prediction.predicted_model import DecoderModel, PredictedMod
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import traced_model
 from plait.estimate.time.hardware import bundled_name
-from plait.optimizers.made_for_engine import takes_engine
+from plait.optimizers.optimizer_makers import takes_engine
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
 from plait.pictures.report.run_record import METRICS_FILE

@@ -39,8 +39,8 @@ from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.llama import llama_of
 from plait.models.lora import adapter_values, lora
 from plait.models.peft_files import load_adapter, values_in
-from plait.optimizers.made_for_engine import MakeOptimizer, optimizer_for
 from plait.optimizers.muon import Muon
+from plait.optimizers.optimizer_makers import MakeOptimizer, optimizer_for
 from plait.optimizers.owned import Owned
 from plait.plan.plan import Plan
 from plait.ranks.mesh import Mesh

@@ -32,7 +32,7 @@ from plait.engine.corruption.layer_rerun import (
     snapshot,
     tensors_of_record,
 )
-from plait.engine.pipeline.layer_record import LayerRecord
+from plait.engine.pipeline.layer_run_copies import LayerRecord
 from plait.engine.runner import Runtime
 from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.replica_check import salt_of

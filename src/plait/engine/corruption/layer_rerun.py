@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.engine.pipeline.layer_record import GradientSnapshot, LayerRecord
+from plait.engine.pipeline.layer_run_copies import GradientSnapshot, LayerRecord
 from plait.engine.pipeline.stage import Stage
 from plait.engine.runner import Runtime
 from plait.engine.sharding.flat_buffer import StageView, allocate_storage, free_storage

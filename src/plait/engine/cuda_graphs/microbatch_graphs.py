@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.cuda_graphs.graph_recorder import GraphRecorder, RecordedWork
-from plait.engine.cuda_graphs.segment_places import SegmentPlace
+from plait.engine.cuda_graphs.recordable_segments import SegmentPlace
 from plait.engine.pipeline.stage import Gradients
 from plait.errors import PlanError
 from plait.schedules.action import Kind

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.cuda_graphs.microbatch_graphs import LossState, MicrobatchGraphs, StageState
-from plait.engine.cuda_graphs.segment_places import SegmentPlace
+from plait.engine.cuda_graphs.recordable_segments import SegmentPlace
 from plait.engine.pipeline.stage import Gradients
 from plait.engine.sharding.unit import Unit
 from plait.tensor.dropout import DropoutGenerator

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from plait.engine.cuda_graphs.fixed_addresses import FixedAddresses
+from plait.engine.cuda_graphs.address_check import FixedAddresses
 from plait.engine.cuda_graphs.graph_recorder import GraphRecorder
 from plait.engine.cuda_graphs.host_reads import HostReads
 from plait.engine.cuda_graphs.microbatch_graphs import MicrobatchGraphs
 from plait.engine.cuda_graphs.optimizer_graph import RECORDED, REPLAYED, OptimizerGraph
+from plait.engine.cuda_graphs.recordable_segments import SegmentPlace, places_of
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
-from plait.engine.cuda_graphs.segment_places import SegmentPlace, places_of
 from plait.engine.pipeline.executor import Calls, RunCalls
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.pipeline.pipeline_rank import PipelineRank

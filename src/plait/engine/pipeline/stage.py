@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.compilation.compiled_layer import CompiledLayer
-from plait.engine.pipeline.layer_record import LayerRecord
+from plait.engine.pipeline.layer_run_copies import LayerRecord
 from plait.engine.pipeline.recompute import recomputing
 from plait.models.layers.joinable_linears import Readers, join_linears
 from plait.models.layers.layer_sequence import read_attributes, set_attributes
@@ -65,7 +65,7 @@ from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
-from plait.tensor.parallel.float8_layers import find_weight_factors, float8_linears_in
+from plait.tensor.parallel.apply_float8 import find_weight_factors, float8_linears_in
 from plait.tensor.running_sequence import LocalSequence, running
 
 Gradients: TypeAlias = list[Tensor | None]

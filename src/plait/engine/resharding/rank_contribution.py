@@ -14,7 +14,7 @@ from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet, whole_
 from plait.engine.blueprint import chosen_rules
 from plait.engine.engine import Engine
 from plait.engine.resharding.meta_model import meta_model
-from plait.engine.resharding.optimizer_groups import OptimizerMaker
+from plait.engine.resharding.optimizer_of_new_engine import OptimizerMaker
 from plait.engine.resharding.rank_report import RankReport
 from plait.errors import PlanError
 from plait.models.layers.layer_sequence import sequence_of, without_values

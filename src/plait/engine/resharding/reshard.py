@@ -18,7 +18,7 @@ from plait.engine.fingerprint import fingerprint
 from plait.engine.parallelize import assemble_engine, refuse_unavailable
 from plait.engine.resharding.arriving_values import ArrivingValues, LeavingValues
 from plait.engine.resharding.moves import Moves, PlacedBlueprint, plan_moves
-from plait.engine.resharding.optimizer_groups import (
+from plait.engine.resharding.optimizer_of_new_engine import (
     OptimizerMaker,
     go_on_with,
     made_optimizer,

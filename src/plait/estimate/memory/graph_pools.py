@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from plait.engine.cuda_graphs.segment_places import SegmentPlace, places_of
+from plait.engine.cuda_graphs.recordable_segments import SegmentPlace, places_of
 from plait.engine.pipeline.exchange import Crossing
 from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
 from plait.models.layers.shape_inference import TensorInfo

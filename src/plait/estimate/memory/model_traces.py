@@ -44,7 +44,7 @@ from plait.tensor.experts.expert_casts import MatrixCasts
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
-from plait.tensor.parallel.float8_layers import casts_in
+from plait.tensor.parallel.apply_float8 import casts_in
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import LocalSequence, running
 

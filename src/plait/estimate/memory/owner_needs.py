@@ -13,7 +13,8 @@ from plait.engine.blueprint import Blueprint
 from plait.errors import PlanError
 from plait.estimate.memory.measured_state import measured_state
 from plait.optimizers.hidden_matrices import ParameterMatrices
-from plait.optimizers.made_for_engine import (
+from plait.optimizers.muon import Muon
+from plait.optimizers.optimizer_makers import (
     MakeOptimizer,
     MuonSettings,
     class_of,
@@ -21,7 +22,6 @@ from plait.optimizers.made_for_engine import (
     of_owners,
     takes_engine,
 )
-from plait.optimizers.muon import Muon
 from plait.optimizers.owner_work import (
     OwnerWork,
     found_matrices,

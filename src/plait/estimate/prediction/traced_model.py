@@ -32,8 +32,8 @@ from plait.estimate.time.operation_times import FusedAttention, Product
 from plait.estimate.time.owner_times import MatrixCounts, StageOwners
 from plait.models.gpt2 import gpt2_of
 from plait.models.llama import llama_of
-from plait.optimizers.made_for_engine import MuonSettings
 from plait.optimizers.newton_schulz import iteration_cost
+from plait.optimizers.optimizer_makers import MuonSettings
 from plait.optimizers.owner_work import found_matrices, matrix_parts_of
 from plait.pictures.quantities import count_text
 from plait.plan.decoder_sizes import Decoder, LayerKind

@@ -15,8 +15,8 @@ from typing import Unpack
 
 from plait.errors import PlanError
 from plait.estimate.prediction.prediction import Prediction, RunDetails, predicted_model
-from plait.estimate.search.plan_bounds import ROUNDING, Bounds, PlanSteps
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
+from plait.estimate.search.plan_times_and_bounds import ROUNDING, Bounds, PlanSteps
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.step_times import NANOSECOND, step_seconds
 from plait.plan.argument_checks import require_instance, require_whole

@@ -17,7 +17,7 @@ from plait.errors import ModelError, listed
 from plait.models.layers.model_validation import refuse_compiled_modules
 from plait.models.model_helpers import InitializedLayer, require_length
 from plait.models.rotary import Angles, ResultCache, angles_of_positions, rotate
-from plait.tensor.call_hooks import call_hooks, has_own_forward
+from plait.tensor.find_module_hooks import call_hooks, has_own_forward
 
 STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Types of rotary embedding whose frequencies do not depend on the length of the sequence."""

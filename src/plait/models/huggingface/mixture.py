@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.models.huggingface.common import ENTRANCE, Branch, add_branch, residual
 from plait.models.model_helpers import InitializedLayer
-from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.experts import Experts, start_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing, Scores
+from plait.tensor.find_module_hooks import is_altered
 
 _LIBRARY = "transformers."
 _ROUTERS = ("gate", "router")

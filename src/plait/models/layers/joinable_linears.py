@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from plait.tensor.autograd.joined_linears import JoinedLinears, are_side_by_side
 from plait.tensor.autograd.regather import version_of
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.call_hooks import call_hooks, has_own_forward
-from plait.tensor.parallel.float8_layers import CASTS
+from plait.tensor.find_module_hooks import call_hooks, has_own_forward
+from plait.tensor.parallel.apply_float8 import CASTS
 
 JOINABLE = "is_product_of_input"
 """Attribute of a module, other than an `nn.Linear`, whose forward is `linear(input, weight, bias, queue)`."""

@@ -31,8 +31,8 @@ from plait.models.layers.layer_sequence import (
 from plait.plan.rules import join
 from plait.ranks.gradient_hook_detection import first_gradient_hook
 from plait.tensor.autograd.regather import version_of
-from plait.tensor.call_hooks import HOOKS, call_hooks, computed_by_hooks, weight_utility
 from plait.tensor.dropout import is_plain_dropout
+from plait.tensor.find_module_hooks import HOOKS, call_hooks, computed_by_hooks, weight_utility
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

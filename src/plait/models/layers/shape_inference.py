@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlaitError
 from plait.models.layers.joinable_linears import PartialOutputs, Readers, recording_readers
 from plait.models.layers.layer_sequence import attribute_tensors
-from plait.tensor.call_hooks import call_hooks
+from plait.tensor.find_module_hooks import call_hooks
 from plait.tensor.layer_values import NamedLayer, Value, leaf_of, map_leaves, map_tensors, tensors_of
 
 

@@ -10,7 +10,7 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-_MODULES = ("torch", "torch._dynamo", "plait.ranks.launch.rank_process", "plait.engine.parallelize")
+_MODULES = ("torch", "torch._dynamo", "plait.ranks.launch.rank_main_loop", "plait.engine.parallelize")
 
 
 def _import_all() -> None:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.lowering.expert_exchanges import check_exchanges, exchange_calls
+from plait.schedules.lowering.expert_exchange_order import check_exchanges, exchange_calls
 from plait.schedules.lowering.messages import SENDS_IN_FLIGHT, Channel
 from plait.schedules.lowering.program import (
     NO_EXCHANGES,

@@ -23,13 +23,13 @@ from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, ke
 from plait.tensor.autograd.paired_collectives import gather, split
 from plait.tensor.autograd.regather import own_range
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.call_hooks import is_altered
 from plait.tensor.experts.assignments import Assignments, assign
 from plait.tensor.experts.expert_casts import ExpertCasts
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.low_rank import LowRank
 from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
+from plait.tensor.find_module_hooks import is_altered
 from plait.tensor.proof_marks import keeps_positions_later
 
 SILU = GatedActivation()

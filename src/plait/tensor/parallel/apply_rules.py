@@ -19,11 +19,11 @@ from plait.plan.rules import Rule, Rules, join, match
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.call_hooks import is_altered
 from plait.tensor.dropout import Dropout, set_region_part, set_sequence_part
 from plait.tensor.experts.expert_layouts import expert_layouts
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
+from plait.tensor.find_module_hooks import is_altered
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm, VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 from plait.tensor.parallel.partition import (

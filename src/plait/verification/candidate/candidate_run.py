@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from plait.engine.runner import Runtime
 from plait.models.initial_values import initial_value
-from plait.optimizers.made_for_engine import optimizer_for
+from plait.optimizers.optimizer_makers import optimizer_for
 from plait.optimizers.owned import Owned
 from plait.schedules.lowering.program import Instruction
 from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
-from plait.verification.candidate.router_comparison import compare_corrections, compare_load
+from plait.verification.candidate.router_load_comparison import compare_corrections, compare_load
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.reference.recording import NO_TOLERANCE

@@ -26,7 +26,7 @@ from plait.verification.candidate.expert_scales import ExpertScales
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.definitions.float8 import EightBits, operands_of, quantised, scales_of
-from plait.verification.definitions.operand_scales import noted
+from plait.verification.definitions.operand_scale_record import noted
 from plait.verification.findings import box_of
 from plait.verification.reference.recording import NO_TOLERANCE, largest_difference
 from plait.verification.reference.values_after_mistakes import NamedTensors, with_other_scales

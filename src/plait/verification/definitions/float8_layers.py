@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from plait.models.lora import LoraLinear
 from plait.plan.rules import Rule, Rules, join, match
-from plait.tensor.call_hooks import is_altered
+from plait.tensor.find_module_hooks import is_altered
 from plait.tensor.layer_values import NamedLayer
 from plait.verification.definitions.float8 import Casting, Computation, float8_linear
 from plait.verification.definitions.functions import Definitions

@@ -24,7 +24,7 @@ from plait.tensor.dropout import Dropout
 from plait.tensor.layer_values import Value
 from plait.tensor.proof_marks import Replacements, replacing
 from plait.tensor.running_sequence import longest_document, positions
-from plait.verification.definitions.operand_scales import OperandScales
+from plait.verification.definitions.operand_scale_record import OperandScales
 from plait.verification.definitions.routing_calls import RoutingCalls
 
 MOST_SCORES = 1 << 25

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.models.initial_values import initial_value, normal_values
 from plait.models.layers.layer_sequence import copy_attributes, sequence_of
 from plait.plan.rules import join
-from plait.tensor.call_hooks import computed_by_hooks
+from plait.tensor.find_module_hooks import computed_by_hooks
 
 OFFSET = 0.1
 """Standard deviation of the offset, relative to the root mean square of a parameter."""

@@ -12,7 +12,6 @@ from torch.optim.optimizer import Optimizer
 
 from plait.models.layers.layer_sequence import LayerSequence
 from plait.optimizers.hidden_matrices import ParameterMatrices, parameter_matrices
-from plait.optimizers.made_for_engine import MakeOptimizer, class_of, of_owners
 from plait.optimizers.muon import Muon
 from plait.optimizers.muon_groups import ADAMW_OPTIONS, option_groups
 from plait.optimizers.newton_schulz import (
@@ -22,6 +21,7 @@ from plait.optimizers.newton_schulz import (
     learning_rate_factor,
     orthogonalized,
 )
+from plait.optimizers.optimizer_makers import MakeOptimizer, class_of, of_owners
 from plait.optimizers.owned import Owned
 from plait.plan.rules import Rules
 

@@ -16,7 +16,7 @@ import pytest
 from plait.app.cli.ranks_and_signals import end_rank, importing, local_ranks, stoppable
 from plait.errors import ConfigError
 from plait.ranks import world
-from plait.ranks.launch.rank_process import STOP_SIGNAL
+from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import plait
 from plait.app.train.train_run import received_signal
 from plait.ranks.collectives import barrier
-from plait.ranks.launch.rank_process import STOP_SIGNAL
+from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
 from plait.ranks.mesh import Mesh
 
 

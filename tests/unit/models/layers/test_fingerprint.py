@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.engine.fingerprint import fingerprint, fingerprint_of_tokens, lines_of_values
+from plait.models.layers.comparable_value_text import digest_of
 from plait.models.layers.layer_sequence import sequence_of
-from plait.models.layers.value_text import digest_of
 from plait.rules import column, row
 from plait.tensor.layer_values import Microbatches
 

@@ -14,7 +14,7 @@ from plait.models.layers.joinable_linears import PartialOutputs, Readers, join_l
 from plait.models.layers.layer_sequence import sequence_of
 from plait.models.layers.shape_inference import infer
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.call_hooks import call_hooks
+from plait.tensor.find_module_hooks import call_hooks
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 16, "context": 8}
 

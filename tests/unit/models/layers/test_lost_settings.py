@@ -22,7 +22,7 @@ from plait.models.layers.model_validation import (
 from plait.ranks.gradient_hook_detection import first_gradient_hook
 from plait.ranks.launch.rank_job import dumps_call
 from plait.tensor import mean_loss
-from plait.tensor.call_hooks import call_hooks
+from plait.tensor.find_module_hooks import call_hooks
 
 TARGETS = torch.arange(8) % 3
 

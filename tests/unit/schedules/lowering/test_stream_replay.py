@@ -19,7 +19,7 @@ from plait.engine.blueprint import StepPrograms
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.check_programs import check_programs, own, stream_calls
-from plait.schedules.lowering.expert_exchanges import exchange_calls
+from plait.schedules.lowering.expert_exchange_order import exchange_calls
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.messages import Channel, channels_of
 from plait.schedules.lowering.program import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from plait.ranks.failure.failure_log import RankFailure, from_exit
 from plait.ranks.failure.rank_activity import Activity, ActivityFile
 from plait.ranks.launch.rank_job import RankJob, stack_file
-from plait.ranks.launch.rank_process import END, PING, READY, STOP
+from plait.ranks.launch.rank_main_loop import END, PING, READY, STOP
 from plait.ranks.world import is_stopped
 
 _GRACE = 1.0

@@ -16,13 +16,13 @@ from plait.ranks.failure.process_watch import OrphanWatch
 from plait.ranks.failure.rank_activity import variables_of_activity
 from plait.ranks.launch.elastic.host_hub import HostRun
 from plait.ranks.launch.elastic.member import Member, activity_path
-from plait.ranks.launch.elastic.one_host import OneHostRendezvous
+from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
-from plait.ranks.launch.elastic.several_hosts import HostPlace, SeveralHostsRendezvous
+from plait.ranks.launch.elastic.several_hosts_rendezvous import HostPlace, SeveralHostsRendezvous
 from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
-from plait.ranks.launch.rank_process import serve
+from plait.ranks.launch.rank_main_loop import serve
 from plait.ranks.launch.run_folder import run_folder
 from plait.ranks.rank_device import newer_nccl
 from plait.ranks.supervised_rank import removed_at_end, variables_of_supervisor

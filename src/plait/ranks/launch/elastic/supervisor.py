@@ -35,9 +35,9 @@ from torch.distributed.elastic.agent.server.api import (
 from plait.errors import CorruptionError
 from plait.ranks.failure.failure_log import RankFailure, root_cause
 from plait.ranks.launch.elastic.member import Member
-from plait.ranks.launch.elastic.one_host import OneHostRendezvous
+from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
-from plait.ranks.launch.elastic.several_hosts import SeveralHostsRendezvous
+from plait.ranks.launch.elastic.several_hosts_rendezvous import SeveralHostsRendezvous
 from plait.ranks.launch.rank_job import RankJob
 from plait.ranks.supervised_rank import go_on_before, note_possible_ranks, restored_step
 

@@ -13,10 +13,10 @@ from typing import NoReturn
 
 import pytest
 
-from plait.ranks.launch import rank_process
+from plait.ranks.launch import rank_main_loop
 from plait.ranks.launch.rank_job import RankJob, start_method
+from plait.ranks.launch.rank_main_loop import END
 from plait.ranks.launch.rank_pool import RankPool
-from plait.ranks.launch.rank_process import END
 from plait.ranks.world import World
 
 
@@ -51,8 +51,8 @@ def test_a_rank_ends_when_it_is_told_to_or_its_parent_is_gone(
     def end(reason: object) -> NoReturn:
         raise Ended(reason)
 
-    monkeypatch.setattr(rank_process, "end_process", end)
-    monkeypatch.setattr(rank_process, "end_orphan", end)
+    monkeypatch.setattr(rank_main_loop, "end_process", end)
+    monkeypatch.setattr(rank_main_loop, "end_orphan", end)
     run, busy, jobs = tmp_path / "run", Event(), SimpleQueue[RankJob]()
     run.mkdir()
     job = RankJob(
@@ -77,7 +77,7 @@ def test_a_rank_ends_when_it_is_told_to_or_its_parent_is_gone(
         monkeypatch.setattr(busy, "set", lambda: None)  # as if cleared at once
     parent.close()
     with pytest.raises(Ended) as ended:
-        rank_process._listen(connection, jobs, busy)
+        rank_main_loop._listen(connection, jobs, busy)
     gone = "rank 3: the process that started it is gone"
     assert ended.value.args == ({"busy": gone, "told to end": 0}.get(state, 1),)
     assert run.exists() == (state != "busy")

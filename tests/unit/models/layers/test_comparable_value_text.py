@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.models.layers.value_text import ValueTexts
+from plait.models.layers.comparable_value_text import ValueTexts
 from plait.models.rotary import ResultCache
 
 

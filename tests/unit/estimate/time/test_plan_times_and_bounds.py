@@ -10,8 +10,8 @@ import pytest
 
 from plait.estimate.prediction.predicted_model import DecoderModel
 from plait.estimate.prediction.prediction import Prediction, predict
-from plait.estimate.search.plan_bounds import Bounds, PlanSteps, pipeline_seconds
 from plait.estimate.search.plan_space import PlanChoices, divisions
+from plait.estimate.search.plan_times_and_bounds import Bounds, PlanSteps, pipeline_seconds
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.step_times import step_seconds
 from plait.plan.decoder_sizes import Decoder

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from plait.engine.cuda_graphs.segment_places import places_of
+from plait.engine.cuda_graphs.recordable_segments import places_of
 from plait.plan.parameter_units import UnitTiming
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import LayerIndex, LoweringSpec, segments_of

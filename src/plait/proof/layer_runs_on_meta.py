@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, listed
 from plait.models.float8_linears import refuse_other_readers
+from plait.models.float8_region_inputs import read_by_float8_only
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.models.layers.stateful_layers import refuse_carried_values
-from plait.models.region_inputs import read_by_float8_only
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import BufferKind
 from plait.plan.rules import join

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from plait.errors import CommunicationError, MeshError, PlaitError, RankError
 from plait.ranks.failure.failure_log import RankFailure
 from plait.ranks.launch.elastic.host_hub import HostRun
-from plait.ranks.launch.elastic.several_hosts import HostPlace, SeveralHostsRendezvous
+from plait.ranks.launch.elastic.several_hosts_rendezvous import HostPlace, SeveralHostsRendezvous
 
 T = TypeVar("T")
 SILENCE = 1.0
