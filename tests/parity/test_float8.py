@@ -300,3 +300,55 @@ def run_of(plan: Plan) -> tuple[Any, torch.optim.Optimizer]:
     """An engine, and its optimizer."""
     engine = woven.weave(llama(), plan)
     return engine, torch.optim.AdamW(engine.parameters(), lr=0.1)
+
+
+class Gated(nn.Module):
+    """x + down(gelu(up(n)) * sigmoid(gate(n))), n = norm(x), whose gate gets no gradient, from no graph."""
+
+    def __init__(self, *, records: bool) -> None:
+        super().__init__()
+        self.norm, self.records = nn.LayerNorm(32), records
+        self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        with torch.set_grad_enabled(self.records and torch.is_grad_enabled()):
+            gate = torch.sigmoid(self.gate(n)).detach()
+        result: Tensor = x + self.down(torch.nn.functional.gelu(self.up(n)) * gate)
+        return result
+
+
+def gradients_of_gated(records: bool, plan: Plan) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(37, 32), Gated(records=records), nn.Linear(32, 37)).double()
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
+    engine.forward_backward(tokens[:, :-1], tokens[:, 1:])
+    return {name: one.clone() for name, one in engine.named_gradients()}
+
+
+@pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"compile": "graphs"}], ids=str)
+def test_a_linear_after_one_that_read_its_input_without_a_graph_has_its_gradient(
+    thread_ranks: Any, fields: dict[str, Any]
+) -> None:
+    plan = Plan(linears="float8", precision="fp64", **fields)
+    (expected,) = thread_ranks.run(gradients_of_gated, True, plan, ranks=1)
+    (found,) = thread_ranks.run(gradients_of_gated, False, plan, ranks=1)
+    assert expected["1.up.weight"].abs().max() > 0
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def frozen_losses(plan: Plan) -> list[float]:
+    model = plait.models.llama(layers=2, hidden=32, heads=4, inner=32, vocab=48, context=16)
+    for layer in (model.embedding, model.blocks[0]):
+        layer.requires_grad_(False)
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    tokens = torch.randint(48, (2, 17), generator=torch.Generator().manual_seed(1))
+    return [engine.forward_backward(tokens[:, :-1], tokens[:, 1:]).item() for _ in range(2)]
+
+
+def test_compiled_layers_in_which_nothing_needs_a_gradient_multiply_in_float8(thread_ranks: Any) -> None:
+    plan = Plan(linears="float8", precision="fp64")
+    (expected,) = thread_ranks.run(frozen_losses, plan, ranks=1)
+    (found,) = thread_ranks.run(frozen_losses, replace(plan, compile="graphs"), ranks=1)
+    assert found == pytest.approx(expected, rel=1e-12)

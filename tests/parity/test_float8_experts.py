@@ -164,3 +164,24 @@ def test_etp_reduces_four_bytes_a_row_and_those_of_weights_once_a_step(
     of_weights = experts * hidden + experts + experts  # rows of `down`; one of both for the input gradient
     for found in rank_pool.run(etp_bytes, plan, ranks=2):
         assert found == {"all_reduce": 4 * layers * (per_row + of_weights)}
+
+
+def losses_after_weights_changed(steps: int) -> tuple[float, float]:
+    """In an evaluation and a step, of weights of experts that were changed after so many steps."""
+    plan = Plan(linears=RECIPE, precision="fp64")
+    engine = woven.weave(sparse(), plan)
+    ((inputs, targets),) = sparse().batches(2, 1, torch.float64)
+    for _ in range(steps):
+        engine.forward_backward(inputs, targets)
+        for parameter in engine.parameters():
+            parameter.grad = None
+    with torch.no_grad():
+        for name, parameter in engine.named_parameters():
+            if "experts" in name:
+                parameter.mul_(3.7)
+    return engine.evaluate(inputs, targets).item(), engine.forward_backward(inputs, targets).item()
+
+
+def test_scales_of_experts_are_those_of_their_weights_in_each_step(thread_ranks: Any) -> None:
+    (expected,) = thread_ranks.run(losses_after_weights_changed, 0, ranks=1)
+    assert thread_ranks.run(losses_after_weights_changed, 1, ranks=1) == [expected]

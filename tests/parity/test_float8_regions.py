@@ -16,6 +16,7 @@ from parity.case import Case
 from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts
 from parity.pairs import covering_rows, in_quick
 from parity.rows import name_of
+from plait.plan import rules
 from plait.plan.plan import Plan
 from plait.proof import layer_runs_on_meta
 from plait.tensor.float8.recipes import RECIPES
@@ -151,3 +152,44 @@ def test_a_block_reduces_scales_of_gradients_of_one_input_together_and_of_weight
     ]
     (one, two), (first, second) = counts
     assert (two - one) - (second - first) == expected
+
+
+class ReadsShort(nn.Module):
+    """x + down(gelu(up(n))), n = norm(x); where n is short, something else reads it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        h = self.up(n)
+        if n.shape[1] <= 5:
+            h = h + n.mean()
+        result: Tensor = x + self.down(nn.functional.gelu(h))
+        return result
+
+
+def losses_of_lengths(plan: Plan) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(37, 32), ReadsShort(), nn.Linear(32, 37)).double()
+    given = {
+        "*.norm": rules.entrance,
+        "*.up": rules.column,
+        "*.down": rules.row,
+        "1": rules.sequence.along(1),
+    }
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy, rules=given)
+    found = []
+    for length in (8, 5, 7):
+        tokens = torch.randint(37, (2, length + 1), generator=torch.Generator().manual_seed(length))
+        found.append(engine.forward_backward(tokens[:, :-1], tokens[:, 1:].contiguous()).item())
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, "graphs"])
+def test_which_regions_are_gathered_in_float8_depends_on_the_shape(thread_ranks: Any, compiled: Any) -> None:
+    (expected,) = thread_ranks.run(losses_of_lengths, Plan(linears="float8", precision="fp64"), ranks=1)
+    plan = Plan(tp=2, sequence_parallel="keep", linears="float8", precision="fp64", compile=compiled)
+    for found in thread_ranks.run(losses_of_lengths, plan, ranks=2):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -214,4 +214,4 @@ def test_most_mistakes_are_named_and_explained():
 
 
 def test_no_mistake_is_listed_twice():
-    assert len({(row.defect, row.plan.world) for row in ROWS}) == len(ROWS)
+    assert len({(row.defect, row.plan.world, row.plan.compile) for row in ROWS}) == len(ROWS)

@@ -195,7 +195,8 @@ class MetaLayers:
         linears, trains = self._gathering[number], torch.is_grad_enabled()
         if not linears or self._rules.sequence_dims[self.layers[number].path].input is None:
             return ()
-        key = "regions in float8", self.structures[number], linears, trains
+        shape = given.length, _described(given.value)  # a layer may read it for some shapes only
+        key = "regions in float8", self.structures[number], linears, trains, *shape
         if key not in self._results:
             copied = self._copy(number, trains=trains)
             self._results[key] = read_by_float8_only(copied, linears, given.value, given.length)

@@ -434,11 +434,14 @@ class GraphStream:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                with warnings.catch_warnings():
-                    # Some segments have nothing to compute.
-                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            except BaseException:
+                with suppress(RuntimeError):  # of a recording that is not valid, which would hide the error
                     graph.capture_end()
+                raise
+            with warnings.catch_warnings():
+                # Some segments have nothing to compute.
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                graph.capture_end()
         current.wait_stream(self._stream)
 
 

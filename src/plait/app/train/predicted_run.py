@@ -137,7 +137,8 @@ def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
         return
     computing, other = (fmean(one[name] for one in uses) for name in ("computing", "other"))
     waiting = fmean(sum(one[name] for name in one if name not in ("computing", "other")) for one in uses)
-    guessed = [sum(predicted.breakdown[name] for name in names) for names in (_COMPUTING, _WAITING)]
+    # Sums of a simulated step may differ from its end by their rounding.
+    guessed = [max(sum(predicted.breakdown[name] for name in names), 0.0) for names in (_COMPUTING, _WAITING)]
     yield (
         "The recorded step, means of all ranks, in brackets as predicted: "
         f"computing {seconds_text(computing)} ({seconds_text(guessed[0])}), "

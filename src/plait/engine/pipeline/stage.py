@@ -65,7 +65,7 @@ from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
-from plait.tensor.parallel.apply_float8 import find_weight_factors, float8_linears_in
+from plait.tensor.parallel.apply_float8 import casts_in, find_weight_factors, float8_linears_in
 from plait.tensor.running_sequence import LocalSequence, running
 
 Gradients: TypeAlias = list[Tensor | None]
@@ -163,7 +163,8 @@ class Stage:
             layer.before = None
             for joined in layer.joined:
                 joined.begin_step()
-            layer.begin_step()
+            if layer.casts:
+                layer.begin_step()
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
         """Run layer `layer`, or layers `layer` to `last` in one graph, on the micro-batch's activation.
@@ -301,6 +302,8 @@ class EagerLayer:
         """Whether the layer runs in a context of its micro-batch: it has dropouts or routers."""
         chooses = any(isinstance(one, Router | Experts) for one in layer.module.modules())
         self.float8_linears = float8_linears_in(layer.module)
+        self.casts = casts_in(layer.module)
+        """Of the linears that multiply in float8, and of experts."""
         self._finds_factors = bool(self.float8_linears)
         self.decides = chooses or any(one.casts.are_divided for one in self.float8_linears)
         """Whether a recomputation must not choose experts, or reduce scales over ranks, again."""
@@ -341,15 +344,15 @@ class EagerLayer:
         return (self._without_parameters(output) if info.returns_parameter else output), None
 
     def begin_step(self) -> None:
-        """Forget the factors of weights that linears cast to float8, which may have changed."""
-        for linear in self.float8_linears:
-            linear.casts.begin_step()
+        """Forget the factors of weights that linears and experts cast to float8, which may have changed."""
+        for casts in self.casts:
+            casts.begin_step()
         self._finds_factors = bool(self.float8_linears)
 
     def find_weight_factors(self) -> None:
         """Find the factors of weights that are cast to float8, in the first run of a step.
 
-        Communication: as `float8_layers.find_weight_factors`.
+        Communication: as `apply_float8.find_weight_factors`.
         """
         if self._finds_factors:
             find_weight_factors(self.float8_linears, learns=torch.is_grad_enabled())

@@ -255,7 +255,7 @@ class StepTimes:
             "ep communication": parts.ep,
             "pp communication": pp,
             "dp communication": parts.dp + sums[last] + slowest[1] + exchanges,
-            "bubble": max(waiting - pp, 0.0),
+            "bubble": waiting - pp,
             "optimizer": slowest[0] + owning,
             "host overhead": parts.host,
         }

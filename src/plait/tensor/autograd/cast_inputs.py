@@ -254,7 +254,10 @@ class CastInputs:
             self._known[input] = version_of(input), known
         if casts.divided not in known:
             known[casts.divided] = self._cast(input, casts)
-        return known[casts.divided]
+        found = known[casts.divided]
+        if found.carrier is None and torch.is_grad_enabled():  # linears that read it before need no gradient
+            found.carrier = carrier_of(input, found.gradient, input.shape)
+        return found
 
     def _cast(self, input: Tensor, casts: LinearCasts) -> CastInput:
         entered = self._entered.get(input)

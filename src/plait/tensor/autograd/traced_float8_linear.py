@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.tensor.autograd.cast_inputs import CastInputs, wide
+from plait.tensor.autograd.cast_inputs import CastInputs, carrier_like, wide
 from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace
 from plait.tensor.autograd.float8_operands import (
     Groups,
@@ -42,11 +42,12 @@ def traced_float8_linear(
 ) -> Tensor:
     """Return what `float8_linear` does, while a layer is traced; `weight` is `[out, in]`."""
     cast = inputs.of(input, casts.reducing(TracedReductions(trace)))
-    assert cast.carrier is not None
+    # None where the layer, or this call, needs no gradient.
+    carrier = carrier_like(input) if cast.carrier is None else cast.carrier
     kept = cast.saved(input, None, is_traced=True) if weight.requires_grad else None
     call = _TracedCall.of(input, weight, casts, trace, output_sum)
     output: Tensor = _TracedLinear.apply(  # type: ignore[no-untyped-call]
-        cast.carrier,
+        carrier,
         weight,
         *how_weight,
         *cast.for_output,

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import plait
-from plait.errors import ModelError
+from plait.errors import DataError, ModelError
 from plait.models.layers.stateful_layers import refuse_carried_values
 from plait.tensor.layer_values import NamedLayer
 
@@ -282,7 +282,7 @@ def steps_and_a_failure() -> tuple[list[float], dict[str, Tensor], int]:
     engine = plait.parallelize(counting_model(), plan, plait.Mesh(plan), plait.cross_entropy)
     inputs = torch.ones(4, 3, dtype=torch.float64)
     losses = [engine.forward_backward(inputs, torch.arange(4) % 2).item() for _ in range(2)]
-    with pytest.raises(IndexError):
+    with pytest.raises(DataError, match="the target 9 is no class"):
         engine.forward_backward(inputs, torch.full((4,), 9))
     (layer,) = [one for one in engine._runner.modules if isinstance(one, Counting)]
     return losses, engine.state_dict(), layer.steps
