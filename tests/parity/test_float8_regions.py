@@ -187,7 +187,7 @@ def losses_of_lengths(plan: Plan) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("compiled", [False, "graphs"])
+@pytest.mark.parametrize("compiled", in_quick((False, "graphs"), False))
 def test_which_regions_are_gathered_in_float8_depends_on_the_shape(thread_ranks: Any, compiled: Any) -> None:
     (expected,) = thread_ranks.run(losses_of_lengths, Plan(linears="float8", precision="fp64"), ranks=1)
     plan = Plan(tp=2, sequence_parallel="keep", linears="float8", precision="fp64", compile=compiled)
