@@ -142,7 +142,7 @@ def test_tracebacks_are_printed_and_a_result_that_cannot_be_sent_ends_the_run_at
     told = capfd.readouterr().err
     assert "rank 1 failed: ValueError: a bug of the user's own; the ranks go on" in told
     assert told.count('raise ValueError("a bug of the user') == 1
-    # Not three times; the second rank is ended as soon as the first has returned, perhaps before it has begun.
+    # Not three times; a rank is ended when the other has returned, perhaps before it has begun.
     assert max(len(path.read_text().splitlines()) for path in tmp_path.glob("rank-*")) == 2
 
 
