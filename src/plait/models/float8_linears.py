@@ -197,7 +197,7 @@ def refuse_other_readers(layer: NamedLayer, weights: Collection[str], value: Val
     linears = {name: layer.module.get_submodule(name.rpartition(".")[0]) for name in weights}
     reads = _OtherReads(linears)
     for module in dict.fromkeys(linears.values()):
-        module.forward = partial(reads.call, module.forward)
+        module.forward = partial(reads.linears.run, module.forward)
     try:
         with torch.device("meta"), torch.enable_grad(), reads:
             layer.run(map_tensors(Tensor.clone, value), length)
@@ -211,31 +211,38 @@ def refuse_other_readers(layer: NamedLayer, weights: Collection[str], value: Val
         )
 
 
+class RunningLinears:
+    """Runs linears, and tells whether one of them runs."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a linear, and return its output."""
+        self.running += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.running -= 1
+
+
 class _OtherReads(TorchFunctionMode):
-    """Records which operation reads the weight of a linear while that linear does not run."""
+    """Records which operation reads the weight of a linear while no linear runs."""
 
     def __init__(self, linears: Mapping[str, Any]) -> None:
         """`linears`: the modules whose weights are in float8, by the name of the weight."""
         super().__init__()
         self._names = {id(module.weight): name for name, module in linears.items()}
-        self._running = 0
+        self.linears = RunningLinears()
         self.found: dict[str, str] = {}
         """The operation by the name of the weight."""
-
-    def call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a linear, which may read its own weight, and return its output."""
-        self._running += 1
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._running -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation, and record it if it reads such a weight."""
         kwargs = kwargs or {}
-        if not self._running:
+        if not self.linears.running:
             name = func.__name__
             name = getattr(func.__self__, "__name__", name) if name == "__get__" else name
             read = [self._names[id(one)] for one in (*args, *kwargs.values()) if id(one) in self._names]

@@ -6,7 +6,7 @@ reads too, such as an adapter, a router or a residual connection, is gathered in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.models.float8_linears import RunningLinears
 from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.parallel.linear import RegionBoundary
@@ -34,7 +35,7 @@ def read_by_float8_only(
         if isinstance(boundary, RegionBoundary):
             boundary.inputs = reads.inputs
     for linear in dict.fromkeys(map(layer.module.get_submodule, linears)):
-        linear.forward = partial(reads.call, linear.forward)
+        linear.forward = partial(reads.linears.run, linear.forward)
     try:
         with torch.device("meta"), torch.enable_grad(), reads:
             output, _ = layer.run(map_tensors(Tensor.clone, value), length)
@@ -66,22 +67,14 @@ class _RegionReads(TorchDispatchMode):
         self.found: set[int] = set()
         """The ids of the storages that are read."""
         self.inputs = _EnteredInputs(self.found)
-        self._running = 0
-
-    def call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a linear in float8, and return its output."""
-        self._running += 1
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._running -= 1
+        self.linears = RunningLinears()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation, and record the inputs that it reads."""
         kwargs = kwargs or {}
-        if not self._running:
+        if not self.linears.running:
             given = tensors_of([list(args), list(kwargs.values())])
             self.found.update(id(one.untyped_storage()) for one in given)
         return func(*args, **kwargs)
