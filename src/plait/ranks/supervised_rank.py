@@ -126,7 +126,8 @@ def restored_step(folder: str) -> int | None:
 
 def go_on_before(folder: str, step: int) -> None:
     """Write for restarted ranks that states after more than `step` steps have wrong bits: not loaded."""
-    Path(folder, _NEWEST_GOOD).write_text(str(step))
+    path = Path(folder, _NEWEST_GOOD)
+    _write(path, str(min(step, int(path.read_text())) if path.exists() else step))
 
 
 def newest_good_step() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,8 +46,11 @@ class OtherHosts:
         self.told.append((some, each))
         return self._waiting
 
-    def report(self, failure: RankFailure, last_good_step: int | None) -> None:
-        self.told.append((failure.summary, last_good_step))
+    def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int]) -> None:
+        self.told.append((failure.summary, last_good_step, list(ranks)))
+
+    def ranks(self, here: int) -> tuple[Sequence[int], int]:
+        return range(here), here
 
 
 def failed(*ranks: Rank, others: OtherHosts | None = None) -> list[list[str]]:
@@ -127,10 +131,11 @@ def test_after_wrong_bits_ranks_go_on_from_the_last_good_step_without_the_wrong_
         _folder=str(tmp_path), _seen=Counter(), _tell=lambda text: None, _settings=Elastic(replace=replace),
         _running=[SimpleNamespace(kill=partial(lost.append, rank)) for rank in range(2)],
     )  # fmt: skip
+    fake._replace_wrong = partial(Supervisor._replace_wrong, fake)
     Supervisor._note(fake, from_exception(1, CorruptionError("a bit flipped", 7, wrong)))
     expected = tmp_path / "expected"
     expected.mkdir()
     go_on_before(str(expected), 7)
     assert (tmp_path / "newest_good").read_text() == (expected / "newest_good").read_text()
-    assert lost == killed
-    assert [last_good for _, last_good in others.told] == [7]
+    assert sorted(lost) == killed
+    assert [given[1:] for given in others.told] == [(7, wrong)]

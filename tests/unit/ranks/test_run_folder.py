@@ -42,19 +42,21 @@ def test_a_killed_process_leaves_a_folder_until_the_next_run_begins(
     assert left.is_dir()
     with run_folder() as own:
         assert [*tmp_path.iterdir()] == [Path(own)]
-        assert try_lock(Path(own, "run.lock")) is None
+        assert try_lock(Path(own, "launch.lock")) is None
     assert [*tmp_path.iterdir()] == []
 
 
 def test_folders_of_another_kind_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those of snapshots, which are needed when their run has ended."""
+    """Such as those of snapshots, which are needed when their run has ended, and a user's `run.dir`."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "plait-snapshots").mkdir()
     (tmp_path / "plait-snapshots" / "lock").touch()
+    (tmp_path / "plait-mine").mkdir()
+    (tmp_path / "plait-mine" / "run.lock").touch()
     (tmp_path / "plait-file").touch()
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "run.lock").touch()
-    (tmp_path / "plait-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "launch.lock").touch()
+    (tmp_path / "plait-ranks-link").symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
     with run_folder():
         pass

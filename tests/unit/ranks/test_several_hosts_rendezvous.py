@@ -89,14 +89,14 @@ def test_a_host_whose_rank_has_failed_makes_the_others_stop_and_all_meet_again()
         one, two = hosts.first
         assert hosts.meet(one, two) == (1, {0: [0, 1], 1: [2, 3]})
         assert one.num_nodes_waiting() == two.num_nodes_waiting() == 0
-        two.report(RankFailure(3, "was killed\nat a line"), 7)
+        two.report(RankFailure(3, "was killed\nat a line"), 7, [3])
         assert wait_for(one.reason) == "a rank of host 1 has failed"
         assert two.reason() == "", "it stops by itself"
         two.ready = 1
         joined = hosts.join(two)
         assert select(one.handles, [], [], 0) == ([], [], []), "reading the reason has taken the news"
         assert one.num_nodes_waiting() == 1
-        assert one.failure_elsewhere() == ("rank 3 of host 1 was killed", 7)
+        assert one.failure_elsewhere() == ("rank 3 of host 1 was killed", 7, [3])
         assert one.failure_elsewhere() is None
         assert hosts.meet(one) == (2, {0: [0, 1], 1: [2]})
         joined[0].result(LIMIT)

@@ -42,6 +42,7 @@ from plait.errors import (
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
 from plait.ranks.kept_run import keeps_runs, take_moved_run
 from plait.ranks.supervised_rank import (
+    WorldChange,
     found_at_start,
     newest_good_step,
     note_begun_anew,
@@ -114,6 +115,8 @@ class Checkpoints(Callback):
             self._folder, keep_last=keep_last, keep_every=keep_every, start_step=0
         )
         self._warned = False
+        self._from_memory = -1
+        """After how many steps the run went on from memory."""
         self._stack = ExitStack()
 
     def resume(self, run: TrainingLoop) -> None:
@@ -211,7 +214,8 @@ class Checkpoints(Callback):
         if (snapshots := self._snapshots) is not None and (snapshots.is_due(run.done) or keeps_runs()):
             if snapshots.is_due(run.done):
                 run.engine.compare_memory()
-            self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state)))
+            leaves = not run.is_last
+            self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state), leaves=leaves))
 
     def _save_if_due(self, run: TrainingLoop) -> None:
         step, best = run.done, self._best_with(run)
@@ -258,7 +262,11 @@ class Checkpoints(Callback):
         Not finished where the run ended by an error that other ranks may not have.
         """
         with self._stack:
-            if error is None or isinstance(error, NonFiniteError | ReplicaError):
+            if error is None and self._every is not None and run.done == self._from_memory:
+                # No step was taken since then, and its checkpoint may not be complete.
+                state = run_state(run, self._state)
+                self._try(lambda: self._manager.save(run.engine, run.optimizer, run.done, state))
+            if error is None or isinstance(error, NonFiniteError | ReplicaError | WorldChange):
                 self.finish()
         if isinstance(error, CorruptionError):
             self._withdraw_after(error.last_good_step)
@@ -315,6 +323,7 @@ class Checkpoints(Callback):
             return False
         resume_from(run, loaded, source, self._check, self._start_over)
         run.resumed_steps = self._manager.start_step = run.done
+        self._from_memory = run.done
         self._tell(f"Resumed from memory, {source}, after step {run.done}.")
         tell_differences(run, loaded)
         return True
@@ -328,6 +337,7 @@ class Checkpoints(Callback):
         def find() -> str:
             try:
                 found, most = all_checkpoints(self._folder), newest_good_step()
+                before: set[str] = set()
                 if own_launch:
                     names = {path: _name_of_version(path) for _, path in found}
                     before = found_at_start(self._folder, names.values())
@@ -336,13 +346,16 @@ class Checkpoints(Callback):
                     wrong = {step for step, _ in found if step > most}
                     _tell_withdrawn(withdraw(self._folder, wrong, Disk()))
                     found = [(step, path) for step, path in found if step not in wrong]
-                return json.dumps([(step, str(path)) for step, path in found])
+                return json.dumps([[(step, str(path)) for step, path in found], sorted(before)])
             except OSError:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
                 raise CheckpointError(error) from None
 
         found = broadcast_result(find, CheckpointError, run.mesh.group("world"), run.mesh.device)
-        return [(step, Path(path)) for step, path in json.loads(found)]
+        paths, before = json.loads(found)
+        if own_launch:  # any host may have rank 0 later
+            found_at_start(self._folder, before)
+        return [(step, Path(path)) for step, path in paths]
 
     def _try(self, action: Callable[[], None]) -> None:
         """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has done so."""

@@ -156,12 +156,13 @@ class Snapshots:
         """The bytes that this rank has copied into shared memory so far."""
         return self._buffer.bytes_copied
 
-    def step(self, number: int, state: Mapping[str, Any] | None = None) -> bool:
+    def step(self, number: int, state: Mapping[str, Any] | None = None, *, leaves: bool = True) -> bool:
         """Take a snapshot after `number` finished steps if it is a multiple of `every`; return whether it is.
 
         Called on all ranks between steps; gradients are not saved. `state`: your own, as JSON holds it, the
-        same on every rank; `restore` returns it. When this returns, training may go on: all is copied. The
-        snapshot counts once a thread has computed checksums, at the latest when the next one is taken. Raises
+        same on every rank; `restore` returns it. `leaves`: whether the ranks may leave their world for a
+        larger one, which they need not after a run's last step. When this returns, training may go on: all
+        is copied. The snapshot counts once a thread has computed checksums, at the latest when the next one is taken. Raises
         `CheckpointError` on all ranks where one has no room, or could not write the snapshot before; an older
         one is then unchanged. Communication: an all-reduce of 8 bytes over `world`; in the first two, four.
         Over several hosts the one before is copied: each sends what no other holds to the next.
@@ -196,7 +197,7 @@ class Snapshots:
         else:
             self._thread = Thread(target=self._commit, args=(contents,), name="plait-snapshot", daemon=True)
             self._thread.start()
-        if possible > self._engine.mesh.world:
+        if leaves and possible > self._engine.mesh.world:
             self.release()
             if self._finished is not None:
                 keep_run(self._finished)
@@ -279,6 +280,9 @@ class Snapshots:
             for part in found_parts(self._folder, self._ranks_here[0])
             if not own_launch or part.restarted_by == self._restarted_by
         ]
+        # As each host was told of wrong bits: one without ranks may know of a failure of long ago.
+        self._withdraw([part for part in parts if most is not None and part.name.step > most])
+        parts = [part for part in parts if most is None or part.name.step <= most]
         names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
         everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
         found = newest_first((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
@@ -291,9 +295,6 @@ class Snapshots:
             if name.step <= after:
                 break
             own = [part for part in parts if part.name == name]
-            if most is not None and name.step > most:
-                self._withdraw(own)
-                continue
             half = own[0].half if own else 0
             manifest = self._manifest_here(own, half, optimizers, is_complete=is_complete)
             if manifest is None:

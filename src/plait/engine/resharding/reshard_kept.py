@@ -22,6 +22,8 @@ from plait.ranks.supervised_rank import newest_good_step, supervisor_of_rank
 from plait.ranks.text_collectives import all_gather_text
 from plait.tensor.torch_losses import GivenLoss
 
+_WRONG = "wrong bits"
+
 
 def reshard_kept(
     model: Callable[[], nn.Module],
@@ -43,10 +45,14 @@ def reshard_kept(
     `reshard`.
     """
     kept = take_kept_run()
-    if not supervisor_of_rank() or newest_good_step() is not None:  # wrong bits may be in memory
+    if not supervisor_of_rank():
         return None
     own = "" if kept is None else json.dumps([kept.step, kept.state, kept.engine.mesh.rank])
+    if newest_good_step() is not None:  # wrong bits may be in memory; not each host may know
+        own = _WRONG
     texts = all_gather_text(own, mesh.all_ranks, mesh.device)
+    if _WRONG in texts:
+        return None
     told = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
     states = {step: state for step, state, _ in told.values()}
     for step in sorted(states, reverse=True):  # of replicas, some may have ended a step that others have not

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from plait.files import try_lock
 
-_PREFIX, _LOCK = "plait-", "run.lock"
-"""`run.lock` is locked as long as the process that made the folder lives."""
+_PREFIX, _LOCK = "plait-ranks-", "launch.lock"
+"""Names that no folder of a user has: that of a run has `run.lock`. The lock is held as long as the process
+that made the folder lives."""
 
 
 @contextmanager

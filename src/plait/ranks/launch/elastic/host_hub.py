@@ -129,7 +129,7 @@ class HostHub:
             self._restart(f"a rank of host {guest.number} has failed", but=guest)
         elif kind == "end":
             self._last_word = {"kind": "end", "why": f"host {guest.number} ends the run: {message['why']}"}
-            self._send_all(self._last_word, but=guest)
+            self._send_all(self._last_word)
         elif kind == "done" and world is not None and message["generation"] == world.generation:
             self._done[guest.number] = message["results"]
             self._finish(world)

@@ -77,7 +77,7 @@ class OneHostRendezvous(RendezvousHandler):
         """Return the ranks of this host, all that are `ready`, and how many there are."""
         return range(ready), ready
 
-    def report(self, failure: RankFailure, last_good_step: int | None) -> None:
+    def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int] = ()) -> None:
         """Do nothing: there are no other hosts to tell which rank has failed."""
 
     def failure_elsewhere(self) -> None:

@@ -147,6 +147,10 @@ class SeveralHostsRendezvous(RendezvousHandler):
                 self._connect(number, host, port)
             if self._link is not None and self._meet(deadline):
                 break
+            if self._last_word is not None:  # its hub is gone, too
+                self._raise_last_word(self._last_word)
+            if self._is_spare:  # whose hub is gone
+                self._is_spare, deadline = False, time.monotonic() + self._limit
             self._require_time(deadline)
             time.sleep(_PAUSE)
         info = RendezvousStoreInfo(self._place.first_host, self._place.ports[0])
@@ -267,7 +271,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
             elif kind == "waits":
                 self._awaited, self._is_spare = message["why"], message["is_spare"]
             elif kind == "failed":
-                self._failure = message
+                if self._failure is None or message["last_good_step"] is not None:
+                    self._failure = message
             elif kind == "waiting":
                 self._waiting = {int(host): (one[0], one[1]) for host, one in message["hosts"].items()}
             elif kind in ("end", "finished"):
@@ -281,20 +286,27 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def _begin(self, message: Message) -> None:
         """Make a message's world the current one; what comes after it is about this one."""
         self._world, self.name, self._reason = world_of(message), str(message["name"]), ""
+        self._waiting = {}
         self._about = {int(host): about for host, about in message["about"].items()}
 
     def ranks(self, ready: int) -> tuple[range, int]:
         """Return the ranks of this host in the current world, and how many there are on all hosts."""
         return self.world.ranks_of(self._place.number), self.world.size
 
-    def report(self, failure: RankFailure, last_good_step: int | None) -> None:
+    def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int] = ()) -> None:
         """Tell the other hosts which rank has failed here, and how."""
         what = failure.summary.splitlines()[0] if failure.summary else "failed"
         self._send(
-            {"kind": "failed", "rank": failure.rank, "summary": what, "last_good_step": last_good_step}
+            {
+                "kind": "failed",
+                "rank": failure.rank,
+                "summary": what,
+                "last_good_step": last_good_step,
+                "ranks": list(ranks),
+            }
         )
 
-    def failure_elsewhere(self) -> tuple[str, int | None] | None:
+    def failure_elsewhere(self) -> tuple[str, int | None, list[int]] | None:
         """Return which rank has failed on another host, and how, and the last step before wrong bits, if any.
 
         Each failure once; None where there is no other one.
@@ -304,7 +316,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         if found is None:
             return None
         told = f"rank {found['rank']} of host {found['host']} {found['summary']}"
-        return told, found["last_good_step"]
+        return told, found["last_good_step"], found["ranks"]
 
     def reason(self) -> str:
         """Return why this host has to stop and join the next world; "" where it has not."""
@@ -350,6 +362,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def end(self, why: str) -> None:
         """Tell the other hosts that the run ends, and why."""
         self._send({"kind": "end", "why": why})
+        with self._changed:  # until the hub has told all: it may end with this process
+            self._changed.wait_for(lambda: self._last_word is not None or self._link is None, self._silence)
 
     def _send(self, message: Message) -> None:
         with self._changed:

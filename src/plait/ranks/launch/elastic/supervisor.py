@@ -183,7 +183,7 @@ class Supervisor(SimpleElasticAgent):
         ready = self._wanted
         if self._grows_later:
             ready = sum(not one.has_ended for one in self._running) + self._count_ready_spares()
-        elif self._settings.replace is not True:
+        elif not self._settings.replace:
             ready = alive
         if isinstance(self._host, SeveralHostsRendezvous):  # all hosts together choose it
             self._host.ready = min(ready, self._wanted)
@@ -260,7 +260,7 @@ class Supervisor(SimpleElasticAgent):
             may_come = waiting or isinstance(self._host, SeveralHostsRendezvous)
             if not first.secondary or not may_come or left <= 0 or self._host.reason():
                 return first
-            self._update(left, waiting)
+            self._update(left, waiting, self._host.handles)
 
     def _fail_hanging(self) -> None:
         """Kill the ranks that hang: for the limit they are stopped, or others wait for them in vain.
@@ -286,7 +286,7 @@ class Supervisor(SimpleElasticAgent):
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
         error = cause.exception()
         last_good_step = error.last_good_step if isinstance(error, CorruptionError) else None
-        self._host.report(cause, last_good_step)
+        self._host.report(cause, last_good_step, error.ranks if isinstance(error, CorruptionError) else ())
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
         self._seen[same] += 1
@@ -295,21 +295,26 @@ class Supervisor(SimpleElasticAgent):
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
         if isinstance(error, CorruptionError):
             go_on_before(self._folder, error.last_good_step)
-            if self._settings.replace or len(error.ranks) < len(self._running):
-                for rank in error.ranks:  # another process takes its place, in other memory
-                    if rank in self._ranks_here:
-                        self._running[self._ranks_here.index(rank)].kill()
+            self._replace_wrong(error.ranks)
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
         if cause.traceback and cause.error is None and not cause.secondary:  # a PlaitError is one sentence
             print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
+
+    def _replace_wrong(self, ranks: Sequence[int]) -> None:
+        """Kill the processes of ranks that are wrong: others take their places, in other memory."""
+        world = self._host.ranks(len(self._running))[1]
+        if self._settings.replace or len(ranks) < world:
+            for rank in set(ranks) & set(self._ranks_here):
+                self._running[self._ranks_here.index(rank)].kill()
 
     def _note_elsewhere(self) -> None:
         """Print why other hosts make this one stop, and note for its ranks what they may not load."""
         reason, failure = self._host.reason(), self._host.failure_elsewhere()
         if failure is not None:
-            reason, last_good_step = failure
+            reason, last_good_step, ranks = failure
             if last_good_step is not None:
                 go_on_before(self._folder, last_good_step)
+            self._replace_wrong(ranks)
         if reason and not self._host.is_closed():
             self._tell(f"{reason}; the ranks go on from where the run was kept last")
 
