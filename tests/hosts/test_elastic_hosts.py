@@ -86,7 +86,9 @@ def test_a_rank_killed_on_one_host_is_replaced_and_all_other_processes_on_both_g
     assert all("[4, 4, 4, 4]" in output for _, output, _ in ends)
     assert "rank 3 of host 1 was killed by SIGKILL" in ends[0][2]
     told = generations(folder)
-    assert [one["begins_after"] for one in told] == [0] * 4 + [7] * 4
+    begins = [one["begins_after"] for one in told]
+    # The snapshot after step 7 may not be complete when the rank is killed.
+    assert begins in ([0] * 4 + [7] * 4, [0] * 4 + [6] * 4)
     assert not any(one["checkpoints_read"] for one in told)
     before, after = ({one["rank"]: one["process"] for one in told[start : start + 4]} for start in (0, 4))
     assert [before[rank] == after[rank] for rank in range(4)] == [True, True, True, False]

@@ -162,10 +162,11 @@ class Snapshots:
         Called on all ranks between steps; gradients are not saved. `state`: your own, as JSON holds it, the
         same on every rank; `restore` returns it. `leaves`: whether the ranks may leave their world for a
         larger one, which they need not after a run's last step. When this returns, training may go on: all
-        is copied. The snapshot counts once a thread has computed checksums, at the latest when the next one is taken. Raises
-        `CheckpointError` on all ranks where one has no room, or could not write the snapshot before; an older
-        one is then unchanged. Communication: an all-reduce of 8 bytes over `world`; in the first two, four.
-        Over several hosts the one before is copied: each sends what no other holds to the next.
+        is copied. The snapshot counts once a thread has computed checksums, at the latest when the next one
+        is taken. Raises `CheckpointError` on all ranks where one has no room, or could not write the
+        snapshot before; an older one is then unchanged. Communication: an all-reduce of 8 bytes over
+        `world`; in the first two, four. Over several hosts the one before is copied: each sends what no
+        other holds to the next.
 
         Where the supervisor of elastic ranks has processes for more of them, it raises `WorldChange` on all
         ranks after the snapshot, so that the function is called again on all. A function that calls
