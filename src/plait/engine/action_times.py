@@ -63,7 +63,7 @@ class StreamClock:
         return StreamEvent(self._device, timed=True)
 
     def seconds(self, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
-        """Return the seconds between two events that are done, twice, as a stream waits for no core."""
+        """Return the seconds between two finished events, twice: a stream of a GPU waits for no core."""
         seconds = end.milliseconds_since(start) / 1e3
         return seconds, seconds
 

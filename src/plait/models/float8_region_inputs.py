@@ -54,7 +54,7 @@ class _EnteredInputs(CastInputs):
         self._found = found
 
     def enter(self, input: Tensor, *others: Any) -> None:
-        """Record `input`, of which nothing was read by then but to make it."""
+        """Record the input of a region, and drop reads of it that happened while it was made."""
         self.entered.append(input)
         self._found.discard(id(input.untyped_storage()))
 

@@ -76,7 +76,7 @@ class OwnerWork:
 def owner_work(
     blueprint: Blueprint, parts: Sequence[ParameterPart], dtype_of: Callable[[str], Dtype]
 ) -> tuple[OwnerWork, ...]:
-    """Return what each rank of the world owns and exchanges of `parts`, in order. No rank is needed.
+    """Return for each rank of the world what it owns and exchanges of `parts`; without communication.
 
     `dtype_of`: in which dtype the parts of a parameter are exchanged.
     """

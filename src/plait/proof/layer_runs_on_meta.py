@@ -204,7 +204,7 @@ class MetaLayers:
         return found
 
     def _copy(self, number: int, *, trains: bool) -> NamedLayer:
-        """Return a copy of a layer with its rules applied, in training mode or not."""
+        """Return a copy of layer `number` on meta, with its rules applied, in training mode or not."""
         (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
         if not trains:
             copied.module.eval()

@@ -1,4 +1,4 @@
-"""The run that a rank's process keeps when its world changes: the function that is called again goes on."""
+"""Engine and optimizer that a rank's process keeps in memory while its process group is replaced."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _IS_USED: ContextVar[bool] = ContextVar("plait_kept_run_is_used", default=False)
 
 
 def keeps_runs() -> bool:
-    """Return whether the function that this process runs asks for kept runs, and a supervisor restarts it."""
+    """Return whether this process keeps its run: a supervisor restarts its function, which takes it."""
     return _IS_USED.get() and bool(supervisor_of_rank())
 
 
 def keep_run(run: KeptRun) -> None:
-    """Keep a run for the next call of the function."""
+    """Store the run in this process, for the next call of the function."""
     _KEPT.set(replace(run, generation=generation_of_rank()))
 
 
 def take_kept_run() -> KeptRun | None:
-    """Return the run that this process has kept in the world before, and keep it no longer; None without one.
+    """Return and remove the run that this process stored in the previous world; None if there is none.
 
     From the first call on the process `keeps_runs`.
     """
@@ -52,7 +52,7 @@ def take_kept_run() -> KeptRun | None:
 
 
 def take_moved_run(engine: Any) -> KeptRun | None:
-    """Return the run that goes on with this engine, and forget any that was kept; None: there is none."""
+    """Return and remove the stored run if it is that of `engine`, else None."""
     kept = _KEPT.get()
     _KEPT.set(None)
     return kept if kept is not None and kept.engine is engine else None

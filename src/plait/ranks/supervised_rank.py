@@ -20,7 +20,7 @@ _POSSIBLE_RANKS = "possible_ranks"
 
 
 class WorldChange(BaseException):
-    """Raised on all ranks between two steps, to leave their world for one of more ranks.
+    """Ends the function on all ranks between two steps, which a supervisor then calls on more ranks.
 
     The supervisor then has the function called again on all of them. No `Exception`, so that what handles
     errors does not take it for one.
@@ -125,7 +125,7 @@ def restored_step(folder: str) -> int | None:
 
 
 def go_on_before(folder: str, step: int) -> None:
-    """Write for restarted ranks that states after more than `step` steps have wrong bits: not loaded."""
+    """Write for restarted ranks that states of more than `step` steps have wrong bits."""
     path = Path(folder, _NEWEST_GOOD)
     _write(path, str(min(step, int(path.read_text())) if path.exists() else step))
 
@@ -146,7 +146,7 @@ def removed_at_end(folder: str) -> Iterator[Path]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that appears at once; several ranks may write it."""
+    """Write a file atomically; several ranks may write it."""
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)

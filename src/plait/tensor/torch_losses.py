@@ -180,7 +180,7 @@ class ClassLoss(TorchLoss):
     """A loss of class logits or log-probabilities, with classes as dim 1 of the output, as in PyTorch."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss.
+        """Return the loss summed over all targets, 0-d.
 
         Raises ModelError where the classes are the last of more than two dims, DataError (on a CPU) for a
         target that is no class.

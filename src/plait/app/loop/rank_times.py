@@ -42,7 +42,7 @@ class WindowTimes:
         return [sum(own.values()) for own in self.own]
 
     def of_kind(self, rank: int, kind: Kind) -> float:
-        """Return the seconds that a rank's actions of one kind (F, I, W or B) take in a step."""
+        """Return the seconds a step that `rank` spends in actions of one kind: F, I, W or B."""
         return sum(seconds for (_, one), seconds in self.own[rank].items() if one is kind)
 
 

@@ -43,7 +43,7 @@ class StepSimulation:
         return self._makespan(self.stage_costs(cut))
 
     def seconds_without_slow_ranks(self, cut: Sequence[int]) -> float:
-        """Return the seconds of a simulated step if no rank were slow; `cut`: the layers of each stage."""
+        """Return the seconds of a step simulated with equally fast ranks; `cut`: the layers of each stage."""
         return self._makespan(self.stage_costs(cut, [1.0] * len(self.factors)))
 
     def _makespan(self, costs: Costs) -> float:

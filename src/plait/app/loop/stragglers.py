@@ -146,7 +146,7 @@ class Stragglers(Callback):
         return [max(1.0, received[rank] / usual) if usual else 1.0 for rank in range(world)]
 
     def _text(self, run: TrainingLoop, one: SlowRank, times: WindowTimes, does: str) -> str:
-        """Return a sentence: which rank is slow, on which host, in what actions, since when, at what cost."""
+        """Return a log message on a slow rank: which, its host, its slow actions, since when, the cost."""
         at = {axis: at for axis, at in run.mesh.coordinate_of(one.rank).items() if run.mesh.size(axis) > 1}
         where = ", ".join(
             [f"host {self._hosts[one.rank]}", *(f"{axis} {index}" for axis, index in at.items())]

@@ -130,13 +130,13 @@ class Snapshots:
         self._watch_updates()
 
     def _watch_updates(self) -> None:
-        """Note when an optimizer begins an update, after which the run is no longer as it was."""
+        """Add hooks by which a beginning update discards the stored run, which is then within a step."""
         chosen = OptimizerSet.of(self._optimizer) if keeps_runs() else None
         members = () if chosen is None else chosen.members
         self._hooks = [one.register_step_pre_hook(lambda *_: self._note_finished(None)) for one in members]
 
     def _note_finished(self, step: int | None, state: Mapping[str, Any] | None = None) -> None:
-        """Note that the run is between two steps, with its number of finished steps; None: that it is not."""
+        """Store engine and optimizer as a run after `step` finished steps; None: the run is within a step."""
         self._finished = None
         if step is not None and keeps_runs():
             own, run_state = dict(state or {}), dict(self._engine.run_state)
@@ -315,7 +315,7 @@ class Snapshots:
         return None
 
     def _go_on(self, step: int, state: Mapping[str, Any], half: int) -> None:
-        """Note that the run goes on after so many steps, and that `half` is to stay."""
+        """Set the finished steps after a restore; `half`, from which it was read, is not overwritten next."""
         self._half, self._goes_on = half, True
         self._note_finished(step, state)
         note_restored(step)
@@ -382,7 +382,7 @@ class Snapshots:
                     self._folder.withdraw(part.half, manifest_name(part.rank))
 
     def _forget_updates(self) -> None:
-        """Note updates no longer: the optimizer may go on with other objects."""
+        """Remove the hooks that `_watch_updates` added to the optimizers."""
         for hook in self._hooks:
             hook.remove()
 

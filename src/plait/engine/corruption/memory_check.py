@@ -102,7 +102,7 @@ class MemoryCheck:
         self._read_finished()
 
     def _forget_gradients(self) -> None:
-        """Drop the recorded sums of gradients that were set to None."""
+        """Drop the recorded sums of gradients where these were set to None, as by `zero_grad`."""
         if not self._held.have_gradients:
             for sums in self._sums_of_gradients:
                 sums.forget()

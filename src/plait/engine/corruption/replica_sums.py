@@ -90,7 +90,7 @@ class ReplicaSums:
     def _rows_and_factors(
         self, place: tuple[int, int], tensors: Sequence[NamedTensor], part: RecordedNumbers
     ) -> tuple[Tensor, Tensor]:
-        """Return for each recorded number the row of the table that it is added to, and an odd factor."""
+        """Return for each recorded number its row in the table of sums, and the odd factor of it there."""
         known = self._factors.get(place)
         if known is None or known[0] is not part.owners:
             each = Counter[int]()
@@ -110,7 +110,7 @@ class ReplicaSums:
 
 
 def unlike(ranks: Sequence[int], sums: Sequence[int]) -> UnlikeReplicas:
-    """Return ranks that have unlike sums, and which of them differ from what most have."""
+    """Return the ranks of a group whose sums differ, and which of them differ from the majority."""
     most, count = Counter(sums).most_common(1)[0]
     minority = [rank for rank, one in zip(ranks, sums, strict=True) if one != most]
     return UnlikeReplicas(tuple(ranks), tuple(minority) if 2 * count > len(ranks) else ())

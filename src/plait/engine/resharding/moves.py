@@ -145,7 +145,7 @@ def plan_moves(
 
 
 def lost_parameter(blueprint: PlacedBlueprint) -> str:
-    """Return the name of a parameter of which the ranks that are left do not hold all elements; "": none."""
+    """Return the name of a parameter that the remaining ranks hold only in part, "" if there is none."""
     router = BoxRouter()
     for name, layout in blueprint.blueprint.layouts.items():
         try:

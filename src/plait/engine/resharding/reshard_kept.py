@@ -34,7 +34,7 @@ def reshard_kept(
     loss: GivenLoss,
     rules: Rules | None = None,
 ) -> tuple[Engine, Any] | None:
-    """Return the engine and the optimizer of the run that ranks have kept, moved to a plan by `reshard`.
+    """Return engine and optimizer of the run in the ranks' memory, resharded to a plan; None without one.
 
     None where no rank has kept one, or where those that are left do not hold all of it; then the engine is
     made as at the start. Called on all ranks of `launch(…, elastic=…)`, in place of `parallelize`: ranks keep
@@ -84,7 +84,7 @@ def _is_whole(kept: KeptRun | None, members: Mapping[int, int], mesh: Mesh) -> b
 
 
 def _go_back(kept: KeptRun) -> None:
-    """Let an engine forget the step that it had begun: its gradients, and the draws of dropout."""
+    """Undo the step that an engine had begun: drop its gradients, and reset the counter of dropout."""
     optimizers = OptimizerSet.of(kept.optimizer)
     for one in () if optimizers is None else optimizers.members:
         one.zero_grad()

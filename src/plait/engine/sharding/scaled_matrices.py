@@ -46,7 +46,7 @@ class ScaledMatrices:
 
     @torch.no_grad()
     def find_largest(self, shard: Tensor) -> None:
-        """Compute the largest absolute value of this rank's part of each matrix, from its flat `shard`."""
+        """Set `largest`: of each matrix the largest absolute value in this rank's flat `shard`."""
         parts = (slot.view_of(shard) for slot in self.slots.values())
         # Rounded, the largest value is the largest of the rounded values.
         found = torch.stack([largest_magnitude(part) for part in parts]).to(self.compute).float()

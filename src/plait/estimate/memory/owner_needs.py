@@ -61,7 +61,7 @@ def require_moments(moments: object) -> None:
 
 
 def muon_of(moments: Moments) -> MuonSettings | None:
-    """Return the settings of the Muon that `moments` is; None for other optimizers."""
+    """Return the settings of Muon where `moments` stands for one; None for other optimizers."""
     if moments == "muon":
         return MuonSettings()
     return muon_settings(moments) if callable(moments) and class_of(moments) is Muon else None

@@ -187,7 +187,7 @@ def _wait_to_leave(job: RankJob, store: Store) -> None:
 
 
 def _mark(job: RankJob, event: str, store: Store) -> None:
-    """Note an event of this rank: in a file, since the store may be gone; over several hosts in the store."""
+    """Record an event of this rank for the others: in a file, over several hosts in the store."""
     if job.world.local_size == job.world.world_size:
         Path(job.folder, f"{event}-{job.world.rank}").touch()
     else:
@@ -195,7 +195,7 @@ def _mark(job: RankJob, event: str, store: Store) -> None:
 
 
 def _wait_for_all(job: RankJob, event: str, patience: float, store: Store) -> None:
-    """Block until all ranks have noted an event, at most `patience` seconds."""
+    """Block until all ranks have recorded an event, at most `patience` seconds."""
     deadline, size = time.monotonic() + patience, job.world.world_size
     if job.world.local_size < size:
         while store.add(f"plait/{event}", 0) < size and time.monotonic() < deadline:

@@ -38,7 +38,7 @@ def run_folder() -> Iterator[str]:
 
 
 def _remove_left() -> None:
-    """Remove the folders of this user's runs whose processes have ended, as far as possible."""
+    """Remove temporary folders that killed runs of this user have left, as far as possible."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             found, path = os.lstat(folder), folder / _LOCK

@@ -43,7 +43,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def carrier_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor of the shape of `tensor`, or `shape`, in its wide dtype, of one element in memory."""
+    """Return a tensor of one element in memory, expanded to `shape` or that of `tensor`, in a wide dtype."""
     shape = tensor.shape if shape is None else shape
     return tensor.new_empty_strided(shape, (0,) * len(shape), dtype=wide(tensor.dtype))
 
@@ -71,7 +71,7 @@ class InputGradient:
         self._outputs: list[LinearGradient] = []
 
     def add(self, output: LinearGradient) -> None:
-        """Add the gradient of the output of a linear, whose operands are cast in `total`."""
+        """Add the output gradient of one linear; `total` casts it and computes the input gradient."""
         self._outputs.append(output)
 
     def total(self) -> Tensor | None:

@@ -193,7 +193,7 @@ class LayerTrace:
         return whole
 
     def carrier_of(self, part: Tensor, shape: Sequence[int], backward: Operation) -> Tensor:
-        """Return a carrier of `shape`, from whose gradient `backward` gives that of `part`."""
+        """Record `backward`, from a carrier's gradient to that of `part`; return a carrier of `shape`."""
         carrier: Tensor = _RecordedCarrier.apply(part, tuple(shape), *self.numbers(backward))  # type: ignore[no-untyped-call]
         return carrier
 

@@ -46,7 +46,7 @@ from plait.tensor.float8.scaled_product import product
 
 @dataclass(frozen=True)
 class _Float8Call:
-    """The arguments of one call of a float8 linear, without the tensors that need gradients."""
+    """Arguments of a float8 linear's forward that its autograd function takes as one object."""
 
     input: Tensor
     weight: Tensor
@@ -183,7 +183,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _output_gradient(ctx: Any, gradient: Tensor, saved: SavedInput | None) -> LinearGradient:
-    """Return the gradient of a linear's outputs, to be cast; `saved`: its input, if its weight is trained.
+    """Return an output gradient as `LinearGradient`; `saved`: the input, if the weight is trained.
 
     Where ranks have parts of it, and one cast serves both products, each casts its part, which is then
     gathered in eight bits.
@@ -205,7 +205,7 @@ def _output_gradient(ctx: Any, gradient: Tensor, saved: SavedInput | None) -> Li
 
 @dataclass(frozen=True)
 class _LinearBackward:
-    """What the backward of a linear takes beside operands that are cast."""
+    """Arguments of a float8 linear's backward besides its cast operands."""
 
     weight: Tensor
     weight_scale: Tensor | None
@@ -216,7 +216,7 @@ class _LinearBackward:
 
     @staticmethod
     def of(ctx: Any) -> _LinearBackward:
-        """Return what the autograd function has in its `ctx`."""
+        """Return the `_LinearBackward` of what the autograd function has saved in `ctx`."""
         given = ctx.weight, ctx.weight_scale, ctx.casts, ctx.queue, ctx.transposed
         return _LinearBackward(*given, needs_input=ctx.needs_input_grad[0])
 

@@ -92,7 +92,7 @@ class LinearCasts:
         self._factors.clear()
 
     def factors_to_find(self, weight: Tensor, *, learns: bool) -> list[FactorToFind]:
-        """Return the factors of `weight`, `[outputs, inputs]`, that a layer's run takes and are not known.
+        """Return the factors of `weight`, `[outputs, inputs]`, that are needed and not computed in this step.
 
         `learns`: whether input gradients are computed.
         """
@@ -251,7 +251,7 @@ class LinearCasts:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest absolute values of what this rank has of a tensor, or of its rows, and who has the rest."""
+    """Largest absolute values of this rank's part of a tensor or its rows; the groups with other parts."""
 
     values: Tensor
     """fp32, as of `largest_of`."""
@@ -259,7 +259,7 @@ class Largest:
 
     @staticmethod
     def of(matrix: Tensor, form: CastFormat, summed: int, groups: Groups) -> Largest:
-        """Return those of `matrix` for a product that sums over its dim `summed`."""
+        """Return the `Largest` of `matrix`, for a product that sums over its dim `summed`."""
         return Largest(largest_of(matrix, form.per, summed), groups)
 
 

@@ -83,7 +83,7 @@ class Gather:
         return finish
 
     def whole_shape(self, part: Tensor) -> list[int]:
-        """Return the shape of the whole tensor of which a rank has `part`."""
+        """Return the shape that `part` has once it is all-gathered."""
         shape = list(part.shape)
         shape[self.dim] = self.size
         return shape

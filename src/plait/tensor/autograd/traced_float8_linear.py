@@ -68,7 +68,7 @@ class WeightScales(NamedTuple):
 
 @dataclass(frozen=True)
 class _TracedCall:
-    """What a traced call of a float8 linear takes beside tensors."""
+    """Arguments of a float8 linear's call in a traced layer, without tensors."""
 
     casts: LinearCasts
     """With all reductions that a backward may make recorded in the trace."""

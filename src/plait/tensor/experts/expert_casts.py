@@ -113,13 +113,13 @@ class MatrixCasts:
 
 @dataclass(frozen=True)
 class ExpertCasts:
-    """The products of both matrices of experts."""
+    """Float8 products of experts: casts of the `gate_up` and of the `down` matrices."""
 
     gate_up: MatrixCasts
     down: MatrixCasts
 
     @staticmethod
     def over(etp: Group) -> ExpertCasts:
-        """Return the products of experts whose inner features are divided between the ranks of `etp`."""
+        """Return `ExpertCasts` for experts whose inner features are divided between the ranks of `etp`."""
         groups = (etp,) if etp.size > 1 else ()
         return ExpertCasts(MatrixCasts(outputs=groups), MatrixCasts(inputs=groups))

@@ -45,14 +45,14 @@ class ExpertScales:
         return list(sum_over(self.group, torch.stack([counts_of(one) for one in scales])))
 
     def microbatches(self, microbatch: int) -> list[int]:
-        """Return the micro-batches whose tokens are among the rows of those ranks at the same time."""
+        """Return the numbers of all micro-batches whose tokens experts get together with `microbatch`."""
         if not self.plan.divides_experts:
             return [microbatch]
         each = self.plan.microbatches
         return [rank * each + microbatch % each for rank in range(self.plan.dp)]
 
     def counts(self, tables: list[Tensor]) -> Tensor:
-        """Return the counts of recorded scales, `[T, E]` of each micro-batch, -1 where a token has others."""
+        """Return the counts of recorded scales `[T, E]`, -1 where a token does not go to the expert."""
         own = [table[:, slice(part.start, part.stop)] for table in tables for part in (self._own(table),)]
         return counts_of(torch.cat([one[one >= 0] for one in own]))
 

@@ -157,7 +157,7 @@ class ScaleChecker:
         self._cast.append(CastOperand(path, operand, found, of_part, *cast_as, of_experts=True))
 
     def _how(self, cast: CastOperand) -> EightBits | None:
-        """Return how an operand is to be cast; None: it is not."""
+        """Return the 8-bit format in which an operand has to be cast; None if it stays in 16 bits."""
         return (self.formats_of_experts if cast.of_experts else self.formats)[cast.operand]
 
     def compare(self, layer: int, scope: RecordScope, *, is_forward: bool) -> None:
@@ -317,7 +317,7 @@ class ScaleChecker:
 
 
 def scales_of_experts(weight: Tensor, how: EightBits) -> Tensor:
-    """Return the scales of experts' weights `[experts, out, in]`, cast as if this rank had all of each."""
+    """Return the scales of experts' weights `[experts, out, in]`, from the values in this tensor alone."""
     if not len(weight):
         return weight.new_zeros(0)
     each = [scales_of(one.T, how, 0) for one in weight.unbind()]

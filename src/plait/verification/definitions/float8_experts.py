@@ -67,7 +67,7 @@ def quantise_experts(
 
 @dataclass(frozen=True, eq=False)
 class _ExpertsInFloat8Call:
-    """One call of experts, whose scales it notes."""
+    """One call of experts in float8, by definition; records the scales of its operands."""
 
     book: Definitions
     path: str

@@ -34,7 +34,7 @@ class HostWorld:
 
 
 def missing_for_majority(lasts: Collection[HostWorld], present: Collection[int], hub: int) -> list[int]:
-    """Return the hosts without which the `present` ones must not go on; nothing where they may.
+    """Return the hosts that the `present` ones must wait for; empty where these are a majority.
 
     `lasts`: the newest worlds that they were in. Of each a majority has to be there; or half of it, if they
     meet where that world has met, `hub`: two halves that do not reach each other would both go on.
@@ -64,7 +64,7 @@ def sizes_of_hosts(
 
 
 def _spread(size: int, room: Sequence[int]) -> tuple[int, ...]:
-    """Return `size` ranks divided among hosts with `room` for so many: one each, then the first ones full."""
+    """Return how many of `size` ranks each host gets: one each, then the first hosts up to their `room`."""
     sizes, left = [0] * len(room), size
     for turn in (1, size):
         for place, most in enumerate(room):

@@ -31,7 +31,7 @@ from plait.ranks.run_store import listen
 
 @dataclass(frozen=True)
 class HostRun:
-    """What the supervisors of one run have in common."""
+    """Settings of a run that are equal on all its hosts: its name, how many hosts and ranks."""
 
     job: str
     """The launcher's name of the run."""
@@ -44,7 +44,7 @@ class HostRun:
 
 
 @dataclass
-class _Guest:
+class _ConnectedHost:
     """A host whose supervisor is connected."""
 
     link: HostLink
@@ -61,24 +61,24 @@ class _Guest:
 
 
 class HostHub:
-    """Listens for the supervisors of a run, and tells them which hosts are the next world."""
+    """Server to which all supervisors of a run connect, and which decides the hosts of each world."""
 
     def __init__(self, number: int, listener: socket.socket, run: HostRun, silence: float) -> None:
         """`number`: of this host. `silence`: seconds after which another one counts as gone."""
         self._number, self._listener, self._run, self._silence = number, listener, run, silence
         self.port = int(listener.getsockname()[1])
         self._lock = threading.RLock()
-        self._guests: dict[int, _Guest] = {}
+        self._peers: dict[int, _ConnectedHost] = {}
         self._links: set[HostLink] = set()
         self._replaced: set[str] = set()
         """The tokens of supervisors whose host was started again."""
         self._world: HostWorld | None = None
         self._name = ""
         self._done: dict[int, list[str]] = {}
-        self._last_word: Message | None = None
+        self._end_message: Message | None = None
         """What ends the run: its results, or why it has none."""
         self._store: TCPStore | None = None
-        self._patience: threading.Timer | None = None
+        self._wait_timer: threading.Timer | None = None
         """Runs out when no more hosts are expected here after the first hub was lost."""
         threading.Thread(target=self._accept, name="plait-hosts", daemon=True).start()
 
@@ -105,92 +105,92 @@ class HostHub:
 
     def _receive(self, link: HostLink, message: Message | None) -> None:
         with self._lock:
-            guest = next((one for one in self._guests.values() if one.link is link), None)
+            peer = next((one for one in self._peers.values() if one.link is link), None)
             if message is None:
                 self._links.discard(link)
-                if guest is not None:
-                    self._lose(guest, f"host {guest.number} is gone")
+                if peer is not None:
+                    self._remove(peer, f"host {peer.number} is gone")
             elif message["kind"] == "join":
-                self._join(link, guest, message)
-            elif guest is not None:
-                self._hear(guest, message)
+                self._join(link, peer, message)
+            elif peer is not None:
+                self._handle(peer, message)
 
-    def _hear(self, guest: _Guest, message: Message) -> None:
-        """Take a message of a host that runs."""
+    def _handle(self, peer: _ConnectedHost, message: Message) -> None:
+        """Handle a message of a host whose ranks run: beat, failure, end or results."""
         kind, world = message["kind"], self._world
         if kind == "beat":
-            waits: tuple[bool, bool] = tuple(message.get("waits", guest.waits))
-            if waits != guest.waits:
-                guest.waits = waits
-                every = {one.number: one.waits for one in self._guests.values()}
+            waits: tuple[bool, bool] = tuple(message.get("waits", peer.waits))
+            if waits != peer.waits:
+                peer.waits = waits
+                every = {one.number: one.waits for one in self._peers.values()}
                 self._send_all({"kind": "waiting", "hosts": every})
         elif kind == "failed":
-            self._send_all({**message, "host": guest.number}, but=guest)
-            self._restart(f"a rank of host {guest.number} has failed", but=guest)
+            self._send_all({**message, "host": peer.number}, but=peer)
+            self._restart(f"a rank of host {peer.number} has failed", but=peer)
         elif kind == "end":
-            self._last_word = {"kind": "end", "why": f"host {guest.number} ends the run: {message['why']}"}
-            self._send_all(self._last_word)
+            self._end_message = {"kind": "end", "why": f"host {peer.number} ends the run: {message['why']}"}
+            self._send_all(self._end_message)
         elif kind == "done" and world is not None and message["generation"] == world.generation:
-            self._done[guest.number] = message["results"]
+            self._done[peer.number] = message["results"]
             self._finish(world)
 
     def _finish(self, world: HostWorld) -> None:
-        if self._last_word is None and self._done.keys() >= set(world.hosts):
+        if self._end_message is None and self._done.keys() >= set(world.hosts):
             results = [one for host in world.hosts for one in self._done[host]]
-            self._last_word = {"kind": "finished", "results": results}
-            self._send_all(self._last_word)
+            self._end_message = {"kind": "finished", "results": results}
+            self._send_all(self._end_message)
 
-    def _join(self, link: HostLink, guest: _Guest | None, message: Message) -> None:
-        """Take a host that has stopped, or is new; `guest`: what is known of it, if anything."""
+    def _join(self, link: HostLink, peer: _ConnectedHost | None, message: Message) -> None:
+        """Add a host that has stopped its ranks, or is new, to the next world; `peer`: its entry, if any."""
         if message["job"] != self._run.job or message["token"] in self._replaced:
             taken = message["token"] in self._replaced
             why = f"another process is host {message['host']}, too" if taken else "it is of another run"
             link.send({"kind": "end" if taken else "refused", "why": why})
             return
-        if self._last_word is not None:
-            link.send(self._last_word)
+        if self._end_message is not None:
+            link.send(self._end_message)
             return
         number = int(message["host"])
-        other = self._guests.get(number)
-        if other is not None and other is not guest:
+        other = self._peers.get(number)
+        if other is not None and other is not peer:
             if other.token != message["token"]:
                 self._replaced.add(other.token)
                 other.link.send({"kind": "end", "why": f"another process is host {number}, too"})
-            self._lose(other, f"host {number} was started again")
-        guest = _Guest(link, number, message["token"]) if guest is None else guest
-        self._guests[number] = guest
-        guest.ready, guest.about, guest.waits = int(message["ready"]), message["about"], (False, False)
-        guest.last = None if message["last"] is None else world_of(message["last"])
+            self._remove(other, f"host {number} was started again")
+        peer = _ConnectedHost(link, number, message["token"]) if peer is None else peer
+        self._peers[number] = peer
+        peer.ready, peer.about, peer.waits = int(message["ready"]), message["about"], (False, False)
+        peer.last = None if message["last"] is None else world_of(message["last"])
         self._name = self._name or message["name"]
         if not self._is_spare(number):
             stopped = self._world is not None and number in self._world.hosts
             self._restart(f"host {number} has {'stopped' if stopped else 'come'}")
-        self._consider()
+        self._begin_if_complete()
 
     def _is_spare(self, number: int) -> bool:
         """Return whether a host is not in the current world, which has as many ranks as are wanted."""
         world = self._world
         return world is not None and number not in world.hosts and world.size >= self._run.wanted
 
-    def _lose(self, guest: _Guest, why: str) -> None:
-        """Go on without a host."""
-        self._guests.pop(guest.number, None)
-        if self._world is not None and guest.number in self._world.hosts and guest.number not in self._done:
+    def _remove(self, peer: _ConnectedHost, why: str) -> None:
+        """Remove a host that is gone, and make the others stop for a world without it."""
+        self._peers.pop(peer.number, None)
+        if self._world is not None and peer.number in self._world.hosts and peer.number not in self._done:
             self._restart(why)
-            self._consider()
+            self._begin_if_complete()
 
-    def _restart(self, why: str, but: _Guest | None = None) -> None:
-        """Tell the hosts that run to stop, and to join."""
+    def _restart(self, why: str, but: _ConnectedHost | None = None) -> None:
+        """Send a message to the hosts whose ranks run: they are to stop these, and join the next world."""
         if self._world is not None:
             message = {"kind": "restart", "generation": self._world.generation, "why": why}
-            for one in self._guests.values():
+            for one in self._peers.values():
                 if one.ready is None and one is not but:
                     one.link.send(message)
 
-    def _consider(self) -> None:
-        """Make the next world, if all hosts have joined that it has to wait for, and they are enough."""
-        joined = {number: one for number, one in sorted(self._guests.items()) if one.ready is not None}
-        if self._last_word is not None or not joined:
+    def _begin_if_complete(self) -> None:
+        """Begin the next world if all awaited hosts have joined; else tell the joined ones who is missing."""
+        joined = {number: one for number, one in sorted(self._peers.items()) if one.ready is not None}
+        if self._end_message is not None or not joined:
             return
         lasts = [one.last for one in joined.values() if one.last is not None]
         lasts += [] if self._world is None else [self._world]
@@ -203,34 +203,34 @@ class HostHub:
             one.link.send({"kind": "waits", "why": names, "is_spare": self._is_spare(one.number)})
 
     def _awaited(self, lasts: Sequence[HostWorld], joined: Collection[int]) -> list[int]:
-        """Return the hosts that those which have joined wait for; `lasts`: the worlds that they were in."""
+        """Return the hosts that have still to join the next world; `lasts`: the worlds of the joined ones."""
         if not lasts:
             return [number for number in range(self._run.hosts) if number not in joined]
         if self._number not in joined:
             return [self._number]
-        if running := [number for number in self._guests if number not in joined]:
+        if running := [number for number in self._peers if number not in joined]:
             return running  # they were told to stop
         absent = [host for last in lasts for host in last.hosts if host not in joined and host != last.hub]
-        if self._world is None and absent and self._is_patient():
+        if self._world is None and absent and self._may_still_come():
             return absent
         return missing_for_majority(lasts, joined, self._number)
 
-    def _is_patient(self) -> bool:
-        """Return whether hosts may still come that have lost their hub: some notice it by silence only."""
-        if self._patience is None:
-            self._patience = threading.Timer(1.5 * self._silence, self._lose_patience)
-            self._patience.daemon = True
-            self._patience.start()
-        return not self._patience.finished.is_set()
+    def _may_still_come(self) -> bool:
+        """Return whether other hosts may still connect after their hub was lost, which some notice late."""
+        if self._wait_timer is None:
+            self._wait_timer = threading.Timer(1.5 * self._silence, self._stop_waiting)
+            self._wait_timer.daemon = True
+            self._wait_timer.start()
+        return not self._wait_timer.finished.is_set()
 
-    def _lose_patience(self) -> None:
-        assert self._patience is not None, "it calls this"
+    def _stop_waiting(self) -> None:
+        assert self._wait_timer is not None, "it calls this"
         with self._lock:
-            self._patience.finished.set()
-            self._consider()
+            self._wait_timer.finished.set()
+            self._begin_if_complete()
 
-    def _begin(self, joined: Mapping[int, _Guest], generation: int) -> None:
-        """Make a world of the hosts that have joined, and tell them."""
+    def _begin(self, joined: Mapping[int, _ConnectedHost], generation: int) -> None:
+        """Begin a world of the joined hosts: divide the ranks among them, and send it to all."""
         ready = {number: one.ready or 0 for number, one in joined.items()}
         why = f"{sum(ready.values())} processes are left, too few to go on with"
         sizes: tuple[int, ...] = ()
@@ -239,8 +239,8 @@ class HostHub:
         except Exception as error:  # of the user's function: the supervisors wait for an answer
             why = f"Elastic's ranks_of raised {error!r}"
         if not sizes:
-            self._last_word = {"kind": "end", "why": why}
-            self._send_all(self._last_word)
+            self._end_message = {"kind": "end", "why": why}
+            self._send_all(self._end_message)
             return
         host = joined[self._number].about["hub"][0]
         if self._store is None:
@@ -257,14 +257,14 @@ class HostHub:
             one.ready, one.last = None, self._world
         self._send_all({"kind": "world", "name": self._name, "about": about, **asdict(self._world)})
 
-    def _send_all(self, message: Message, but: _Guest | None = None) -> None:
-        for one in self._guests.values():
+    def _send_all(self, message: Message, but: _ConnectedHost | None = None) -> None:
+        for one in self._peers.values():
             if one is not but:
                 one.link.send(message)
 
 
 def world_of(message: Mapping[str, Any]) -> HostWorld:
-    """Return the world in a message."""
+    """Return the `HostWorld` that a message describes."""
     return HostWorld(
         int(message["generation"]),
         tuple(message["hosts"]),

@@ -53,13 +53,13 @@ class HostLink:
         self._reader = threading.Thread(target=self._read, name="plait-host-in", daemon=True)
 
     def start(self) -> None:
-        """Begin to send and to receive."""
+        """Start the threads that send and receive."""
         self._writer.start()
         self._reader.start()
 
     @property
     def address(self) -> str:
-        """The address of this host on the way to the other one."""
+        """The address of this host by which the other one is connected to it."""
         return plain_address(self._socket.getsockname()[0])
 
     def send(self, message: Mapping[str, Any]) -> None:

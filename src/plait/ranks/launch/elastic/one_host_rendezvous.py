@@ -70,7 +70,7 @@ class OneHostRendezvous(RendezvousHandler):
 
     @property
     def handles(self) -> tuple[int, ...]:
-        """No file descriptors: nobody else changes the run."""
+        """No file descriptors to wait for: there are no other hosts."""
         return ()
 
     def ranks(self, ready: int) -> tuple[range, int]:
@@ -88,7 +88,7 @@ class OneHostRendezvous(RendezvousHandler):
         return ""
 
     def exchange_waiting(self, some: bool, each: bool) -> tuple[bool, bool]:
-        """Return that no ranks wait elsewhere, and that all do who could."""
+        """Return (False, True): on other hosts no rank waits, and there is none that does not."""
         return False, True
 
     def finish(self, results: Sequence[bytes]) -> bool:

@@ -104,7 +104,7 @@ def _meeting_place(world: World) -> tuple[str, tuple[int, ...]]:
 
 @contextmanager
 def _ended_for_all(rendezvous: SeveralHostsRendezvous) -> Iterator[None]:
-    """Context of a supervisor that tells the other hosts where it ends by an error."""
+    """Context in which an error of this supervisor ends the run on the other hosts, too."""
     try:
         yield
     except Exception as error:

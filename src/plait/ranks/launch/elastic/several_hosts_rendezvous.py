@@ -40,7 +40,7 @@ _PAUSE = 0.1
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Which host of a run this is, and where its supervisors meet at first."""
+    """The number of this host, and the address at which the supervisors of all hosts connect at first."""
 
     number: int
     first_host: str
@@ -82,7 +82,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         self._awaited, self._is_spare = "", False
         self._waiting: dict[int, tuple[bool, bool]] = {}
         self._failure: Message | None = None
-        self._last_word: Message | None = None
+        self._end_message: Message | None = None
         self._is_shut = False
         self._done = 0
         """The generation whose results the hub has."""
@@ -130,8 +130,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
     @property
     def results(self) -> list[Any]:
         """The results of all ranks, after `finish` has returned True."""
-        assert self._last_word is not None, "`finish` returned True"
-        return [json_values.decode(text) for text in self._last_word["results"]]
+        assert self._end_message is not None, "`finish` returned True"
+        return [json_values.decode(text) for text in self._end_message["results"]]
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until the hosts have agreed on the next world; return what torch's agent asks for.
@@ -147,8 +147,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
                 self._connect(number, host, port)
             if self._link is not None and self._meet(deadline):
                 break
-            if self._last_word is not None:  # its hub is gone, too
-                self._raise_last_word(self._last_word)
+            if self._end_message is not None:  # its hub is gone, too
+                self._raise_end(self._end_message)
             if self._is_spare:  # whose hub is gone
                 self._is_spare, deadline = False, time.monotonic() + self._limit
             self._require_time(deadline)
@@ -157,7 +157,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         return RendezvousInfo(HashStore(), 0, 1, info)
 
     def _candidates(self) -> Iterator[tuple[int, str, int]]:
-        """Yield number, address and port of hosts at whose hub the next world may meet, again and again.
+        """Yield number, address and port of the hubs to connect to, endlessly, the preferred ones first.
 
         First where the last one has met, then those of the hosts after it, if they can be a majority without
         that one: each host tries the same order.
@@ -182,7 +182,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
             self._link.start()
 
     def _meet(self, deadline: float) -> bool:
-        """Join at the hub; block until there is a next world, and return True, or the hub is left, and False.
+        """Join at the connected hub, and block; return True with the next world, False to try another hub.
 
         One is left where it is gone, or, unless the last world has met there, where too few others come.
         Raises RankError where another host ends the run.
@@ -191,13 +191,13 @@ class SeveralHostsRendezvous(RendezvousHandler):
         stays = self._world is None or self._at == self._world.hub
         self._join()
         with self._changed:
-            while self._link is not None and self.generation == before and self._last_word is None:
+            while self._link is not None and self.generation == before and self._end_message is None:
                 now = time.monotonic()
                 if not self._is_spare and (now > deadline or (now > until and not stays)):
                     break
                 self._changed.wait(_PAUSE)
-            if self._last_word is not None:
-                self._raise_last_word(self._last_word)
+            if self._end_message is not None:
+                self._raise_end(self._end_message)
             link = self._link
             if self.generation > before or stays or link is None:
                 return self.generation > before
@@ -206,7 +206,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         return False
 
     def _join(self) -> None:
-        """Tell the hub that nothing runs here any more."""
+        """Tell the hub that this host has stopped its ranks, and how many processes it can offer."""
         with self._changed:
             self._reason, self._waiting, self._awaited, self._is_spare = "", {}, "", False
             link = self._link
@@ -229,14 +229,14 @@ class SeveralHostsRendezvous(RendezvousHandler):
             }
         )
 
-    def _raise_last_word(self, message: Message) -> None:
-        """Raise the error by which another host has ended the run; or let the agent end after its results."""
+    def _raise_end(self, message: Message) -> None:
+        """Raise RankError if another host has failed; after results, what ends torch's agent normally."""
         if message["kind"] == "finished":
             raise RendezvousGracefulExitError("the run has finished")
         raise RankError(f"{message['why']}.", -1, "")
 
     def _require_time(self, deadline: float) -> None:
-        """Raise CommunicationError after the deadline."""
+        """Raise CommunicationError, with the hosts that are missing, after the deadline."""
         if time.monotonic() <= deadline or self._is_spare:
             return
         own, limit = f"host {self._place.number}", f"{self._limit:g} s"
@@ -256,7 +256,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         )
 
     def _receive(self, link: HostLink, message: Message | None) -> None:
-        """Take a message of the hub, or None when it is gone; called in a thread."""
+        """Handle a message of the hub, None when the connection has ended; called by its thread."""
         with self._changed:
             if link is not self._link:
                 return
@@ -276,7 +276,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
             elif kind == "waiting":
                 self._waiting = {int(host): (one[0], one[1]) for host, one in message["hosts"].items()}
             elif kind in ("end", "finished"):
-                self._last_word = message
+                self._end_message = message
             if kind in ("gone", "refused", "restart", "end", "finished"):
                 os.eventfd_write(self._news, 1)
             self._changed.notify_all()
@@ -284,7 +284,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
             link.close()
 
     def _begin(self, message: Message) -> None:
-        """Make a message's world the current one; what comes after it is about this one."""
+        """Set the current world to that of a message, and reset what was known of the one before."""
         self._world, self.name, self._reason = world_of(message), str(message["name"]), ""
         self._waiting = {}
         self._about = {int(host): about for host, about in message["about"].items()}
@@ -323,12 +323,12 @@ class SeveralHostsRendezvous(RendezvousHandler):
         with suppress(BlockingIOError):
             os.eventfd_read(self._news)
         with self._changed:
-            if self._last_word is not None:
-                return "" if self._last_word["kind"] == "finished" else str(self._last_word["why"])
+            if self._end_message is not None:
+                return "" if self._end_message["kind"] == "finished" else str(self._end_message["why"])
             return self._reason
 
     def exchange_waiting(self, some: bool, each: bool) -> tuple[bool, bool]:
-        """Tell the other hosts whether some of the ranks here wait in vain, and whether all do.
+        """Send whether some and all ranks here wait too long; return the same of the other hosts.
 
         Returns whether some on other hosts do, and whether all do and this host is the first.
         """
@@ -341,7 +341,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         return any(one for one, _ in others), is_first and all(one for _, one in others)
 
     def finish(self, results: Sequence[bytes]) -> bool:
-        """Give the pickled results of this host's ranks; return whether all hosts have done so.
+        """Send the pickled results of this host's ranks; return whether all hosts have sent theirs.
 
         Raises PlaitError for a result that is no number, text, tensor, or container of them.
         """
@@ -357,13 +357,13 @@ class SeveralHostsRendezvous(RendezvousHandler):
             self._send({"kind": "done", "generation": self.generation, "results": texts})
             self._done = self.generation
         with self._changed:
-            return self._last_word is not None and self._last_word["kind"] == "finished"
+            return self._end_message is not None and self._end_message["kind"] == "finished"
 
     def end(self, why: str) -> None:
         """Tell the other hosts that the run ends, and why."""
         self._send({"kind": "end", "why": why})
         with self._changed:  # until the hub has told all: it may end with this process
-            self._changed.wait_for(lambda: self._last_word is not None or self._link is None, self._silence)
+            self._changed.wait_for(lambda: self._end_message is not None or self._link is None, self._silence)
 
     def _send(self, message: Message) -> None:
         with self._changed:
@@ -385,13 +385,13 @@ class SeveralHostsRendezvous(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """Return whether the run has ended."""
-        return self._last_word is not None
+        return self._end_message is not None
 
     def set_closed(self) -> None:
-        """Do nothing: `end` tells why."""
+        """Do nothing, though torch's interface has it: `end` tells other hosts that the run ends, and why."""
 
     def shutdown(self) -> bool:
-        """Send what is still to be sent, and leave the other hosts; return True."""
+        """Send remaining messages, close the connections to other hosts, and return True."""
         with self._changed:
             link, self._link, is_shut, self._is_shut = self._link, None, self._is_shut, True
         if link is not None:

@@ -202,7 +202,7 @@ class Supervisor(SimpleElasticAgent):
         return self._settings.replace == "later" and not isinstance(self._host, SeveralHostsRendezvous)
 
     def _ranks_of(self, processes: int) -> int:
-        """Return how many of so many processes are ranks; 0: too few."""
+        """Return how many ranks so many processes can be, by `Elastic.ranks_of`; 0: too few."""
         most = min(processes, self._wanted)
         count = most if self._settings.ranks_of is None or not most else self._settings.ranks_of(most)
         return count if count <= most else 0
@@ -246,7 +246,7 @@ class Supervisor(SimpleElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     def _failures(self) -> list[RankFailure]:
-        """Return how ranks have failed; those are left out that have only left for a larger world."""
+        """Return the failures of ranks, without those that only left their world for a larger one."""
         reports = [one.report for one in self._running]
         return [one for one in reports if isinstance(one, RankFailure) and not one.is_world_change]
 
@@ -308,7 +308,7 @@ class Supervisor(SimpleElasticAgent):
                 self._running[self._ranks_here.index(rank)].kill()
 
     def _note_elsewhere(self) -> None:
-        """Print why other hosts make this one stop, and note for its ranks what they may not load."""
+        """Print why other hosts made this one stop; after wrong bits also limit what ranks may load."""
         reason, failure = self._host.reason(), self._host.failure_elsewhere()
         if failure is not None:
             reason, last_good_step, ranks = failure

@@ -124,7 +124,7 @@ class Channels:
             self.withdraw(sequence)
 
     def withdraw(self, sequence: int) -> None:
-        """Finish the announced call `sequence` without a comparison, if it was not compared already."""
+        """Mark the announced call `sequence` as done without comparing it, if it was not compared already."""
         if sequence in self._announced:
             self._announced.remove(sequence)
             self.acknowledge(sequence)
