@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/survive/repeated_failures.py [--seconds 600] [--every 30] [--row NAME ...]
 
-Effective time: the steps that are kept, times the time of a step without failures, snapshots and supervisor,
+Effective time: the steps that are kept, times the time of a step without failures, snapshots and supervisor
+(measured before and after the row, since a machine is not always equally fast; the mean of both),
 divided by the time from the first step to the end of the run. Steps that are computed twice count once.
 "Without new steps": the time around failures in which no step was finished that counts, but for that of one
 step, as a share of all time: other work on the machine changes it less. Losses have to be those of the run
@@ -39,7 +40,7 @@ from plait.ranks.collectives import all_reduce
 
 ROWS, CONTEXT, VOCAB = 8, 128, 512
 MEASURED = 60.0
-"""Seconds of the run without failures, at most."""
+"""Seconds of the runs without failures, before and after together, at most."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def steps_of(folder: Path) -> list[tuple[int, str, float]]:
 
 
 def undisturbed(run: Run, seconds: float) -> tuple[float, dict[int, str]]:
-    """The median time of a step without failures, and the losses by step."""
+    """Return the median time of a step without failures, and the losses by step."""
     with tempfile.TemporaryDirectory(prefix="survive-") as name:
         plain(Path(name), replace(run, keeps="nothing", seconds=seconds))
         ended = sorted((step, at) for step, _, at in steps_of(Path(name)))
@@ -211,25 +212,28 @@ def _median(ended: Mapping[int, float]) -> float:
     return statistics.median(ended[step + 1] - ended[step] for step in range(len(ended) - 1))
 
 
-def measure(row: Row, seconds: float, every: float, step_seconds: float, expected: dict[int, str]) -> str:
-    """The cells of a row, measured; asserts that the losses are the expected ones."""
+def measure(row: Row, seconds: float, every: float) -> str:
+    """Return the cells of a row; asserts that the losses are those of the runs without failures."""
+    apart = min(MEASURED, seconds / 3) / 2
+    before, expected = undisturbed(row.run, apart)
     with tempfile.TemporaryDirectory(prefix="survive-") as name:
         folder = Path(name)
         with failures(folder, every, seconds) as times:
             row.start(folder, replace(row.run, seconds=seconds))
         steps, began = steps_of(folder), float((folder / "began").read_text())
+    after, again = undisturbed(row.run, apart)
     losses: dict[int, str] = {}
     for step, loss, _ in steps:
         assert losses.setdefault(step, loss) == loss, f"step {step} was computed again with another loss"
     kept, wall = len(losses), max(seconds, max(at for _, _, at in steps) - began)
     assert sorted(losses) == [*range(kept)]
-    assert all(losses[step] == loss for step, loss in expected.items() if step < kept)
+    assert all(losses[step] == loss for step, loss in (expected | again).items() if step < kept)
     first = {step: at for step, _, at in sorted(steps, key=lambda one: one[2], reverse=True)}
     own, ends = _median(first), sorted([began, *first.values()])
     gaps = {bisect(ends, time) for time in times}
     idle = sum(ends[at] - ends[at - 1] - own for at in gaps if at < len(ends)) / wall
-    shown = f"{step_seconds * 1e3:.0f}, {own * 1e3:.0f}"
-    return f"{len(times)} | {kept} | {shown} | {kept * step_seconds / wall:.1%} | {idle:.1%}"
+    shown = ", ".join(f"{one * 1e3:.0f}" for one in (before, own, after))
+    return f"{len(times)} | {kept} | {shown} | {kept * (before + after) / 2 / wall:.1%} | {idle:.1%}"
 
 
 def main() -> None:
@@ -245,14 +249,13 @@ def main() -> None:
         plait.launch(train, options.rank, run, device="cpu", timeout=60.0)
         return
     print(
-        "| ranks | failures | steps kept | a step without failures, and between them, ms | effective time "
-        "| without new steps |"
+        "| ranks | failures | steps kept | a step without failures before, between failures, after, ms "
+        "| effective time | without new steps |"
     )
     print("|---|---|---|---|---|---|")
     for row in TABLE:
         if not options.row or row.name in options.row:
-            known = undisturbed(row.run, min(MEASURED, options.seconds / 3))
-            print(f"| {row.what} | {measure(row, options.seconds, options.every, *known)} |", flush=True)
+            print(f"| {row.what} | {measure(row, options.seconds, options.every)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ def keep_run(run: KeptRun) -> None:
     _KEPT.set(replace(run, generation=generation_of_rank()))
 
 
+def forget_connections_of_kept_run() -> bool:
+    """Drop the connections of the stored run, whose world has failed; return whether one is stored."""
+    kept = _KEPT.get()
+    if kept is not None:
+        kept.engine.mesh.forget_connections()
+    return kept is not None
+
+
 def take_kept_run() -> KeptRun | None:
     """Return and remove the run that this process stored in the previous world; None if there is none.
 

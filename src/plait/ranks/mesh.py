@@ -241,6 +241,14 @@ class GridMesh:
         if self._ranks is not None:
             self._ranks.close()
 
+    def forget_connections(self) -> None:
+        """Drop the connections of all groups without communication, after a failure of other ranks.
+
+        Groups of the mesh cannot be used afterwards; sizes, ranks and coordinates can.
+        """
+        if self._ranks is not None:
+            self._ranks.forget()
+
     def __deepcopy__(self, memo: object) -> GridMesh:
         """Return this mesh itself, so that a copied module communicates with the same ranks."""
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,6 +48,23 @@ def reshard_kept(
     kept = take_kept_run()
     if not supervisor_of_rank():
         return None
+    moved = _moved(kept, model, optimizer, plan, mesh, loss, rules)
+    if moved is None and kept is not None:
+        del kept
+        gc.collect()  # layers refer to each other: else the engine would take memory beside the next one
+    return moved
+
+
+def _moved(
+    kept: KeptRun | None,
+    model: Callable[[], nn.Module],
+    optimizer: OptimizerMaker,
+    plan: Plan,
+    mesh: Mesh,
+    loss: GivenLoss,
+    rules: Rules | None,
+) -> tuple[Engine, Any] | None:
+    """Return the engine and optimizer of the run that ranks have kept, moved; None as `reshard_kept`."""
     own = "" if kept is None else json.dumps([kept.step, kept.state, kept.engine.mesh.rank])
     if newest_good_step() is not None:  # wrong bits may be in memory; not each host may know
         own = _WRONG

@@ -27,6 +27,7 @@ from plait.errors import PlaitError
 from plait.ranks.device import finish_queued_work, has_used_accelerator
 from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.process_watch import end_orphan, end_process
+from plait.ranks.kept_run import forget_connections_of_kept_run
 from plait.ranks.launch.rank_connections import RankConnections
 from plait.ranks.launch.rank_job import RankJob, dumps_result, loads_call, stack_file
 from plait.ranks.launch.world_membership import join_world, leave_world
@@ -88,9 +89,11 @@ def _leave_failed_world() -> None:
 
     A GPU may still wait for a lost rank: then too.
     """
+    is_kept = forget_connections_of_kept_run()
     if has_used_accelerator() or not leave_world(_SECONDS_TO_LEAVE):
         end_process(1)
-    gc.collect()
+    if not is_kept:  # what takes it, or drops it, collects
+        gc.collect()
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:

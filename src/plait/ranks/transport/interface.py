@@ -144,3 +144,7 @@ class RankTransports(Protocol):
     def close(self) -> None:
         """Close all transports that `connect` made."""
         return
+
+    def forget(self) -> None:
+        """Drop all transports' connections without communication, since their world has failed."""
+        return

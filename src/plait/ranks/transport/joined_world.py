@@ -34,6 +34,7 @@ class Processes:
         """The failure log in the store of the rendezvous, available after `discover`."""
         self._host: HostRanks | None = None
         self._made: list[dist.ProcessGroup] = []
+        self._transports: list[TorchTransport] = []
         self._connected = 0
         """The number of calls of `connect`."""
 
@@ -46,14 +47,17 @@ class Processes:
         """Return a transport over the default process group; None for one rank alone."""
         if self.size == 1:
             return None
-        assert dist.group.WORLD is not None
-        return TorchTransport(dist.group.WORLD, self.rank)
+        return self._over_world()
 
     def discover(self, timeout: float) -> None:
         """Find the ranks that share this rank's host. Blocks until all ranks have called it."""
-        assert dist.group.WORLD is not None
         self.failure_log = failure_log_of_world(self.rank, timeout)
-        self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
+        self._host = discover_host(self._over_world())
+
+    def _over_world(self) -> TorchTransport:
+        assert dist.group.WORLD is not None
+        self._transports.append(TorchTransport(dist.group.WORLD, self.rank))
+        return self._transports[-1]
 
     def connect(
         self, groups: Sequence[tuple[int, ...]], name: str, timeout: float, max_ctas: int | None = None
@@ -66,7 +70,7 @@ class Processes:
         mesh = "plait/alone" if self.failure_log is None else self.failure_log.prefix
         key = f"{mesh}/{self._connected}"
         self._connected += 1
-        mine: Transport | None = None
+        mine: TorchTransport | None = None
         for ranks in groups:
             if len(ranks) == 1 or (self.rank not in ranks and not splits_communicators()):
                 continue
@@ -78,6 +82,7 @@ class Processes:
                     mine = SharedMemoryTransport(made, index, host, ranks, timeout)
                 else:
                     mine = TorchTransport(made, index)
+                self._transports.append(mine)
         return mine
 
     def _new_group(
@@ -113,6 +118,20 @@ class Processes:
         for process_group in self._made:
             dist.destroy_process_group(process_group)
         self._made.clear()
+
+    def forget(self) -> None:
+        """Close the channels of this host and drop all references to process groups.
+
+        A group that something still refers to keeps its connections, also when torch has destroyed it; Gloo's
+        thread then looks again and again at a message that nobody receives any more, and takes a whole core.
+        """
+        if self._host is not None:
+            self._host.close()
+        for transport in self._transports:
+            transport.forget_process_group()
+        self._transports.clear()
+        self._made.clear()
+        vars(self).pop("own_process_group", None)
 
 
 def joined_processes() -> Processes | None:

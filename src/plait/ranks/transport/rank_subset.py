@@ -41,3 +41,7 @@ class RankSubset(RankTransports):
     def close(self) -> None:
         """Close all transports, also those over all ranks."""
         self.everyone.close()
+
+    def forget(self) -> None:
+        """Drop the connections of all transports, also of those over all ranks."""
+        self.everyone.forget()

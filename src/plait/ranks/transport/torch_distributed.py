@@ -68,6 +68,10 @@ class TorchTransport:
         self.size = process_group.size()
         self.index = index
 
+    def forget_process_group(self) -> None:
+        """Drop the process group, which ends with its last reference; then no operation can start."""
+        del self.process_group
+
     @cached_property
     def carries_cpu_tensors(self) -> bool:
         """Whether CPU tensors can be sent: the group has the Gloo backend."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextvars import copy_context
 from pathlib import Path
@@ -12,11 +13,22 @@ import torch
 from snapshot_runs import step_once
 
 import plait
+from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.errors import CommunicationError, ReplicaError
-from plait.ranks.kept_run import KeptRun, take_kept_run
-from plait.ranks.supervised_rank import variables_of_supervisor
+from plait.ranks.kept_run import KeptRun, keep_run, take_kept_run
+from plait.ranks.supervised_rank import go_on_before, variables_of_supervisor
 
 LOST = CommunicationError("another rank is lost")
+
+
+def model() -> torch.nn.Module:
+    return plait.models.gpt2(layers=1, hidden=16, heads=2, vocab=32, context=8)
+
+
+def new_run() -> tuple[Any, torch.optim.Optimizer]:
+    plan = plait.Plan()
+    engine = plait.parallelize(model(), plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    return engine, torch.optim.AdamW(engine.parameters())
 
 
 def kept_after(
@@ -36,10 +48,7 @@ def kept_after(
         for name, value in variables_of_supervisor(str(folder), 3).items():
             patch.setenv(name, value)
         assert take_kept_run() is None
-        plan = plait.Plan()
-        model = plait.models.gpt2(layers=1, hidden=16, heads=2, vocab=32, context=8)
-        engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
-        optimizer = torch.optim.AdamW(engine.parameters())
+        engine, optimizer = new_run()
         snapshots = plait.Snapshots(engine, optimizer, every=9, folder=folder)
         for step in range(2):
             step_once(engine, optimizer, step)
@@ -81,3 +90,23 @@ def test_a_run_that_has_failed_itself_is_not_kept(tmp_path: Path, monkeypatch: p
 
 def test_a_run_is_kept_for_the_next_world_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept_after(tmp_path, monkeypatch, begin_a_step, later=2) is None
+
+
+def test_a_kept_run_that_cannot_move_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop_after_wrong_bits() -> int:
+        for name, value in variables_of_supervisor(str(tmp_path), 3).items():
+            monkeypatch.setenv(name, value)
+        assert take_kept_run() is None
+        engine, optimizer = new_run()
+        unit = weakref.ref(engine.runtime)
+        keep_run(KeptRun(engine, optimizer, 2, {}, engine.run_state))
+        del engine, optimizer
+        for name, value in variables_of_supervisor(str(tmp_path), 4).items():
+            monkeypatch.setenv(name, value)
+        go_on_before(str(tmp_path), 1)
+        plan = plait.Plan()
+        moved = reshard_kept(model, torch.optim.AdamW, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+        assert moved is None
+        return 0 if unit() is None else 1
+
+    assert copy_context().run(drop_after_wrong_bits) == 0

@@ -1,0 +1,41 @@
+"""The connections of a world that failed end, although a process keeps the mesh of its run."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from plait.ranks.collectives import all_reduce
+from plait.ranks.kept_run import KeptRun, forget_connections_of_kept_run, keep_run, take_kept_run
+from plait.ranks.launch.world_membership import leave_world
+from plait.ranks.mesh import GridMesh
+
+
+def threads_of_gloo() -> int:
+    """Return how many threads look after connections of Gloo: one for each process group."""
+    gc.collect()
+    return sum("gloo_tcp" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+def threads_before_and_after_leaving() -> tuple[int, int]:
+    take_kept_run()
+    mesh = GridMesh(rows=1, columns=2)
+    all_reduce(torch.zeros(1 << 20), mesh.group("columns"), "sum").wait()
+    before = threads_of_gloo()
+    keep_run(KeptRun(SimpleNamespace(mesh=mesh), None, 1, {}, {}))
+    forget_connections_of_kept_run()
+    leave_world()
+    found = threads_of_gloo()
+    assert mesh.size("columns") == 2
+    take_kept_run()
+    return before, found
+
+
+def test_leaving_a_world_ends_its_process_groups_although_the_mesh_is_kept(rank_pool: Any) -> None:
+    for before, after in rank_pool.run(threads_before_and_after_leaving, ranks=2):
+        assert before >= 2
+        assert after == 0
