@@ -1,13 +1,14 @@
 """How much of its time does a run use for steps that count, where a rank is killed every 30 seconds?
 
-    .venv/bin/python benchmarks/survive/repeated_failures.py [--seconds 600] [--every 30] [--row NAME ...]
+    .venv/bin/python benchmarks/survive/repeated_failures.py [--row NAME ...] [--runs 10] [--seconds 60]
+                                                             [--every 30]
 
-Effective time: the steps that are kept, times the time of a step without failures, snapshots and supervisor
-(measured before and after the row, since a machine is not always equally fast; the mean of both),
-divided by the time from the first step to the end of the run. Steps that are computed twice count once.
-"Without new steps": the time around failures in which no step was finished that counts, but for that of one
-step, as a share of all time: other work on the machine changes it less. Losses have to be those of the run
-without failures, bit by bit. A try: --seconds 90 --every 15.
+A row is ten runs of a minute, and between them short runs without failures, snapshots and supervisor: a
+machine is not always equally fast. Effective time: the steps that a run keeps, times the time of a step in
+the runs before and after it (the mean of their medians), divided by its time from the first step to its end.
+Steps that are computed twice count once. "Without new steps": the time around failures in which no step was
+finished that counts, but for that of one step, as a share of all time. Losses have to be those of the runs
+without failures, bit by bit. A try: --runs 2 --seconds 40 --every 15.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.ranks.collectives import all_reduce
 
 ROWS, CONTEXT, VOCAB = 8, 128, 512
-MEASURED = 60.0
-"""Seconds of the runs without failures, before and after together, at most."""
+UNDISTURBED = 10.0
+"""Seconds of each run without failures."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Run:
     strategy: str
     keeps: str = "memory"
     """In memory, on disk, or not at all."""
-    seconds: float = 600.0
+    seconds: float = 60.0
     every: int = 10
     """Steps between snapshots, or checkpoints."""
 
@@ -121,18 +122,19 @@ def _is_over(folder: Path, run: Run, mesh: plait.Mesh) -> bool:
 
 
 @contextmanager
-def failures(folder: Path, every: float, seconds: float) -> Iterator[list[float]]:
-    """Context in which a rank is killed `every` so many seconds of the run's; yields when one was.
+def failures(folder: Path, every: float, seconds: float, seed: int) -> Iterator[list[float]]:
+    """Context in which a rank is killed `every` so many seconds, first after half of them.
 
-    Which one is drawn from a seed.
+    Yields the times. Which one is killed is drawn from a seed.
     """
-    ended, times, dice = threading.Event(), list[float](), random.Random(0)
+    ended, times, dice = threading.Event(), list[float](), random.Random(seed)
 
     def kill() -> None:
         while not (folder / "began").exists() and not ended.wait(0.1):
             pass
-        until = time.monotonic() + seconds
-        while not ended.wait(every) and time.monotonic() < until:
+        until, pause = time.monotonic() + seconds, every / 2
+        while not ended.wait(pause) and time.monotonic() < until:
+            pause = every
             with suppress(OSError, ValueError):
                 os.kill(int((folder / f"process-{dice.randrange(4)}").read_text()), signal.SIGKILL)
                 times.append(time.monotonic())
@@ -198,10 +200,10 @@ def steps_of(folder: Path) -> list[tuple[int, str, float]]:
     return [tuple(json.loads(line)) for file in files for line in file.read_text().splitlines()]
 
 
-def undisturbed(run: Run, seconds: float) -> tuple[float, dict[int, str]]:
+def undisturbed(run: Run) -> tuple[float, dict[int, str]]:
     """Return the median time of a step without failures, and the losses by step."""
     with tempfile.TemporaryDirectory(prefix="survive-") as name:
-        plain(Path(name), replace(run, keeps="nothing", seconds=seconds))
+        plain(Path(name), replace(run, keeps="nothing", seconds=UNDISTURBED))
         ended = sorted((step, at) for step, _, at in steps_of(Path(name)))
         losses = {step: loss for step, loss, _ in steps_of(Path(name))}
     return _median(dict(ended)), losses
@@ -212,34 +214,68 @@ def _median(ended: Mapping[int, float]) -> float:
     return statistics.median(ended[step + 1] - ended[step] for step in range(len(ended) - 1))
 
 
-def measure(row: Row, seconds: float, every: float) -> str:
-    """Return the cells of a row; asserts that the losses are those of the runs without failures."""
-    apart = min(MEASURED, seconds / 3) / 2
-    before, expected = undisturbed(row.run, apart)
+@dataclass(frozen=True)
+class Measured:
+    """What one run with failures has shown; times in seconds."""
+
+    failures: int
+    losses: dict[int, str]
+    wall: float
+    step: float
+    """The median time of a step between failures."""
+    idle: float
+    """Without new steps."""
+
+
+def measure(row: Row, every: float, seed: int) -> Measured:
+    """Run once with failures. Asserts that a step that was computed twice has the same loss."""
     with tempfile.TemporaryDirectory(prefix="survive-") as name:
         folder = Path(name)
-        with failures(folder, every, seconds) as times:
-            row.start(folder, replace(row.run, seconds=seconds))
+        with failures(folder, every, row.run.seconds, seed) as times:
+            row.start(folder, row.run)
         steps, began = steps_of(folder), float((folder / "began").read_text())
-    after, again = undisturbed(row.run, apart)
     losses: dict[int, str] = {}
     for step, loss, _ in steps:
         assert losses.setdefault(step, loss) == loss, f"step {step} was computed again with another loss"
-    kept, wall = len(losses), max(seconds, max(at for _, _, at in steps) - began)
-    assert sorted(losses) == [*range(kept)]
-    assert all(losses[step] == loss for step, loss in (expected | again).items() if step < kept)
+    assert sorted(losses) == [*range(len(losses))]
+    wall = max(row.run.seconds, max(at for _, _, at in steps) - began)
     first = {step: at for step, _, at in sorted(steps, key=lambda one: one[2], reverse=True)}
     own, ends = _median(first), sorted([began, *first.values()])
     gaps = {bisect(ends, time) for time in times}
-    idle = sum(ends[at] - ends[at - 1] - own for at in gaps if at < len(ends)) / wall
-    shown = ", ".join(f"{one * 1e3:.0f}" for one in (before, own, after))
-    return f"{len(times)} | {kept} | {shown} | {kept * (before + after) / 2 / wall:.1%} | {idle:.1%}"
+    idle = sum(ends[at] - ends[at - 1] - own for at in gaps if at < len(ends))
+    return Measured(len(times), losses, wall, own, idle)
+
+
+def cells(row: Row, runs: int, every: float) -> str:
+    """Return the cells of a row. Asserts that losses are those of the runs without failures."""
+    apart, found = [undisturbed(row.run)], list[Measured]()
+    for seed in range(runs):
+        found.append(measure(row, every, seed))
+        apart.append(undisturbed(row.run))
+    for _, expected in apart:
+        for one in found:
+            assert all(one.losses[step] == loss for step, loss in expected.items() if step in one.losses)
+    wall = sum(one.wall for one in found)
+    shares = [
+        len(one.losses) * (before + after) / 2 / one.wall
+        for one, (before, _), (after, _) in zip(found, apart, apart[1:], strict=False)
+    ]
+    step, without = (
+        statistics.median(times) for times in ([one.step for one in found], [t for t, _ in apart])
+    )
+    kept = sum(len(one.losses) for one in found)
+    idle = sum(one.idle for one in found) / wall
+    return (
+        f"{sum(one.failures for one in found)} | {kept} | {without * 1e3:.0f}, {step * 1e3:.0f} "
+        f"| {statistics.mean(shares):.1%} ({min(shares):.0%} to {max(shares):.0%}) | {idle:.1%}"
+    )
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of each row")
+    parser.add_argument("--runs", type=int, default=10, help="of each row")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between two failures")
     parser.add_argument("--row", nargs="*", choices=[row.name for row in TABLE], help="only these")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -249,13 +285,14 @@ def main() -> None:
         plait.launch(train, options.rank, run, device="cpu", timeout=60.0)
         return
     print(
-        "| ranks | failures | steps kept | a step without failures before, between failures, after, ms "
-        "| effective time | without new steps |"
+        "| ranks | failures | steps kept | a step without failures, and between them, ms | effective time "
+        "| without new steps |"
     )
     print("|---|---|---|---|---|---|")
     for row in TABLE:
         if not options.row or row.name in options.row:
-            print(f"| {row.what} | {measure(row, options.seconds, options.every)} |", flush=True)
+            own = replace(row, run=replace(row.run, seconds=options.seconds))
+            print(f"| {row.what} | {cells(own, options.runs, options.every)} |", flush=True)
 
 
 if __name__ == "__main__":
