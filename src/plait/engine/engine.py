@@ -17,11 +17,11 @@ from plait.engine.build_router_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
 from plait.engine.inference import generated, model_output
-from plait.engine.recorder import Recording
 from plait.engine.runner import InstructionObserver, Runner, Runtime
-from plait.engine.settings_check import StepAgreement
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.engine.sharding.replica_check import check_replicas
+from plait.engine.step_agreement import StepAgreement
+from plait.engine.step_recorder import Recording
 from plait.engine.whole_tensors import load_state_dict, named_gradients, state_dict
 from plait.errors import NonFiniteError, PlanError, ReplicaError, ScheduleError
 from plait.models.layers.layer_sequence import evaluating
@@ -35,7 +35,7 @@ from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.costs import Costs, is_within
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import AUTO, schedule
+from plait.schedules.search.schedule_by_policy import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
 from plait.tensor.experts.step_balance import ExpertLoad
 from plait.tensor.layer_values import Value

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.models.float8_linears import RunningLinears
-from plait.tensor.autograd.cast_inputs import CastInputs
+from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.parallel.linear import RegionBoundary
 

@@ -14,7 +14,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import peak_memory
 from plait.schedules.named_schedules import POLICIES, RankPosition, forward_only, policy_schedule
 from plait.schedules.schedule import Placement
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 TIMELINES = {
     ("gpipe", 1, 3): ["F0 F1 F2 B0 B1 B2"],

@@ -22,7 +22,7 @@ from plait.estimate.prediction.prediction import Prediction
 from plait.estimate.search.plan_changes import PlanChange
 from plait.estimate.search.plan_search import PlanFrontier, PlanSearchResult
 from plait.estimate.time.goodput import Goodput
-from plait.pictures.markup import bar, legend, section, table
+from plait.pictures.html_elements import bar, legend, section, table
 from plait.pictures.quantities import memory_text, microbatches_text, seconds_text
 from plait.pictures.report.charts import Figure
 from plait.pictures.report.page import draw_prediction

@@ -15,7 +15,7 @@ from plait.errors import ConfigError, ModelError, listed
 from plait.plan.axes import PLAN_AXES
 from plait.plan.decoder_sizes import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples
 from plait.plan.plan import Plan
-from plait.schedules.search.api import default_chunks
+from plait.schedules.search.schedule_by_policy import default_chunks
 
 _COUNTS = (
     "heads",

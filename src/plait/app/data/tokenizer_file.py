@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.app.data.chat_records import short_json
-from plait.app.data.checked_files import read_json_object
+from plait.app.data.checksummed_files import read_json_object
 from plait.errors import ConfigError, DataError, missing_package
 from plait.files import read_bytes
 

@@ -21,7 +21,7 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import Memory
 from plait.package import version_of
-from plait.pictures.report.run_file import (
+from plait.pictures.report.run_json import (
     FORMAT,
     PlannedLayer,
     PlannedTensor,

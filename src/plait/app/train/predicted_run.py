@@ -25,7 +25,7 @@ from plait.optimizers.optimizer_makers import takes_engine
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
 from plait.pictures.report.run_record import METRICS_FILE
-from plait.pictures.report.step_file import read_step
+from plait.pictures.report.step_json import read_step
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator, name_of
 

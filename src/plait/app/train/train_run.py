@@ -13,9 +13,10 @@ from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaCh
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder_lock import LOCK, locked_folder
-from plait.app.loop.stragglers import Stragglers
+from plait.app.loop.straggler_callback import Stragglers
 from plait.app.loop.validation import Validation
-from plait.app.train.fewer_ranks import config_of_world
+from plait.app.train.one_rank_comparison import Comparison, LossAndNorm, compare_steps
+from plait.app.train.plan_for_fewer_ranks import config_of_world
 from plait.app.train.predicted_run import (
     peak_line,
     predict_memory,
@@ -23,7 +24,6 @@ from plait.app.train.predicted_run import (
     prediction_line,
     step_lines,
 )
-from plait.app.train.reference_steps import Comparison, LossAndNorm, compare_steps
 from plait.app.train.run_callbacks import (
     FIELD,
     WRITTEN,

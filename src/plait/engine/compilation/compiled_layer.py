@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from plait.engine.compilation.graph_division import JointGraph, divided
 from plait.engine.compilation.graphs_and_eager_operations import operations_of
 from plait.engine.compilation.layer_call import LayerCall
-from plait.engine.compilation.layer_steps import LayerOperations, with_strides
+from plait.engine.compilation.layer_operations import LayerOperations, with_strides
 from plait.engine.compilation.torch_compiler import (
     COMPILER_LOCK,
     example_of,
@@ -32,8 +32,8 @@ from plait.engine.compilation.torch_compiler import (
 from plait.errors import ModelError
 from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.plan.plan import Recompute
-from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.eager_operations import TRACE, LayerTrace
+from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
 

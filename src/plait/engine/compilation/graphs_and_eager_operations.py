@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from plait.engine.compilation.autograd_calls import autograd_call, autograd_call_backward
+from plait.engine.compilation.eager_autograd_calls import autograd_call, autograd_call_backward
 from plait.engine.compilation.layer_call import LayerCall
-from plait.engine.compilation.layer_steps import (
+from plait.engine.compilation.layer_operations import (
     LayerOperation,
     LayerOperations,
     StoredResult,

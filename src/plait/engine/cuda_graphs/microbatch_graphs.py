@@ -23,7 +23,7 @@ from plait.engine.cuda_graphs.recordable_segments import SegmentPlace
 from plait.engine.pipeline.stage import Gradients
 from plait.errors import PlanError
 from plait.schedules.action import Kind
-from plait.tensor.dropout_table import MaskTable
+from plait.tensor.cuda_graph_dropout_keys import MaskTable
 from plait.tensor.layer_values import Value, leaf_of, list_of_tensors, map_tensors
 
 

@@ -29,8 +29,8 @@ from plait.engine.pipeline.executor import Calls, RunCalls
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.schedules.lowering.program import Segment
+from plait.tensor.cuda_graph_dropout_keys import MaskNotes, MaskTable
 from plait.tensor.dropout import DropoutGenerator
-from plait.tensor.dropout_table import MaskNotes, MaskTable
 from plait.tensor.layer_values import map_tensors
 
 EAGER_STEPS = 2

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.rank_contents import empty_state, parameter_key
 from plait.engine.engine import Engine
-from plait.engine.resharding.moves import GRADIENT, MovedTensor, Moves, PlacedBlueprint, Round
+from plait.engine.resharding.planned_transfers import GRADIENT, MovedTensor, Moves, PlacedBlueprint, Round
 from plait.engine.resharding.rank_report import HeldTensor, held_tensors
 from plait.engine.sharding.unit import Unit
 from plait.engine.whole_tensors import TensorLocation

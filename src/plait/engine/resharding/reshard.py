@@ -17,7 +17,6 @@ from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint
 from plait.engine.parallelize import assemble_engine, refuse_unavailable
 from plait.engine.resharding.arriving_values import ArrivingValues, LeavingValues
-from plait.engine.resharding.moves import Moves, PlacedBlueprint, plan_moves
 from plait.engine.resharding.optimizer_of_new_engine import (
     OptimizerMaker,
     go_on_with,
@@ -26,6 +25,7 @@ from plait.engine.resharding.optimizer_of_new_engine import (
     regroup,
     set_state,
 )
+from plait.engine.resharding.planned_transfers import Moves, PlacedBlueprint, plan_moves
 from plait.engine.resharding.rank_contribution import RankContribution
 from plait.engine.resharding.rank_report import RankReport
 from plait.engine.whole_tensors import TensorLocation, locate_tensors

@@ -10,8 +10,8 @@ from torch import nn
 
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.engine.engine import Engine
-from plait.engine.resharding.moves import PlacedBlueprint, lost_parameter
 from plait.engine.resharding.optimizer_of_new_engine import OptimizerMaker
+from plait.engine.resharding.planned_transfers import PlacedBlueprint, lost_parameter
 from plait.engine.resharding.reshard import reshard
 from plait.errors import PlanError
 from plait.plan.plan import Plan

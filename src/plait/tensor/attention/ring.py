@@ -27,9 +27,7 @@ from torch import Tensor
 
 from plait.ranks.collectives import all_to_all_uneven
 from plait.ranks.group import Group
-from plait.tensor.attention.exchange_plan import Mask, PeerBlock, add_selected, exchange_plan, selected
-from plait.tensor.attention.fused_kernels import Attended, PackedCall
-from plait.tensor.attention.kernels import (
+from plait.tensor.attention.block_attention import (
     Scaling,
     WeightDropout,
     WeightDropoutMask,
@@ -40,6 +38,8 @@ from plait.tensor.attention.kernels import (
     merge_sinks,
     sinks_gradient,
 )
+from plait.tensor.attention.exchange_plan import Mask, PeerBlock, add_selected, exchange_plan, selected
+from plait.tensor.attention.fused_kernels import Attended, PackedCall
 from plait.tensor.attention.visibility import BlockCall
 from plait.tensor.autograd.kept_results import kept, next_result_is_kept
 from plait.tensor.running_sequence import LocalSequence

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.tensor.autograd.cast_inputs import carrier_like, sum_of_gradients
+from plait.tensor.autograd.float8_inputs import carrier_like, sum_of_gradients
 from plait.tensor.autograd.regather import Gather
 
 Operation = Callable[[Tensor], Tensor]

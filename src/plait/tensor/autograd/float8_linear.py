@@ -4,8 +4,8 @@
     I   cast G, W      dX = G W           queued: X and G in float8
     W                  dW = Gᵀ X          added to the weight's gradient buffer
 
-Linears that read the same input leave their G to the backward of its carrier (see `cast_inputs`), which casts
-them by one reduction of largest values.
+Linears that read the same input leave their G to the backward of its carrier (see `float8_inputs`), which
+casts them by one reduction of largest values.
 
 Products are summed in fp32. They are rounded to the dtype of the input where the sum is complete: outputs and
 input gradients that are summands of several ranks of `tp` are summed in fp32 first.
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.tensor.autograd.cast_inputs import (
+from plait.tensor.autograd.deferred_weight_gradients import add_product
+from plait.tensor.autograd.eager_operations import TRACE
+from plait.tensor.autograd.float8_inputs import (
     CastInput,
     InputGradient,
     LinearGradient,
@@ -31,8 +33,6 @@ from plait.tensor.autograd.cast_inputs import (
     own_part,
     wide,
 )
-from plait.tensor.autograd.deferred_weight_gradients import add_product
-from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.paired_collectives import SumOfSummands

@@ -35,7 +35,8 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
-from plait.tensor.autograd.cast_inputs import (
+from plait.tensor.autograd.eager_operations import TRACE, Operation, RecordedPair
+from plait.tensor.autograd.float8_inputs import (
     CastInputs,
     InputGradient,
     InputParts,
@@ -43,7 +44,6 @@ from plait.tensor.autograd.cast_inputs import (
     carrier_of,
     sum_of_gradients,
 )
-from plait.tensor.autograd.eager_operations import TRACE, Operation, RecordedPair
 from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
 

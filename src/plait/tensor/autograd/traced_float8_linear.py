@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.tensor.autograd.cast_inputs import CastInputs, carrier_like, wide
 from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace
+from plait.tensor.autograd.float8_inputs import CastInputs, carrier_like, wide
 from plait.tensor.autograd.float8_operands import (
     Groups,
     LinearCasts,

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlanError
 from plait.plan.layout.layout import Layout, divide
 from plait.ranks.group import Group
-from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.deferred_weight_gradients import linear
+from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import LinearCasts
 from plait.tensor.autograd.paired_collectives import (

@@ -31,7 +31,7 @@ from plait.verification.candidate.routing_checker import RoutingChecker
 from plait.verification.candidate.scale_checker import ScaleChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
-from plait.verification.reference.inner_differences import (
+from plait.verification.reference.differences_within_layers import (
     ComparedModules,
     InnerDifference,
     ModuleSketches,

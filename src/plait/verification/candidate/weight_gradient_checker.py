@@ -22,7 +22,7 @@ from plait.tensor.parallel.partition import is_sharded
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import epsilon_of
 from plait.verification.findings import ComparedBox, box_of
-from plait.verification.reference.inner_differences import InnerDifference
+from plait.verification.reference.differences_within_layers import InnerDifference
 from plait.verification.reference.recording import (
     NO_TOLERANCE,
     Tolerance,

@@ -15,7 +15,7 @@ from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.mixture import MixtureOfExperts, SharedExperts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
-from plait.verification.definitions.functions import Definitions, Forward
+from plait.verification.definitions.attention_and_dropout import Definitions, Forward
 
 
 def scores_of(routing: Routing, logits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from plait.models.huggingface import common, gpt
 from plait.models.huggingface import families as decoder
 from plait.models.huggingface.latent_attention import LatentAttention
 from plait.models.model_helpers import require_length
-from plait.verification.definitions.functions import Definitions, Forward
+from plait.verification.definitions.attention_and_dropout import Definitions, Forward
 from plait.verification.definitions.layers import joined_heads, split_heads
 from plait.verification.definitions.rotary import Angles, angles_at, rotated, scaled_frequencies
 

@@ -30,10 +30,10 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, ten
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
+from plait.verification.definitions.attention_and_dropout import Definitions, separated
 from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.float8_experts import experts_in_float8, quantise_experts
 from plait.verification.definitions.float8_layers import linears_in_float8, quantise_linears
-from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
 from plait.verification.definitions.routing_calls import RouterCall
@@ -44,7 +44,7 @@ from plait.verification.expected_dtypes import (
     epsilon_of,
 )
 from plait.verification.options import VerifyOptions
-from plait.verification.reference.inner_differences import ModuleSketches
+from plait.verification.reference.differences_within_layers import ModuleSketches
 from plait.verification.reference.recorded_routing import MARGIN, experts_in, records_of
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (

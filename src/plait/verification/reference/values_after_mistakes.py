@@ -16,9 +16,9 @@ from torch import Tensor
 
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
+from plait.verification.definitions.attention_and_dropout import Definitions
 from plait.verification.definitions.float8 import EightBits
-from plait.verification.definitions.functions import Definitions
-from plait.verification.reference.inner_differences import unequal_weights
+from plait.verification.reference.differences_within_layers import unequal_weights
 from plait.verification.step_location import RecordKey, Records, RecordScope
 
 NamedTensors = Iterator[tuple[str, Tensor]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.app.cli.main import main
-from plait.schedules.search.api import POLICY_NAMES, schedule
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES, schedule
 
 DEMO = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "4"]
 
@@ -199,7 +199,7 @@ def test_auto_prints_the_chosen_policy_and_the_bound(capsys: pytest.CaptureFixtu
 def test_auto_prints_how_far_the_schedule_is_from_the_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.schedules.search.auto.EXACT_SIZE", 0)
+    monkeypatch.setattr("plait.schedules.search.auto_search.EXACT_SIZE", 0)
     arguments = ["schedule", "auto", "--ranks", "3", "--microbatches", "4", "--chunks", "1", "--limit", "2"]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -15,10 +15,10 @@ from plait.errors import ConfigError, DataError
 from plait.pictures.quantities import bytes_text
 from plait.pictures.report.charts import figures_of
 from plait.pictures.report.page import read_runs, write_report
-from plait.pictures.report.run_file import PlannedTensor, PredictedRank, TensorShard, write_description
+from plait.pictures.report.run_json import PlannedTensor, PredictedRank, TensorShard, write_description
 from plait.pictures.report.run_record import read_run, write_event
 from plait.pictures.report.sections import samples_section
-from plait.pictures.report.step_file import RecordedRank, write_step
+from plait.pictures.report.step_json import RecordedRank, write_step
 from plait.pictures.report.warnings import stragglers, warnings_of
 
 

@@ -13,7 +13,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, AlternatingPolicy, BlockPolicy, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
-from plait.schedules.search.api import POLICY_NAMES, default_chunks, schedule
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES, default_chunks, schedule
 
 IN_TURNS = [name for name, policy in POLICIES.items() if isinstance(policy, AlternatingPolicy)]
 IN_PATTERN = {"zb-v": 4, "v-half": 3, "v-min": 2}

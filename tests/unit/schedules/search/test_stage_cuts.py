@@ -20,7 +20,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
 from plait.schedules.search import stage_cuts as module
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 from plait.schedules.search.stage_cuts import (
     CutSimulation,
     LayerCosts,

@@ -1,4 +1,4 @@
-"""`RecordedSums`: sums of tensors' bytes, which tell later whether memory changed without a write.
+"""`RecordedChecksums`: sums of tensors' bytes, which tell later whether memory changed without a write.
 
 torch counts the program's writes to a tensor (`Tensor._version`). A bit that flips in memory, or what another
 program writes, leaves the count as it was: so a tensor of another sum and the same count has wrong bits.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.engine.corruption.word_sums import WordSums
+from plait.engine.corruption.word_checksums import WordChecksums
 from plait.ranks.device import read_later
 from plait.tensor.autograd.regather import version_of
 
@@ -49,15 +49,15 @@ class RecordedNumbers(NamedTuple):
 
     places: Sequence[int]
     """Of these tensors among all that are recorded."""
-    words: WordSums | None
+    words: WordChecksums | None
     """None where tensors move, whose memory is not to be kept."""
     numbers: Tensor
-    """int64, as `WordSums.compute` returns them."""
+    """int64, as `WordChecksums.compute` returns them."""
     owners: Sequence[int]
     """For each number, the place of its tensor among all that are recorded."""
 
 
-class RecordedSums:
+class RecordedChecksums:
     """The sums of some tensors of one rank, to be compared with those of the same tensors later."""
 
     def __init__(self) -> None:
@@ -129,18 +129,18 @@ class RecordedSums:
         return read
 
     def _compute(self, part: RecordedNumbers) -> Tensor:
-        words = part.words or WordSums([self._each[place] for place in part.places])
+        words = part.words or WordChecksums([self._each[place] for place in part.places])
         return words.compute()
 
 
 def _parts_of(tensors: Sequence[NamedTensor]) -> list[RecordedNumbers]:
-    """Return for each device its tensors and the `WordSums` that computes their numbers."""
+    """Return for each device its tensors and the `WordChecksums` that computes their numbers."""
     places: dict[torch.device, list[int]] = {}
     for place, one in enumerate(tensors):
         places.setdefault(one.tensor.device, []).append(place)
     parts = []
     for device, own in places.items():
-        words = WordSums([tensors[place].tensor for place in own])
+        words = WordChecksums([tensors[place].tensor for place in own])
         owners = [own[number] for number in words.owners]
         parts.append(RecordedNumbers(own, words, torch.empty(0, device=device), owners))
     return parts

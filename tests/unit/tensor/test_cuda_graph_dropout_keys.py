@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from plait.tensor import dropout_mask
+from plait.tensor.cuda_graph_dropout_keys import MaskCall, MaskNotes, MaskTable
 from plait.tensor.dropout import key_of
 from plait.tensor.dropout_mask import DimPart, MaskKey, keep_mask
-from plait.tensor.dropout_table import MaskCall, MaskNotes, MaskTable
 
 CPU = torch.device("cpu")
 CALL = MaskCall("layer.drop", 0, 1)

@@ -12,9 +12,9 @@ from plait.errors import CommunicationError
 from plait.ranks.device import default_device
 from plait.ranks.failure.failure_log import FailureLog, failure_log_of_world
 from plait.ranks.transport.interface import RankTransports, Transport
-from plait.ranks.transport.local.transport import current_local_rank
 from plait.ranks.transport.shared_memory.group_channels import HostRanks, discover_host
 from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
+from plait.ranks.transport.threads.transport import current_thread_rank
 from plait.ranks.transport.torch_distributed import (
     TorchTransport,
     backends_of,
@@ -122,4 +122,4 @@ def joined_processes() -> Processes | None:
 
 def current_ranks() -> RankTransports | None:
     """Return the ranks that this one is in a run with, threads or processes; None outside a run."""
-    return current_local_rank() or joined_processes()
+    return current_thread_rank() or joined_processes()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.tensor.attention import attention
 from plait.tensor.attention.attention import attend, share_keys
-from plait.tensor.attention.kernels import AnyDropout, is_active
+from plait.tensor.attention.block_attention import AnyDropout, is_active
 from plait.tensor.dropout import Dropout
 from plait.tensor.layer_values import Value
 from plait.tensor.proof_marks import Replacements, replacing

@@ -1,4 +1,4 @@
-"""`LocalTransport`: transport of a group of threads; `LocalRank`: one thread's access to all ranks."""
+"""Transports between ranks that are threads: `ThreadTransport` of one group; `ThreadTransports` makes them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from plait.ranks.transport.buffers import Op, describe, dtype_name
 from plait.ranks.transport.interface import Pending, RangeSizes, RankTransports
-from plait.ranks.transport.local import operations
-from plait.ranks.transport.local.cooperative_scheduler import CooperativeScheduler, WaitCondition
-from plait.ranks.transport.local.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer
+from plait.ranks.transport.threads import operations
+from plait.ranks.transport.threads.cooperative_scheduler import CooperativeScheduler, WaitCondition
+from plait.ranks.transport.threads.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer
 
 Key = tuple[tuple[int, ...], int]
 """The ranks of a group, and its number among the groups of the same ranks."""
 
 
 @dataclass(eq=False)
-class LocalPending:
+class ThreadPending:
     """A collective or message that this thread has started; waiting for it writes the output."""
 
-    transport: LocalTransport
+    transport: ThreadTransport
     operation: CollectiveCall | Transfer
     written: Tensor | None
     missing: Callable[[], Sequence[int]]
@@ -44,7 +44,7 @@ class LocalPending:
         return self.operation.release(self.transport.index)
 
 
-class LocalTransport:
+class ThreadTransport:
     """One rank's `Transport` in a group whose ranks are threads of this process."""
 
     carries_cpu_tensors = True
@@ -111,12 +111,12 @@ class LocalTransport:
     def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
         """Start a send, complete when the receive is posted."""
         message = self._posted.transfer((self.index, destination, tag), sent=tensor.detach())
-        return LocalPending(self, message, None, lambda: (self.ranks[destination],))
+        return ThreadPending(self, message, None, lambda: (self.ranks[destination],))
 
     def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Post a receive."""
         message = self._posted.transfer((source, self.index, tag), buffer=buffer)
-        return LocalPending(self, message, buffer, lambda: (self.ranks[source],))
+        return ThreadPending(self, message, buffer, lambda: (self.ranks[source],))
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Return None: threads need no shared memory, since they share all of it."""
@@ -137,15 +137,15 @@ class LocalTransport:
         call.join(self.index, kind, None if read is None else read.detach(), compute)
         written = None if written is None else written.detach()
         ranks = self.ranks
-        return LocalPending(
+        return ThreadPending(
             self, call, written, lambda: [ranks[i] for i in range(len(ranks)) if i not in call.inputs]
         )
 
 
-MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int, float, str], LocalTransport]
+MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int, float, str], ThreadTransport]
 
 
-class LocalRank(RankTransports):
+class ThreadTransports(RankTransports):
     """One rank's `RankTransports`, where the ranks are threads of one process."""
 
     def __init__(
@@ -154,7 +154,7 @@ class LocalRank(RankTransports):
         scheduler: CooperativeScheduler,
         groups: dict[Key, GroupOperations],
         shared_results: dict[Hashable, Any],
-        make_transport: MakeTransport = LocalTransport,
+        make_transport: MakeTransport = ThreadTransport,
     ) -> None:
         """`groups`, `shared_results`: dictionaries that all ranks of the process share."""
         self.shared_results = shared_results
@@ -165,7 +165,7 @@ class LocalRank(RankTransports):
 
     def connect(
         self, groups: Sequence[tuple[int, ...]], name: str, timeout: float, max_ctas: int | None = None
-    ) -> LocalTransport | None:
+    ) -> ThreadTransport | None:
         """Return this rank's transport in the group of `groups` that contains it, or None."""
         mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)
         if mine is None:
@@ -180,14 +180,14 @@ class LocalRank(RankTransports):
 
 
 class RankThread(Thread):
-    """A thread that runs one rank; `current_local_rank` returns that rank inside it."""
+    """A thread that runs one rank; `current_thread_rank` returns that rank inside it."""
 
-    def __init__(self, rank: LocalRank, run: Callable[[], None]) -> None:
+    def __init__(self, rank: ThreadTransports, run: Callable[[], None]) -> None:
         super().__init__(target=run, name=f"plait-rank-{rank.rank}", daemon=True)
         self.rank = rank
 
 
-def current_local_rank() -> LocalRank | None:
+def current_thread_rank() -> ThreadTransports | None:
     """Return the rank that runs in the calling thread, or None in a thread that runs no rank."""
     thread = current_thread()
     return thread.rank if isinstance(thread, RankThread) else None

@@ -18,10 +18,10 @@ import pytest
 
 from parity.slowed import Slowed
 from plait.app.config.config import Config
-from plait.app.loop.stragglers import Stragglers
+from plait.app.loop.straggler_callback import Stragglers
 from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.app.train.fewer_ranks import config_for_ranks, elastic_settings
 from plait.app.train.launch_by_config import launch_by_config
+from plait.app.train.plan_for_fewer_ranks import config_for_ranks, elastic_settings
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.ranks.supervised_rank import possible_ranks

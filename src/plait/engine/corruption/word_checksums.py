@@ -24,7 +24,7 @@ SMALL_BYTES = 2**12
 """Tensors of at most so many bytes are kept as they are."""
 
 
-class WordSums:
+class WordChecksums:
     """Computes int64 numbers of a list of tensors that change if any one bit of theirs flips."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

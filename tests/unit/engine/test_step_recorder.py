@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plait.engine.pipeline.executor import Executor
-from plait.engine.recorder import MeasuredAction, Recorder, Recording
+from plait.engine.step_recorder import MeasuredAction, Recorder, Recording
 from plait.errors import DataError
 from plait.plan.parameter_units import UnitTiming
 from plait.ranks.device import CPU

@@ -10,7 +10,7 @@ from synthetic_runs import write_metrics, write_recorded_step
 
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.sections import sections_of
-from plait.pictures.report.step_file import (
+from plait.pictures.report.step_json import (
     MOST_ROWS,
     RecordedRank,
     RecordedStep,

@@ -11,7 +11,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, BlockPolicy, policy_schedule, require_positive
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.auto import Measure, chunk_counts, search_schedule
+from plait.schedules.search.auto_search import Measure, chunk_counts, search_schedule
 from plait.schedules.search.local_search import fit_block_policy
 
 AUTO = "auto"

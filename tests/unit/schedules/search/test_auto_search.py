@@ -17,15 +17,15 @@ from plait.schedules.check import check
 from plait.schedules.costs import Costs, limit_in_units
 from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Placement
-from plait.schedules.search import auto
-from plait.schedules.search.api import schedule
+from plait.schedules.search import auto_search
 from plait.schedules.search.initial_orders import InitialOrder
 from plait.schedules.search.limits import least_memory
 from plait.schedules.search.list_scheduling import DispatchRule, list_schedule
 from plait.schedules.search.local_search import Candidate
 from plait.schedules.search.problem import Problem, StageLayout
+from plait.schedules.search.schedule_by_policy import schedule
 
-MEASURES: tuple[auto.Measure, ...] = ("makespan", "span")
+MEASURES: tuple[auto_search.Measure, ...] = ("makespan", "span")
 
 
 class Case(NamedTuple):
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     microbatches: int
     chunks: int | None
     costs: Costs
-    measure: auto.Measure
+    measure: auto_search.Measure
     limit: float
 
     def search(self, budget: int = 2000, nodes: int = 300) -> Timeline:
@@ -203,8 +203,8 @@ def alone(problems: list[Problem], budget: float) -> list[Candidate]:
 
 
 def test_a_named_policy_wins_where_nothing_better_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "local_search", alone)
-    monkeypatch.setattr(auto, "EXACT_SIZE", 0)
+    monkeypatch.setattr(auto_search, "local_search", alone)
+    monkeypatch.setattr(auto_search, "EXACT_SIZE", 0)
 
     def won(limit: float, costs: Costs | None = None) -> tuple[str, float]:
         found = schedule("auto", ranks=4, microbatches=8, chunks=1, costs=costs, limit=limit)
@@ -265,7 +265,9 @@ EDGES = {
 COVERING = covering_rows(EDGES)
 
 
-def require_good_at_the_edge(costs: Costs, ranks: int, microbatches: int, measure: auto.Measure) -> None:
+def require_good_at_the_edge(
+    costs: Costs, ranks: int, microbatches: int, measure: auto_search.Measure
+) -> None:
     limit = float(max(costs.memory(ranks, ranks).until_input))
     for each in (limit, inf):
         case = Case(ranks, microbatches, None, costs, measure, each)

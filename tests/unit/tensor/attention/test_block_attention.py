@@ -17,8 +17,14 @@ from torch import Tensor
 
 from parity.live_bytes import LiveBytes
 from parity.norm import assert_equal
-from plait.tensor.attention import fused_kernels, kernels
-from plait.tensor.attention.kernels import WeightDropout, block_backward, block_forward, empty_result, merge
+from plait.tensor.attention import block_attention, fused_kernels
+from plait.tensor.attention.block_attention import (
+    WeightDropout,
+    block_backward,
+    block_forward,
+    empty_result,
+    merge,
+)
 from plait.tensor.attention.visibility import (
     BlockCall,
     block_calls,
@@ -173,7 +179,9 @@ def call_without_a_mask(n: int, m: int, mask: str, fused: bool) -> None:
     pairs = pairs.tril() if mask == "causal" else pairs
     expected = gradients_of(inputs, pairs, gradient)
     (call,) = [BlockCall(slice(None), slice(0, n), slice(0, m), mask)]  # type: ignore[arg-type]
-    with patch.object(kernels, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None):
+    with patch.object(
+        block_attention, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None
+    ):
         (out, lse), gradients = run_calls(inputs, gradient, [call])
     assert_equal({"out": out, **gradients}, {"out": expected[0], **expected[1]}, 1e-12, mask)
     assert torch.allclose(lse, log_sum_exp(inputs, pairs), rtol=1e-12, atol=1e-12)
@@ -272,7 +280,9 @@ def test_attention_in_two_blocks_passes_gradcheck(fused: bool) -> None:
     inputs = [
         one.requires_grad_() for one in random_inputs(rows=1, heads=2, kv_heads=1, n=4, m=6, size=3, width=3)
     ]
-    with patch.object(kernels, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None):
+    with patch.object(
+        block_attention, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None
+    ):
         assert torch.autograd.gradcheck(Blocks.apply, inputs)
 
 
@@ -288,7 +298,9 @@ def test_attention_in_lower_precisions_is_close_to_float64(dtype: torch.dtype, f
     gradient = torch.randn(2, 4, 64, 16).to(dtype)
     mask = torch.rand(64, 96) < 0.5
     expected = gradients_of([one.double() for one in inputs], mask, gradient.double())
-    with patch.object(kernels, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None):
+    with patch.object(
+        block_attention, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None
+    ):
         part = block_forward(*inputs, mask, SCALE)  # type: ignore[arg-type]
         (out, lse), gradients = run_calls(inputs, gradient, cut(mask, [20, 40]))
     assert part[0].dtype == out.dtype == dtype
@@ -305,7 +317,9 @@ def test_attention_in_lower_precisions_is_close_to_float64(dtype: torch.dtype, f
 def test_queries_that_see_no_key_give_zero_and_no_gradient(fused: bool) -> None:
     mask = torch.ones(37, 53, dtype=torch.bool)
     mask[4] = False
-    with patch.object(kernels, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None):
+    with patch.object(
+        block_attention, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None
+    ):
         out, lse = block_forward(*random_inputs(), mask, SCALE)
     assert not out[:, :, 4].any()
     assert lse[:, :, 4].isneginf().all()

@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.plan.axes import PLAN_AXES
 from plait.ranks.device import CPU
 from plait.ranks.launch.elastic.options import Elastic
-from plait.ranks.transport.joined_world import current_ranks
+from plait.ranks.transport.process_ranks import current_ranks
 
 _MOST_PREDICTED = 8
 """Plans whose steps are predicted, so that a recovery does not wait for predictions."""

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from plait.files import adapter_of, write_bytes
-from plait.pictures.report.run_file import Count, read_file
+from plait.pictures.report.run_json import Count, read_file
 from plait.pictures.timelines.html import TimeAxis, TimelineRow, timeline_data
 from plait.schedules.action import Action, Kind
 from plait.schedules.timed_schedule import Cell

@@ -9,7 +9,7 @@ import torch
 from flipped_bits import flipped
 from torch import Tensor
 
-from plait.engine.corruption.word_sums import SMALL_BYTES, WordSums
+from plait.engine.corruption.word_checksums import SMALL_BYTES, WordChecksums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.float16)
 LARGE = SMALL_BYTES + 3
@@ -31,7 +31,7 @@ def tensors() -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", tensors())
 def test_every_flipped_bit_changes_the_numbers(name: str) -> None:
     tensor = tensors()[name]
-    sums, drawn = WordSums([torch.ones(3), tensor]), random.Random(name)
+    sums, drawn = WordChecksums([torch.ones(3), tensor]), random.Random(name)
     before = sums.compute()
     ends = [0, 1, 7, 8, tensor.nbytes - 9, tensor.nbytes - 8, tensor.nbytes - 1]
     places = [one for one in ends if 0 <= one < tensor.nbytes]
@@ -45,7 +45,7 @@ def test_every_flipped_bit_changes_the_numbers(name: str) -> None:
 
 def test_a_tensor_with_gaps_is_copied_and_counts_too() -> None:
     whole = torch.ones(100, 60)
-    sums = WordSums([whole[:, :30]])
+    sums = WordChecksums([whole[:, :30]])
     before = sums.compute()
     with flipped(whole, 4 * 60 + 3, 7):
         assert sums.compute() != before
@@ -56,7 +56,7 @@ def test_a_tensor_with_gaps_is_copied_and_counts_too() -> None:
 def test_a_flip_of_any_bit_of_any_word_is_no_multiple_of_two_to_the_64() -> None:
     """The sum of words is that of whole numbers modulo 2^64, also where it overflows."""
     words = torch.randint(-(2**62), 2**62, (SMALL_BYTES,), dtype=torch.int64)
-    sums = WordSums([words])
+    sums = WordChecksums([words])
     before = int(sums.compute())
     assert before == (sum(words.tolist()) + 2**63) % 2**64 - 2**63
     for bit in range(64):
@@ -68,7 +68,7 @@ def test_a_flip_of_any_bit_of_any_word_is_no_multiple_of_two_to_the_64() -> None
 
 def test_each_byte_is_read_once() -> None:
     every = list(tensors().values())
-    sums, storages = WordSums(every), {one.untyped_storage().data_ptr() for one in every}
+    sums, storages = WordChecksums(every), {one.untyped_storage().data_ptr() for one in every}
     views = [*sums._sums, *sums._kept]
     read = [one.nbytes for one in views if one.untyped_storage().data_ptr() in storages]
     assert not sums._copied
@@ -77,6 +77,6 @@ def test_each_byte_is_read_once() -> None:
 
 
 def test_tensors_of_a_few_words_are_kept_and_others_are_one_number() -> None:
-    sums = WordSums([torch.ones(2), torch.ones(LARGE), torch.ones(4)])
+    sums = WordChecksums([torch.ones(2), torch.ones(LARGE), torch.ones(4)])
     assert len(sums.compute()) == 1 + 1 + 1 + 2
     assert sums.owners == [1, 0, 1, 2, 2]  # the large one's last bytes too

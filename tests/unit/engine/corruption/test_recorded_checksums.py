@@ -9,16 +9,16 @@ import torch
 from flipped_bits import flip
 from torch import Tensor, nn
 
-from plait.engine.corruption.recorded_sums import NamedTensor, RecordedSums, is_power_of_two
+from plait.engine.corruption.recorded_checksums import NamedTensor, RecordedChecksums, is_power_of_two
 
 
-def recorded(*tensors: Tensor, moves: bool = False) -> RecordedSums:
-    sums = RecordedSums()
+def recorded(*tensors: Tensor, moves: bool = False) -> RecordedChecksums:
+    sums = RecordedChecksums()
     sums.record([NamedTensor(f"p{number}", "value", one, moves) for number, one in enumerate(tensors)])
     return sums
 
 
-def changed(sums: RecordedSums) -> list[str]:
+def changed(sums: RecordedChecksums) -> list[str]:
     return [str(one.named) for one in sums.compare()()]
 
 

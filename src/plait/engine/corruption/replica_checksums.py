@@ -1,4 +1,4 @@
-"""`ReplicaSums`: compares sums of tensors between ranks that hold the same ones (replicas).
+"""`ReplicaChecksums`: compares sums of tensors between ranks that hold the same ones (replicas).
 
 What a rank holds is added up, by the ranks that hold the same: those along the same axes and stages. The
 ranks gather these numbers, and each knows at once whether all replicas are alike, on every rank.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.blueprint import Blueprint
-from plait.engine.corruption.recorded_sums import STATE, NamedTensor, RecordedNumbers, RecordedSums
+from plait.engine.corruption.recorded_checksums import STATE, NamedTensor, RecordedChecksums, RecordedNumbers
 from plait.engine.sharding.replica_check import salt_of
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.shard_plan import replica_ranks
@@ -31,7 +31,7 @@ class UnlikeReplicas(NamedTuple):
     """Those that differ from what more than half of the ranks have; () where no sum is that of so many."""
 
 
-class ReplicaSums:
+class ReplicaChecksums:
     """Compares recorded sums with those of the other ranks that hold the same tensors."""
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, *, with_state: bool) -> None:
@@ -63,7 +63,7 @@ class ReplicaSums:
         """Whether any two ranks hold the same tensors; the answer is equal on all ranks."""
         return bool(self._replicas)
 
-    def compare(self, recorded: Sequence[RecordedSums]) -> Callable[[], list[UnlikeReplicas]]:
+    def compare(self, recorded: Sequence[RecordedChecksums]) -> Callable[[], list[UnlikeReplicas]]:
         """Start to compare the sums; return a function that returns the sets of ranks that differ.
 
         It is the same on all ranks. Communication: 8 bytes for each kind of replica and rank over `world`.

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.train.reference_steps import Comparison, _tolerance, largest_differences, single_rank_plan
+from plait.app.train.one_rank_comparison import Comparison, _tolerance, largest_differences, single_rank_plan
 from plait.plan.plan import Plan
 
 
