@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class _Retired:
-    """Stands in for what an engine had before `plait.reshard` took it: every use raises PlanError."""
+    """Placeholder for an engine's parts after `plait.reshard` took them: every use raises PlanError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise PlanError(
@@ -418,7 +418,7 @@ class Engine:
         return self._runner.steps.schedule
 
     def follow(self, order: Schedule) -> None:
-        """Set the schedule of later steps: `order` has the same actions on the same ranks in another order.
+        """Set the schedule of later steps: the same actions on the same ranks, in another `order`.
 
         Parameters, their gradients and the optimizer's state stay where they are, and gradients have the same
         bits (except those of a parameter with users on two stages of one rank). All ranks pass the same
@@ -465,7 +465,7 @@ class Engine:
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """Mapping from each parameter that several ranks of `pp` hold (a tied one) to these ranks."""
+        """Mapping from each parameter that several ranks of `pp` hold (a tied one) to those ranks."""
         return {name: ranks for name, ranks in self.blueprint.owners.items() if len(ranks) > 1}
 
     @property

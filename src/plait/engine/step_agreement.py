@@ -1,4 +1,4 @@
-"""Check that all ranks agree in a step on optimizer, clipping and settings; batches are checked elsewhere.
+"""Checks that all ranks use the same optimizer options, clipping and settings in a step.
 
     over world          the calls of `forward_backward`, the arguments of `clip_grad_norm_` and
                         `parameter_groups`, the loss scale, torch's settings

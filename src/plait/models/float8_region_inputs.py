@@ -1,4 +1,4 @@
-"""Inputs of a layer's tensor-parallel regions that nothing but linears in float8 reads.
+"""Finds the inputs of a layer's tensor-parallel regions that only float8 linears read.
 
 Such an input is gathered from the ranks' parts of the sequence in eight bits; one that another operation
 reads too, such as an adapter, a router or a residual connection, is gathered in the plan's precision.

@@ -1,4 +1,4 @@
-"""HTML documents, sections and tables. Every page of plait is put together here."""
+"""HTML documents, sections and tables, of which all of plait's pages are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of recorded dropout masks, in device memory that the host fills before each replay.
+"""Keys of the dropout masks of CUDA graphs, in device memory that the host writes before each replay.
 
 A CUDA graph repeats the operations of a mask with the numbers that they were given when it was recorded. So
 what differs between micro-batches and steps, the key and the first row, is read from memory: a row of the
@@ -58,7 +58,7 @@ class MaskTable:
         self._values.copy_(sent(self._values_for(keys, first_row), self._values.device))
 
     def holds(self, keys: Sequence[int], first_row: int) -> bool:
-        """Return whether the table has what `fill` would write; the host waits for the device."""
+        """Return whether the table equals what `fill` would write; the host waits for the device."""
         return self._values.equal(sent(self._values_for(keys, first_row), self._values.device))
 
     def _values_for(self, keys: Sequence[int], first_row: int) -> Tensor:
@@ -74,7 +74,7 @@ class MaskTable:
     def key_and_parts(
         self, key: int, call: MaskCall, parts: dict[int, DimPart], shape: Sequence[int]
     ) -> tuple[int | MaskKey, dict[int, DimPart]]:
-        """Return the key of a mask in the table, and its parts without what the key has: the first row."""
+        """Return the key of a mask in the table, and its parts counted from the key's first row."""
         row: Tensor = self._values[self._rows[call]]
         return MaskKey(row[0], row[1]), {**parts, 0: parts[0]._replace(start=0)}
 

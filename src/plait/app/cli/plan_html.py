@@ -119,7 +119,7 @@ def _list(lines: Sequence[str]) -> str:
 def _picture(
     found: Sequence[Prediction], labels: dict[Plan, str], about: str, best: Sequence[Prediction] = ()
 ) -> str:
-    """Return the section with the plans by memory and step time; `best`: those that the line joins."""
+    """Return the section that draws plans by memory and step time; `best`: those joined by a line."""
     hardware = found[0].hardware
     limit = (hardware.memory - hardware.reserved) / GIB
     picture = ScatterPicture(

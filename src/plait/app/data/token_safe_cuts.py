@@ -1,4 +1,4 @@
-"""Text in parts that are tokenized independently: together their tokens are those of the whole text.
+"""Divides text into parts that can be tokenized independently: the tokens together are the whole text's.
 
 A text is cut where its tokens up to some characters behind the cut are those of both parts, one after
 another. Tokenizers that begin each text in their own way (by a space, say) are cut beside a space; those of

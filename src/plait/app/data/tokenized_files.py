@@ -88,7 +88,7 @@ def _npy(path: Path) -> TokenShard:
 
 
 def _require_dtype(path: Path, dtype: str, first: NDArray[np.unsignedinteger]) -> None:
-    """Raise DataError where every second token is the upper half of a number of twice the bytes."""
+    """Raise DataError if every second token looks like the upper half of a number of twice the bytes."""
     lower, upper = first[::2], first[1::2]
     if len(first) >= _FEWEST and int(upper.max()) <= _LARGEST_HALF < int(lower.max()):
         double = {"uint16": "32", "uint32": "64"}[dtype]

@@ -1,4 +1,4 @@
-"""A `tokenizer.json` and what files beside it add, as transformers' general tokenizer class reads them."""
+"""Reads `tokenizer.json` and the files beside it, as transformers' general tokenizer class does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SurroundingTokens(NamedTuple):
         return () if len(tokens) and self.before[:1] == (int(tokens[0]),) else self.before
 
     def closing(self, tokens: NDArray[Any]) -> tuple[int, ...]:
-        """Return the tokens to write after a document, except those that `tokens` end with already."""
+        """Return the tokens to write after a document, without those that end `tokens` already."""
         ends = tuple(tokens[max(0, len(tokens) - len(self.after)) :].tolist())
         known = max(size for size in range(len(ends) + 1) if ends[len(ends) - size :] == self.after[:size])
         return self.after[known:]

@@ -1,4 +1,4 @@
-"""`Report`: the callback that writes a run's metrics, a recorded step, the page's other files, the page."""
+"""`Report`: the callback that writes a run's metrics, one recorded step and the HTML report."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class Report(Callback):
             self._show(f"{_WARNING}the report could not be written: {error}")
 
     def _listen(self, run: TrainingLoop) -> None:
-        """Make the run's `tell` write warnings to the events, too; a progress bar replaces `tell`."""
+        """Make the run's `tell` also write warnings to the events, unless it does so already."""
         if run.tell != self._tell:
             run.tell = self.tell_through(run.tell)
 

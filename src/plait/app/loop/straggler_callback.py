@@ -103,7 +103,7 @@ class Stragglers(Callback):
             self._times.end_step()
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Read the times of the step, and compare those of all ranks every few steps."""
+        """Read the times of the step; every few steps compare the times of all ranks."""
         if self._times is None:
             return
         step = int(row["step"])
@@ -174,7 +174,7 @@ class Stragglers(Callback):
         return simulation_of(run.engine, times.own, longer, slow)
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Log which ranks became slow or are no longer; rebalance the run, or log what that would gain."""
+        """Log which ranks became slow or recovered; rebalance the run, or log how much that would gain."""
         for line in self._lines:
             run.tell(line)
         self._lines.clear()
@@ -232,7 +232,7 @@ class Stragglers(Callback):
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the stages of a run that was rebalanced, with what led to them; empty for others."""
+        """Return the layers per stage of a rebalanced run, and the costs that led to them; else {}."""
         if self._cut is None:
             return {}
         slow = {"own": self._own.slow, "elapsed": self._elapsed.slow}

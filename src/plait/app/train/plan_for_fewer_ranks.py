@@ -70,7 +70,7 @@ def config_for_ranks(config: Config, ranks: int, *, least: int = 1) -> Config | 
 
 
 def _possible(config: Config, degrees: Iterable[dict[str, int]]) -> Iterator[Config]:
-    """Yield the configuration with each of these degrees by which its batch and model are divisible."""
+    """Yield the configuration with each of these degrees that divides its batch and its model."""
     for each in degrees:
         changed = _with_degrees(config, each)
         if changed is not None and _fits(changed):

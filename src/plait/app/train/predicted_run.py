@@ -61,7 +61,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
 
 
 def optimizer_moments(settings: TrainConfig) -> Moments:
-    """Return what predictions take of the configured optimizer: an optimizer of whole parts, or a number."""
+    """Return the argument `moments` of predictions: Muon's maker, or tensors per parameter."""
     made = optimizer_maker(settings)
     return made if takes_engine(made) else settings.optimizer.moments
 

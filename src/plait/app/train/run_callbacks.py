@@ -1,4 +1,4 @@
-"""Callbacks of `plait train`: its folder, traces, reordered schedules and samples; the first steps."""
+"""Callbacks of `plait train`: run folder, traces, reordered schedules, samples, check of first steps."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _introduce(
     predicted: Prediction | None,
     report: Report,
 ) -> None:
-    """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
+    """Print the lines before the first step, and on rank 0 set the description in `run.json`."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
     if trainer.engine.plan.linears is not None:

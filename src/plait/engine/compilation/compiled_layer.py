@@ -193,7 +193,7 @@ class OutputGradient:
     dtype: torch.dtype
 
     def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return this output's gradient out of those of all outputs, strided as traced; zeros if None."""
+        """Return this output's gradient from those of all outputs, in the traced strides; zeros if None."""
         found = gradients[self.number]
         if found is not None and found.shape == self.shape and found.stride() == self.stride:
             return found  # the common case, kept cheap
@@ -316,7 +316,7 @@ class _LayerRun(nn.Module):
 
 @contextmanager
 def _tracing(layer: NamedLayer, inputs: CastInputs) -> Iterator[LayerTrace]:
-    """Context in which what runs outside of graphs is recorded, in the trace that it gives.
+    """Context that records calls made outside of graphs, in the `LayerTrace` that it yields.
 
     `inputs`: the queue's casts, which forgets those of the trace.
     """

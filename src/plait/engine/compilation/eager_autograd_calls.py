@@ -1,4 +1,4 @@
-"""Calls that run eagerly between the graphs of a compiled layer, and whose backward is autograd's.
+"""Calls of a compiled layer that run eagerly between its graphs, with a backward by autograd.
 
 The forward keeps autograd's graph of the call, for an operation of the backward. Where the layer is
 recomputed, the forward keeps nothing, and the backward repeats the call first.
@@ -25,7 +25,7 @@ from plait.tensor.autograd.torch_calls import apply_function, run_backward
 
 @dataclass
 class AutogradRun:
-    """What the backward of an autograd call needs."""
+    """Values that the backward of an eager autograd call needs."""
 
     outputs: Sequence[GradientEdge]
     """The nodes of autograd's graph of the results with a gradient; without the results' memory."""
@@ -90,7 +90,7 @@ def autograd_call_backward(node: Node, slots: Mapping[Node, int]) -> LayerOperat
 
 
 def _with_gradients(tensors: Sequence[Tensor], learns: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return `tensors`, as views that need a gradient if they learn; and a list that is to hold these."""
+    """Return views of `tensors` that require gradients where they train, and a list for those gradients."""
     gradients: list[Tensor] = []
     learning = [one for one, learn in zip(tensors, learns, strict=True) if learn]
     if not learning:

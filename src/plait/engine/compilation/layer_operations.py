@@ -19,7 +19,7 @@ Values = list[Any]
 
 @dataclass
 class LayerOperation:
-    """One step of a compiled layer: a compiled graph, or an eager call between two graphs."""
+    """One operation of a compiled layer: a compiled graph, or an eager call between two graphs."""
 
     arguments: Sequence[int]
     """The slots whose values it is given."""

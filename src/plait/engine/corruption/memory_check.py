@@ -1,4 +1,4 @@
-"""`MemoryCheck`: compares a rank's tensors between steps with sums that were taken when they were written.
+"""`MemoryCheck`: compares a rank's tensors between steps with checksums taken when they were written.
 
 update    ──▶  record parameters, optimizer state  …  compare  ──▶  the next update
 gather    ──▶  record what layers read             …  compare  ──▶  end of the backward
@@ -39,7 +39,7 @@ class _Comparison(NamedTuple):
 
 
 class MemoryCheck:
-    """Compares sums of one rank's memory between steps, and with those of replicas."""
+    """Compares checksums of one rank's memory between steps, and with checksums of replicas."""
 
     def __init__(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
         self._runtime, self._optimizers = runtime, optimizers
@@ -66,7 +66,7 @@ class MemoryCheck:
         return self._runtime.dropout.step
 
     def record_all(self) -> None:
-        """Record sums of all tensors of this rank that outlive a step, as they are now."""
+        """Record checksums of all tensors of this rank that outlive a step, as they are now."""
         for optimizer in self._optimizers:
             self.record(optimizer)
         self._others.record(self._held.of_no_optimizer())
@@ -78,7 +78,7 @@ class MemoryCheck:
         self._recorded[optimizer] = self._steps
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compare tensors that an optimizer is about to read, and those none updates, with their sums."""
+        """Compare tensors that an optimizer will read, or that none updates, with their checksums."""
         first, steps = self._recorded[optimizer], self._steps
         after = f"after the update of step {first}" if first else "since the checks began"
         between = f"{after}, before that of step {max(steps, first + 1)}"
@@ -102,7 +102,7 @@ class MemoryCheck:
         self._read_finished()
 
     def _forget_gradients(self) -> None:
-        """Drop the recorded sums of gradients where these were set to None, as by `zero_grad`."""
+        """Drop the recorded checksums of gradients that were set to None, as by `zero_grad`."""
         if not self._held.have_gradients:
             for sums in self._sums_of_gradients:
                 sums.forget()
@@ -116,7 +116,7 @@ class MemoryCheck:
             self._start(self._steps, f"after the reductions of step {self._steps}, before {before}", sums)
 
     def begin_pass(self, runner: Runner) -> None:
-        """Start to compare this rank's sums with those of the ranks that hold the same."""
+        """Start to compare this rank's checksums with those of its replicas on other ranks."""
         self._gathered.clear()
         runner.gatherer.observer, runner.reducer.observer = self._record_gathered, self._record_scattered
         if self._replicas.are_needed:

@@ -1,4 +1,4 @@
-"""`RecordedChecksums`: sums of tensors' bytes, which tell later whether memory changed without a write.
+"""`RecordedChecksums`: sums of tensors' bytes, which later show whether memory changed without a write.
 
 torch counts the program's writes to a tensor (`Tensor._version`). A bit that flips in memory, or what another
 program writes, leaves the count as it was: so a tensor of another sum and the same count has wrong bits.
@@ -45,7 +45,7 @@ class ChangedTensor(NamedTuple):
 
 
 class RecordedNumbers(NamedTuple):
-    """The recorded numbers (sums, and small tensors whole) of the tensors on one device."""
+    """The recorded numbers (checksums, and small tensors whole) of the tensors on one device."""
 
     places: Sequence[int]
     """Of these tensors among all that are recorded."""
@@ -58,7 +58,7 @@ class RecordedNumbers(NamedTuple):
 
 
 class RecordedChecksums:
-    """The sums of some tensors of one rank, to be compared with those of the same tensors later."""
+    """Checksums of some tensors of one rank, to be compared later with new ones of the same tensors."""
 
     def __init__(self) -> None:
         self.tensors: Sequence[NamedTensor] = ()
@@ -70,7 +70,7 @@ class RecordedChecksums:
         self._versions: Sequence[int] = ()
 
     def record(self, tensors: Sequence[NamedTensor]) -> None:
-        """Compute the sums of `tensors`, which take the place of those that were recorded before."""
+        """Compute and store the checksums of `tensors`, in place of those recorded before."""
         each = [one.tensor for one in tensors]
         addresses = list(map(Tensor.data_ptr, each))
         stay = addresses == self._addresses and all(map(is_, each, self._each))
@@ -84,7 +84,7 @@ class RecordedChecksums:
             self.parts = [part._replace(words=None) for part in self.parts]
 
     def forget(self) -> None:
-        """Drop the recorded sums, so that `compare` finds nothing until `record` is called again."""
+        """Drop the recorded checksums: `compare` finds nothing until `record` is called again."""
         self.are_recorded = False
 
     @property
@@ -101,7 +101,7 @@ class RecordedChecksums:
         ]
 
     def compare(self) -> Callable[[], list[ChangedTensor]]:
-        """Start to compute the sums again; return a function that waits and returns the changed tensors.
+        """Start to compute checksums again; return a function that waits and returns the changed tensors.
 
         Tensors that the program has written to are left out.
         """

@@ -1,4 +1,4 @@
-"""`ReplicaChecksums`: compares sums of tensors between ranks that hold the same ones (replicas).
+"""`ReplicaChecksums`: compares checksums of tensors between ranks that hold the same ones (replicas).
 
 What a rank holds is added up, by the ranks that hold the same: those along the same axes and stages. The
 ranks gather these numbers, and each knows at once whether all replicas are alike, on every rank.
@@ -24,7 +24,7 @@ from plait.ranks.mesh import Mesh
 
 
 class UnlikeReplicas(NamedTuple):
-    """Ranks that hold the same tensors, and have other sums of them."""
+    """Ranks that should hold the same tensors, but whose checksums of them differ."""
 
     ranks: tuple[int, ...]
     minority: tuple[int, ...]
@@ -32,7 +32,7 @@ class UnlikeReplicas(NamedTuple):
 
 
 class ReplicaChecksums:
-    """Compares recorded sums with those of the other ranks that hold the same tensors."""
+    """Compares recorded checksums with those of other ranks that hold the same tensors."""
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, *, with_state: bool) -> None:
         """`with_state`: whether ranks that hold the same parameter also hold the same optimizer state."""
@@ -64,7 +64,7 @@ class ReplicaChecksums:
         return bool(self._replicas)
 
     def compare(self, recorded: Sequence[RecordedChecksums]) -> Callable[[], list[UnlikeReplicas]]:
-        """Start to compare the sums; return a function that returns the sets of ranks that differ.
+        """Start to compare checksums; return a function that returns the sets of ranks that differ.
 
         It is the same on all ranks. Communication: 8 bytes for each kind of replica and rank over `world`.
         """
@@ -110,7 +110,7 @@ class ReplicaChecksums:
 
 
 def unlike(ranks: Sequence[int], sums: Sequence[int]) -> UnlikeReplicas:
-    """Return the ranks of a group whose sums differ, and which of them differ from the majority."""
+    """Return the ranks of a group whose checksums differ, and which of them differ from the majority."""
     most, count = Counter(sums).most_common(1)[0]
     minority = [rank for rank, one in zip(ranks, sums, strict=True) if one != most]
     return UnlikeReplicas(tuple(ranks), tuple(minority) if 2 * count > len(ranks) else ())

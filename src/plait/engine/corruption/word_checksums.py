@@ -1,4 +1,4 @@
-"""The sums of tensors' bytes as 64-bit words, which a flipped bit always changes.
+"""Checksums of tensors: sums of their bytes as 64-bit words, which a flipped bit always changes.
 
 A bit that flips at place `k` changes its word by 2^k or by -2^k. Neither is 0 modulo 2^64 for `k` from 0 to
 63, so the sum modulo 2^64 differs. So does it for any change within one word. Changes of several words cancel

@@ -238,7 +238,7 @@ class SegmentGraphs:
         return f"layer {counting[0]!r} counts its runs in Python" if counting else ""
 
     def _shape_of(self, place: SegmentPlace) -> Shape:
-        """Return what a micro-batch's graphs depend on: its segments, and all that enters the stage."""
+        """Return the key of a micro-batch's graphs: its segments, and the shapes of the stage's inputs."""
         number, loss = place.microbatch, self._loss_of(place.stage)
         value = _described(self._pipeline.stages[place.stage].values[number])
         targets = _described(loss.targets[number]) if loss is not None else ""

@@ -1,4 +1,4 @@
-"""What moves between the layouts of two runs: for each unit of parameters the transfers, round by round.
+"""Plans a reshard: which boxes of which tensors move between which ranks, in rounds, unit by unit.
 
 A round has tensors of one unit that are alike: its parameters, their gradients, or one entry of their
 optimizer state, of one dtype. All ranks compute all rounds, and so agree before anything moves.
@@ -24,7 +24,7 @@ from plait.plan.layout.shards import full_box
 
 @dataclass(frozen=True)
 class PlacedBlueprint:
-    """A blueprint, and which rank of the world is where in its mesh."""
+    """A blueprint, and which rank of the world has which coordinate in its mesh."""
 
     blueprint: Blueprint
     members: Mapping[int, int]
@@ -158,7 +158,7 @@ def lost_parameter(blueprint: PlacedBlueprint) -> str:
 def _alike(
     names: Sequence[str], before: PlacedBlueprint, after: PlacedBlueprint, first: Mapping[str, RankReport]
 ) -> dict[tuple[str, torch.dtype], list[MovedTensor]]:
-    """Return the tensors of a unit's parameters, by entry and dtype; `first`: who told of each key."""
+    """Return the tensors to move for some parameters, by entry and dtype; `first`: a report by key."""
     found: dict[tuple[str, torch.dtype], list[MovedTensor]] = {}
     keys = state_keys(first)
     for name in names:

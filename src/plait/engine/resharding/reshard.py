@@ -1,4 +1,4 @@
-"""`reshard`: from one living layout to another, on more ranks, fewer, or others, without files."""
+"""`reshard`: moves a run between steps to another plan, on more, fewer or other ranks, without files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def reshard(
 
 @contextmanager
 def _raising_on_all_ranks(mesh: Mesh) -> Iterator[None]:
-    """Context: where ranks raise a PlaitError in it, all raise a PlanError with that of the first."""
+    """Context: if any rank raises a PlaitError, all raise a PlanError with the first one's text."""
     error = ""
     try:
         yield
@@ -98,7 +98,7 @@ def _raising_on_all_ranks(mesh: Mesh) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Change:
-    """What all ranks have agreed on: the new run, and what moves to it."""
+    """The change that all ranks have agreed on: the new run, and the transfers."""
 
     after: PlacedBlueprint
     moves: Moves

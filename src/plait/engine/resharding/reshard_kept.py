@@ -1,4 +1,4 @@
-"""`reshard_kept`: go on with the run that ranks have kept in memory while their world changed."""
+"""`reshard_kept`: continues the run that ranks have kept in memory while their world changed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def reshard_kept(
 
 
 def _is_whole(kept: KeptRun | None, members: Mapping[int, int], mesh: Mesh) -> bool:
-    """Return on all ranks whether those with a kept run, by their rank then, hold all of its parameters."""
+    """Return on all ranks whether the ranks that kept the run hold all of its parameters together."""
     found = ""
     if kept is not None:
         lost = lost_parameter(PlacedBlueprint(kept.engine.blueprint, members))

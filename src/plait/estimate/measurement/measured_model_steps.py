@@ -1,4 +1,4 @@
-"""Steps of small models: their times give the figures of a CPU that single operations do not."""
+"""Measures steps of small models, and fits CPU figures to them that single operations do not show."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class TracedLayers:
         return max((one.num_experts for one in self.module.modules() if isinstance(one, Experts)), default=0)
 
     def blueprint(self, plan: Plan) -> Blueprint:
-        """Return the blueprint that determines what layers do under `plan`, without `pp` and replicas.
+        """Return the blueprint under `plan` without `pp` and replicas, which do not change layers.
 
         It has as many data-parallel ranks as the division of experts needs.
         """
@@ -254,7 +254,7 @@ def of_rows(batch: Value, rows: int) -> Value:
 
 
 def _extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return what `few` is with `rows` rows more, if `more` has one more: numbers grow linearly.
+    """Return the number for `rows` rows more than in `few`, of which `more` has one more: linear growth.
 
     Raises ValueError where the two have other parts.
     """

@@ -56,7 +56,7 @@ def is_scaled(table: nn.Module) -> bool:
 
 
 def _scale(table: Any) -> float | None:
-    """Return what an embedding of transformers multiplies by, from its buffer unless that is on meta."""
+    """Return the factor of a scaled embedding of transformers: from its buffer, unless that is on meta."""
     if not is_scaled(table):
         return None
     return float(table.scalar_embed_scale if table.embed_scale.is_meta else table.embed_scale)

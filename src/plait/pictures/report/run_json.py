@@ -126,7 +126,7 @@ def read_description(folder: Path) -> RunDescription | None:
 
 
 def _contradictions(read: RunDescription) -> Iterator[str]:
-    """Yield what does not fit together in a description."""
+    """Yield the contradictions between fields of a description, as text."""
     if set(read.mesh) != set(AXES) or read.world > MOST_RANKS:
         yield f"mesh: it has not the axes {', '.join(AXES)}, or more than {MOST_RANKS:,} ranks"
         return

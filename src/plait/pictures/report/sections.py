@@ -169,7 +169,7 @@ def _plan(about: RunDescription, of: str, number: int) -> str:
 
 
 def _state_text(about: RunDescription) -> str:
-    """Return what the intervals of `shard` and `cp` are shards of."""
+    """Return which tensors the intervals of `shard` and `cp` divide, as text."""
     return {
         "optimizer": ": lines divide what each rank updates; along dp parameters are whole",
         "gradients": ": lines divide what each rank updates, with gradients and optimizer state",

@@ -1,4 +1,4 @@
-"""A recorded step of all ranks, in `step.json`: its timeline, the time of each rank by use, the traffic."""
+"""`step.json`: a recorded step of all ranks, with its timeline, each rank's time by use, and traffic."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def read_step(folder: Path) -> RecordedStep | None:
 
 
 def _contradictions(step: RecordedStep) -> Iterator[str]:
-    """Yield what does not fit together in a recorded step."""
+    """Yield the contradictions between fields of a recorded step, as text."""
     pipeline = max(step.stage_ranks, default=-1) + 1
     if not step.ranks or not pipeline or len(step.ranks) % pipeline:
         yield "ranks: they are no whole pipelines of the ranks in stage_ranks"

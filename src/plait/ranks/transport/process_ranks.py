@@ -1,4 +1,4 @@
-"""The ranks that started together: processes of a `torch.distributed` world, or threads of one process."""
+"""`Processes`: transports between the processes of torch's world; `current_ranks`: those, or threads."""
 
 from __future__ import annotations
 

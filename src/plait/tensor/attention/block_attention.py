@@ -168,7 +168,7 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient of `sinks` from that of attention, its output and its log-sum-exp with sinks."""
+    """Return the gradient of `sinks`, from attention's gradient, output and log-sum-exp with sinks."""
     if sinks is None:
         return None
     if has_torch_function_variadic(gradient, sinks):

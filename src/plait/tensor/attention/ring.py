@@ -192,7 +192,7 @@ def attend_to_all(
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """The keys of an attention in blocks: this rank's, and those that each other rank of `cp` sends."""
+    """Keys of an attention computed in blocks: this rank's own, and those that each rank of `cp` sends."""
 
     exchange: KeyExchange
     scaling: Scaling
@@ -216,7 +216,7 @@ class KeyBlocks:
         return out.to(query.dtype), lse, received
 
     def _merged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what `attend` returns, before sinks, from blocks of keys."""
+        """Return the results of `attend` without sinks, merged from blocks of keys."""
         exchange = self.exchange
         out, lse = empty_result(query, value)
         self._merge(out, lse, query, (key, value))

@@ -136,7 +136,7 @@ class AutogradCall:
 
 @dataclass(frozen=True)
 class RecordedPair:
-    """An operation of a layer and that of its gradient; None where a tensor passes as it is."""
+    """An operation of a layer and the operation of its gradient; None: the tensor passes unchanged."""
 
     forward: Operation | None
     backward: Operation | None = None

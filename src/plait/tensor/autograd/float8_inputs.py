@@ -43,7 +43,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def carrier_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor of one element in memory, expanded to `shape` or that of `tensor`, in a wide dtype."""
+    """Return a tensor of the shape of `tensor` (or `shape`) with one element in memory, in a wide dtype."""
     shape = tensor.shape if shape is None else shape
     return tensor.new_empty_strided(shape, (0,) * len(shape), dtype=wide(tensor.dtype))
 
@@ -56,7 +56,7 @@ def sum_of_gradients(*gradients: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LinearGradient:
-    """The gradient of the output of one float8 linear, and how that of its input is computed."""
+    """The gradient of one float8 linear's output, and a function that computes its input's."""
 
     matrices: Sequence[MatrixToCast]
     compute: Callable[[Sequence[ScaledMatrix]], Tensor | None]
@@ -65,7 +65,7 @@ class LinearGradient:
 
 
 class InputGradient:
-    """The gradient of the input of several float8 linears, computed once those of their outputs are known."""
+    """The gradient of an input that several float8 linears read, from the gradients of their outputs."""
 
     def __init__(self) -> None:
         self._outputs: list[LinearGradient] = []
@@ -224,9 +224,7 @@ class CastInputs:
     """Of the regions that the running layer has not entered yet, see `begin`."""
 
     def begin(self, regions: Sequence[bool]) -> None:
-        """Begin a layer's run. `regions`: for each that it enters, in order, whether only float8 linears
-        read its input.
-        """
+        """Begin a layer's run; `regions`: for each region, whether only float8 linears read its input."""
         self._regions = list(regions)
 
     def take_region(self) -> bool:

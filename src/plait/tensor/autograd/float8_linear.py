@@ -1,4 +1,4 @@
-"""Linear in float8 with deferred weight gradient, for those linears that `Plan.linears` chooses.
+"""Linear in float8 with deferred weight gradient, for the linears that `Plan.linears` selects.
 
     F   cast X, W      O = X Wᵀ           saved for W: X in float8, or X where dW is not computed in float8
     I   cast G, W      dX = G W           queued: X and G in float8
@@ -114,7 +114,7 @@ def float8_linear(
 
 
 def _require_dtype(module: Any, input: Tensor) -> None:
-    """Raise ModelError where the output would have another dtype than that of the linear without float8."""
+    """Raise ModelError if the output would have another dtype than without float8."""
     weight, casts = module.weight, module.casts
     if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         raise ModelError(
@@ -235,7 +235,7 @@ def _backward(
     gather: Callable[[Tensor], Tensor] | None,
     casts: Sequence[ScaledMatrix],
 ) -> Tensor | None:
-    """Queue a linear's weight gradient; return that of its input, wide, or None if none is needed.
+    """Queue a linear's weight gradient; return its input gradient, in a wide dtype, or None.
 
     `casts`: of the gradient of its outputs. `gather`: gathers that from the ranks' parts; None: it is whole.
     """

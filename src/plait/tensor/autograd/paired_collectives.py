@@ -187,7 +187,7 @@ class SumOfSummands:
         return _reduce_scattered(self.group, self.dim, None, summand)
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of each summand, given that of what `total` returned.
+        """Return the gradient of each summand, given the gradient of the result of `total`.
 
         Communication: none, or one all-gather.
         """
@@ -196,7 +196,7 @@ class SumOfSummands:
         return _registered_whole(Gather(self.group, self.dim, self.size), self.registry, gradient)
 
     def shape(self, summand: Sequence[int]) -> list[int]:
-        """Return the shape of what `total` returns for summands of the shape `summand`."""
+        """Return the shape of the result of `total`, for summands of the shape `summand`."""
         shape = list(summand)
         if self.dim is not None:
             shape[self.dim] = len(divide(shape[self.dim], self.group.size)[self.group.index])

@@ -81,7 +81,7 @@ class RegionBoundary:
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def sum_of(self, summand: Tensor) -> SumOfSummands:
-        """Return what `leave` does to a tensor of the sequence length of `summand`, without a graph."""
+        """Return the `SumOfSummands` that `leave` applies to tensors of the length of `summand`."""
         size = 0 if self.dim is None else summand.shape[self.dim]
         return SumOfSummands(self.group, self.dim, size, self.registry)
 

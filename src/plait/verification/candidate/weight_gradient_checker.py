@@ -40,7 +40,7 @@ FindInside = Callable[[], InnerDifference | None]
 
 
 def unknown() -> None:
-    """Return None: what is the first to differ is not known."""
+    """Return None: the default of a search for the first module that differs."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class GradientTracker:
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
     def is_partial(self, gradient: GradientKey) -> bool:
-        """Return whether a layer's input backward (`I`) added only part of what its `W` completes."""
+        """Return whether a layer's `I` has added a part of its gradient, and its `W` will add the rest."""
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:

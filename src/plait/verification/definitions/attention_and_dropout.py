@@ -1,4 +1,4 @@
-"""plait's functions by definition: attention of all pairs, positions and documents, dropout.
+"""Attention, positions, documents and dropout by definition, in place of plait's own functions.
 
 Softmax attention has all scores, and a mask of all pairs; documents are equal ids that follow each other.
 """
@@ -158,7 +158,7 @@ class Definitions:
     """plait's functions by their plain definitions, which a reference run calls in their place."""
 
     def __init__(self, *, keeps_near: bool = False) -> None:
-        """`keeps_near`: take what plait computes where rounding explains how far it is from that."""
+        """`keeps_near`: take plait's results where rounding explains their distance from the definition's."""
         self.keeps_near = keeps_near
         self.ids: Tensor | None = None
         """The document ids `[rows, length]` of the running micro-batch, if it has any."""

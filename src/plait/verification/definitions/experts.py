@@ -121,7 +121,7 @@ def matrix_of(layer: Experts, name: str, expert: int) -> Tensor:
 
 
 def change_of(layer: Experts, name: str, expert: int) -> Tensor | None:
-    """Return what the adapter adds to the matrix of one expert, `[in, out]`; None without an adapter."""
+    """Return the adapter's summand of the matrix of one expert, `[in, out]`; None without an adapter."""
     adapter = getattr(layer, f"{name}_adapter")
     if adapter is None:
         return None

@@ -150,7 +150,7 @@ def _projected(layer: decoder.Attention, normed: Tensor) -> tuple[Tensor, Tensor
 
 
 def _window(layer: decoder.Attention, kind: str | None) -> int | None:
-    """Return the window of a layer: none with full attention, else that of its module, if it names one."""
+    """Return the attention window of a layer, from its module; none for full attention."""
     if kind == "full_attention":
         return None
     named = getattr(layer.self_attn, "sliding_window", None)

@@ -1,4 +1,4 @@
-"""What happens inside of a layer, noted by hooks: which module differs first, how precisely norms compute.
+"""Finds by hooks which module inside a layer differs first, and how precisely norms compute.
 
 Layers are compared by their outputs. Where an output differs, sketches show whether a norm, a linear, or the
 computation between two modules is the cause. A sketch is a weighted sum over all rows, `[features]`, of the
@@ -77,7 +77,7 @@ class ModuleSketches:
             handle.remove()
 
     def _note(self, path: str, module: nn.Module, given: tuple[Any, ...], *gives: Any) -> None:
-        """Record what a module is given before it runs, and after that what it gives."""
+        """Record sketches of a module's input before it runs, and of its output afterwards."""
         side: Side = "gives" if gives else "given"
         value = next(iter(gives or given), None)
         call = self._calls[path, side]
@@ -146,7 +146,7 @@ def input_is_equal(
     expected: Mapping[str, Tensor],
     tolerances: Mapping[str, Tolerance],
 ) -> bool:
-    """Return whether the module at `path` was given the expected input, as far as that is compared."""
+    """Return whether the module at `path` got the expected input, as far as that is compared."""
     names = [name for name in expected.keys() & found.keys() if name.startswith(f"{path}|given|")]
     return all(_is_equal(found[name], expected[name], tolerances[name].allowed) for name in names)
 

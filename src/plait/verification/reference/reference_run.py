@@ -352,7 +352,7 @@ class ReferenceRun:
         return {RecordKey(SCALE, name=name): unit for name, unit in self.definitions.scales.found.items()}
 
     def _after_mistakes(self, scope: RecordScope, layer: NamedLayer, number: int, value: Value) -> Records:
-        """Return sums of a layer's output as common mistakes give it; none in exact and perturbed runs."""
+        """Return sums of a layer's output after common mistakes; none in exact and perturbed runs."""
         if self.is_exact or self.perturbation.number:
             return {}
         run, others = partial(self._run, layer, scope.microbatch), other_documents(self.ids, scope)
@@ -360,7 +360,7 @@ class ReferenceRun:
         return sums_after_mistakes(self.definitions, run, value, number, others)
 
     def _of_routers(self, sources: Sequence[tuple[int, Value]], losses: Sequence[Tensor]) -> Records:
-        """Return what the `losses` of routers give to the gradients of the inputs of their own layers."""
+        """Return the gradients that the `losses` of routers add to the inputs of their own layers."""
         records: Records = {}
         for (number, given), loss in zip(sources, losses, strict=bool(losses)):
             tensor = next(tensors_of(given))
@@ -380,7 +380,7 @@ class ReferenceRun:
             torch.autograd.backward([total, *added], seeds)
 
     def _chosen(self, scope: RecordScope, number: int) -> list[Tensor]:
-        """Return the experts in layer `number` that tokens of a micro-batch go to, where that is known."""
+        """Return the experts, if known, to which layer `number` sends the tokens of a micro-batch."""
         if scope.evaluated:
             return [] if self.routed is None else experts_in([self.routed.values[scope]], number)
         rows = self.dropout.rows[scope.microbatch]

@@ -1,4 +1,4 @@
-"""Transports between ranks that are threads: `ThreadTransport` of one group; `ThreadTransports` makes them."""
+"""Transport between ranks that are threads: `ThreadTransport` of one group; `ThreadTransports` makes them."""
 
 from __future__ import annotations
 
