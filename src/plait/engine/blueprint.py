@@ -393,8 +393,8 @@ def float8_linears(
         named_dtype(one.dtype) == FLOAT16 for one in sequence.parameters.values()
     ):
         raise PlanError(
-            f"plan.linears is {plan.linears!r}, and the model is in fp16, whose loss scale moves gradients "
-            "to the end of its range, where e5m2 ends too: set plan.precision to 'bf16' or 'fp32'."
+            f"plan.linears is {plan.linears!r}, and the model is in fp16, whose loss scale makes gradients "
+            "so large that float8 overflows too: set plan.precision to 'bf16' or 'fp32'."
         )
     layers = named(sequence.layers)
     choice = choose_linears(sequence.layers, {} if rules is None else match_modules(rules, layers))

@@ -101,7 +101,7 @@ def refuse_unavailable(plan: Plan, device: torch.device) -> None:
         )
     if plan.linears == "mxfp8":
         raise PlanError(
-            "plan.linears is 'mxfp8', but plait has no products in mxfp8, since no device here has them: "
+            "plan.linears is 'mxfp8', which plait does not implement: "
             "choose float8, float8-rowwise or float8-rowwise-gw."
         )
 

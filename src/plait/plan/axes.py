@@ -97,7 +97,10 @@ def view_of(axes: Collection[str], sizes: Collection[str]) -> tuple[str, ...]:
     for view in views(sizes):
         if set(axes) <= set(view):
             return view
-    raise MeshError(f"no view of the mesh has the axes {', '.join(axes)} together: choose axes of one view.")
+    raise MeshError(
+        f"the axes {', '.join(axes)} do not occur together, as ep and etp divide the ranks of shard, cp "
+        "and tp: choose either kind of axes."
+    )
 
 
 def world_size(sizes: Mapping[str, int]) -> int:

@@ -186,7 +186,7 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     for pattern, rule in rules.items():
         if not isinstance(rule, Rule):
             raise PlanError(
-                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, part, "
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece, "
                 "sequence, replicated, partitioned or norm of plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]

@@ -316,4 +316,4 @@ def test_refuses_chunks_that_a_policy_cannot_have(policy: str, chunks: int, has:
     assert policy_schedule(policy, 2, 2, has) == policy_schedule(policy, 2, 2)
     with pytest.raises(ScheduleError) as caught:
         policy_schedule(policy, 2, 2, chunks)
-    assert str(caught.value) == f"{policy} has chunks = {has} and no other: chunks is {chunks}."
+    assert str(caught.value) == f"chunks is {chunks}, but {policy} takes {has} only: set it to that."

@@ -189,8 +189,8 @@ def _check_saves(run: RunConfig) -> None:
     """Raise ConfigError if `run.save_minutes` is set, but `run.save_every` disables checkpoints."""
     if run.save_every is None and run.save_minutes:
         raise ConfigError(
-            f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, never: set it to "
-            "0, for checkpoints at the end and after so many minutes."
+            f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, so that "
+            "nothing is saved: set run.save_every to 0 to save at the end and after so many minutes."
         )
 
 
@@ -217,8 +217,8 @@ def _check_elastic(run: RunConfig) -> None:
         )
     if run.replace == "later" and not run.snapshot_steps:
         raise ConfigError(
-            "run.replace is later, but run.snapshot_every is 0: ranks become more right after a snapshot, so "
-            "raise that, or set run.replace to true."
+            "run.replace is later, but run.snapshot_every is 0, and new ranks join right after a snapshot: "
+            "set run.snapshot_every above 0, or run.replace to true."
         )
 
 

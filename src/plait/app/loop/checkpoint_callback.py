@@ -423,6 +423,6 @@ def _require_times(
     require_number("Checkpoints' minutes", minutes)
     if minutes and every is None:
         raise ConfigError(
-            f"Checkpoints' minutes is {minutes:g}, but every is None, never: set it to 0, for "
-            "checkpoints at the end and after so many minutes."
+            f"Checkpoints' minutes is {minutes:g}, but every is None, so that nothing is saved: set "
+            "every to 0 to save at the end and after so many minutes."
         )

@@ -275,7 +275,7 @@ def require_unmodified(model: Any, replaced: Iterable[nn.Module]) -> None:
                 'recompute layers, Plan(recompute="full").'
             )
     if getattr(model, "is_quantized", False):
-        raise ModelError("the model is quantized, and plait trains the weights themselves: load it without.")
+        raise ModelError("the model is quantized, and plait trains full weights: load it unquantized.")
     _require_known_attention(model.config)
 
 
@@ -308,7 +308,7 @@ def require_causal(config: Any, attentions: Iterable[Any], bidirectional: str | 
     if found:
         raise ModelError(
             f"the model attends to later positions ({found[0]}), where plait adapts causal decoders only: "
-            "turn that round."
+            "configure causal attention."
         )
 
 

@@ -77,7 +77,8 @@ def _with_rank_of(layouts: Sequence[StageLayout], ranks: int, rank_of: Sequence[
     fits = [layout for layout in layouts if layout[0].rank_of(ranks, layout[1]) == tuple(rank_of)]
     if not fits:
         raise ScheduleError(
-            f"no order is searched for stages on the ranks {list(rank_of)}: let them go in a loop or a v."
+            f"rank_of is {list(rank_of)}, and auto searches orders for a loop (0, 1, 0, 1) or a V "
+            "(0, 1, 1, 0) only: give one of these."
         )
     return fits[:1]
 
@@ -105,8 +106,7 @@ def _problems(
             least = needed * holds.unit
     if not problems:
         raise ScheduleError(
-            f"a limit of {limit} is below what any schedule needs: "
-            f"let each rank hold at least {float(least):g}."
+            f"limit is {limit}, less than any schedule needs: give at least {float(least):g}."
         )
     return problems
 

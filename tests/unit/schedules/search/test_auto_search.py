@@ -310,9 +310,7 @@ def test_refuses_a_limit_below_what_any_schedule_needs(
 ) -> None:
     with pytest.raises(ScheduleError) as caught:
         searched(ranks, 3, costs, limit, chunks)
-    assert str(caught.value) == (
-        f"a limit of {limit:g} is below what any schedule needs: let each rank hold at least {least}."
-    )
+    assert str(caught.value) == (f"limit is {limit:g}, less than any schedule needs: give at least {least}.")
     found = searched(ranks, 3, costs, float(least), chunks)
     assert max(found.peak) == float(least)
 

@@ -147,7 +147,8 @@ def test_schedule_refuses_costs_that_are_no_costs_object() -> None:
 def test_refuses_stages_that_go_in_no_loop_and_no_v() -> None:
     told = refusal(policy="auto", rank_of=(0, 0, 1, 1))
     assert told == (
-        "no order is searched for stages on the ranks [0, 0, 1, 1]: let them go in a loop or a v."
+        "rank_of is [0, 0, 1, 1], and auto searches orders for a loop (0, 1, 0, 1) or a V (0, 1, 1, 0) "
+        "only: give one of these."
     )
 
 
@@ -164,7 +165,7 @@ def test_refuses_counts_below_one_and_what_is_no_count(policy: str, name: str, c
 )
 def test_refuses_chunks_that_the_policy_cannot_have(policy: str, chunks: int, only: int) -> None:
     told = refusal(policy=policy, chunks=chunks)
-    assert told == f"{policy} has chunks = {only} and no other: chunks is {chunks}."
+    assert told == f"chunks is {chunks}, but {policy} takes {only} only: set it to that."
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "zb-v", "auto"])
