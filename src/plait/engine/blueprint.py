@@ -298,7 +298,7 @@ class Blueprint:
 
     @property
     def gathered_in_float8(self) -> list[tuple[str, ...]]:
-        """For each layer the names of the linears that can gather the parts of their input in float8.
+        """For each layer, the names of the linears whose partitioned input can be gathered in float8.
 
         A recipe with another cast of the input for weight gradients would send both, which takes as many
         bytes as 16 bits do, unless what weight gradients need is gathered again for them in any case.

@@ -224,7 +224,7 @@ class DropoutGenerator:
             table.fill(self._keys_of(table), self.rows[microbatch].start)
 
     def has_filled(self, table: MaskTable, microbatch: int) -> bool:
-        """Return whether a table has the keys of this step's masks of a micro-batch; the host waits."""
+        """Return whether a table holds this step's mask keys of a micro-batch; the host waits for it."""
         return not table.calls or table.holds(self._keys_of(table), self.rows[microbatch].start)
 
     def _keys_of(self, table: MaskTable) -> list[int]:

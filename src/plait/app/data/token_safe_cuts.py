@@ -212,7 +212,7 @@ class DocumentEncoder:
             yield from self._first_tokens()
 
     def end(self, ahead: str = "") -> Tokens:
-        """Return the tokens not yet yielded; `ahead`: text after the document's cut, whose tokens are not."""
+        """Return the remaining tokens; `ahead`: text after the document's cut, without its own tokens."""
         if not ahead:
             return self._encode([self._held])[0] if self._held else np.empty(0, dtype=np.uint32)
         tokens, behind = self._encode([self._held + ahead, ahead])

@@ -54,7 +54,7 @@ class SurroundingTokens(NamedTuple):
 
 
 def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
-    """Return the files that are there of a `tokenizer.json` or its folder, by their names; none of bytes."""
+    """Return the existing files of a `tokenizer.json` or its folder, by name; none for bytes."""
     path = Path(tokenizer).expanduser()
     path = path / TOKENIZER if path.is_dir() else path
     if tokenizer == "bytes" or not path.is_file():

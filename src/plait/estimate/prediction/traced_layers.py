@@ -64,7 +64,7 @@ class TracedLayers:
 
     @cached_property
     def mean_moments(self) -> float:
-        """Tensors of a parameter's size that the optimizer keeps for it, in the mean over elements."""
+        """Tensors of a parameter's size that the optimizer keeps, as a mean over all elements."""
         if isinstance(self.moments, int):
             return self.moments
         muon, blueprint = muon_of(self.moments), self.blueprint(Plan())
@@ -207,7 +207,7 @@ class TracedSizes(MicrobatchSizes):
         return self.layers.parameters(self.plan, kinds, (False,))
 
     def gathered_item(self, kinds: Sequence[LayerKind] | None = None) -> float:
-        """Return the mean bytes of a parameter as layers have it, of several layers or (None) of all.
+        """Return the mean bytes of a gathered parameter of several layers, or (None) of all.
 
         Counted without those of experts, which are not gathered in float8.
         """

@@ -249,7 +249,7 @@ def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def require_unmodified(model: Any, replaced: Iterable[nn.Module]) -> None:
-    """Raise ModelError where a module whose code plait replaces was altered, or computes something else.
+    """Raise ModelError if a module that plait reimplements was altered, or is of another class.
 
     `replaced`: these modules. They are those of the model's own file in transformers, without hooks and with
     the `forward` of their class.
