@@ -206,7 +206,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """decay of matrices; vectors do not decay; none: 0.1 for AdamW and Muon, else 0"""
     betas: tuple[Decay, Decay] | None = None
-    """decay of both moments of Adam and its like, beside Muon too; none: 0.9 and 0.95"""
+    """decay of both moments of Adam and similar optimizers, beside Muon too; none: 0.9 and 0.95"""
     eps: Annotated[float, Field(gt=0)] | None = None
     """epsilon in the optimizer's divisor; none: its own, of AdamW 1e-8"""
     rates: tuple[RateConfig, ...] = ()

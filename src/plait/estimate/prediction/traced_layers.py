@@ -254,7 +254,7 @@ def of_rows(batch: Value, rows: int) -> Value:
 
 
 def _extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return the number for `rows` rows more than in `few`, of which `more` has one more: linear growth.
+    """Return `few` extrapolated linearly by `rows` rows; `more`: the same for one row more.
 
     Raises ValueError where the two have other parts.
     """

@@ -69,7 +69,7 @@ def schedule(
 
 
 def _require_ranks(policy: str, rank_of: Sequence[int]) -> None:
-    """Raise ScheduleError unless `ranks` is a list of ranks and the policy is `auto`."""
+    """Raise ScheduleError unless `rank_of` lists the ranks of stages, and the policy is `auto`."""
     is_list = isinstance(rank_of, Sequence) and not isinstance(rank_of, str)
     if not is_list or not rank_of or not all(type(one) is int and one >= 0 for one in rank_of):
         raise ScheduleError(f"rank_of is {rank_of!r}: give the rank of each stage, such as (0, 1, 1, 0).")

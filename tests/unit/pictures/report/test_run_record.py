@@ -80,7 +80,7 @@ def test_failed_checkpoints_slow_ranks_and_loss_spikes_are_warnings(tmp_path: Pa
     assert [text.split(":")[0] for text in told] == [
         "After step 20",
         "1 steps changed no parameter, because gradients overflowed in fp16",
-        "Rank 6 is slower than its like",
+        "Rank 6 is slower than its peers",
         "1 damaged lines of the metrics were left out.",
     ]
     for world, slow in ((8, None), (4, 3)):  # of 8 ranks nobody is slow; 4 are those of another plan
