@@ -120,9 +120,9 @@ def test_tokens_of_more_bytes_than_their_dtype_are_refused(tmp_path: Path) -> No
     tokens.astype(np.uint32).tofile(tmp_path / "32.bin")
     tokens.tofile(tmp_path / "64.bin")
     for dtype, file, remedy in (
-        ("uint16", "32.bin", r'32-bit numbers have: set data\.dtype to "uint32"'),
+        ("uint16", "32.bin", r'32-bit numbers: set data\.dtype to "uint32"'),
         ("uint16", "64.bin", r'set data\.dtype to "uint32"'),
-        ("uint32", "64.bin", "64-bit numbers have: write the tokens again as uint32"),
+        ("uint32", "64.bin", "64-bit numbers: write the tokens again as uint32"),
     ):
         with pytest.raises(DataError, match=remedy):
             open_tokens(str(tmp_path / file), dtype)
