@@ -348,11 +348,11 @@ READS_THE_PLAN = {
     "estimate/search/plan_changes.py": "chooses among plans",
     "estimate/time/operation_times.py": "places of ranks on hosts, by stride, and the type of an axis",
     "pictures/report/sections.py": "draws a run's files",
-    "pictures/report/run_file.py": "the format of a run's files, which may be older than the mesh",
+    "pictures/report/run_json.py": "the format of a run's files, which may be older than the mesh",
     "pictures/report/plan_pictures.py": "draws a run's files",
-    "pictures/report/step_file.py": "draws a run's files",
+    "pictures/report/step_json.py": "draws a run's files",
     "app/train/predicted_run.py": "prints a plan",
-    "app/train/reference_steps.py": "the plan of one rank, and its tolerance",
+    "app/train/one_rank_comparison.py": "the plan of one rank, and its tolerance",
     "verification/diagnosis/cause.py": "the order in which causes are suspected",
     "verification/diagnosis/symptoms.py": "the order in which causes are suspected",
     "verification/expected_dtypes.py": "independent of what it checks",
@@ -366,7 +366,7 @@ ABSOLUTE_PATH = re.compile(r"(?<![\w.~*])/(home|root|tmp|usr|var|etc|opt|mnt|srv
 
 
 def room_of(module: str) -> str:
-    """Return the room that a module belongs to: `schedules` for `plait.schedules.search.auto`."""
+    """Return the room that a module belongs to: `schedules` for `plait.schedules.search.auto_search`."""
     return module.split(".")[1] if "." in module else ""
 
 

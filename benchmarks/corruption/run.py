@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.engine.corruption.word_sums import WordSums
+from plait.engine.corruption.word_checksums import WordChecksums
 from plait.plan.plan import Strategy
 from plait.ranks.collectives import all_reduce, barrier
 
@@ -40,13 +40,13 @@ Rows = dict[str, list[tuple[float, float]]]
 @contextmanager
 def counted(counts: list[int]) -> Iterator[None]:
     """Append the bytes of all tensors each time their sums are computed, within the context."""
-    original = WordSums.compute
+    original = WordChecksums.compute
 
-    def compute(self: WordSums) -> Tensor:
+    def compute(self: WordChecksums) -> Tensor:
         counts.append(self.bytes)
         return original(self)
 
-    with patch.object(WordSums, "compute", compute):
+    with patch.object(WordChecksums, "compute", compute):
         yield
 
 

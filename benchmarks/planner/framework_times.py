@@ -25,7 +25,7 @@ from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.event_simulation import Timing
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 OVERLAP_SHARE = 0.7
 """The part of a transfer in shards that products hide, see `Framework.overlaps_tensor_products`."""

@@ -18,7 +18,7 @@ from survey import survey
 
 from plait.pictures.timelines.timeline import simulate
 from plait.schedules.costs import Costs
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 
 def errors(found: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from plait.estimate.time.hardware import Hardware
 from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 from plait.schedules.search.stage_cuts import balance
 
 FOLDER = Path(__file__).parent

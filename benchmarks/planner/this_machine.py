@@ -21,7 +21,7 @@ import torch
 import plait
 from plait.errors import PlaitError
 from plait.estimate.measurement.calibrate import calibrate
-from plait.estimate.measurement.model_steps import LARGE, model_step, predicted_seconds
+from plait.estimate.measurement.measured_model_steps import LARGE, model_step, predicted_seconds
 from plait.estimate.time.hardware import load_hardware
 from plait.plan.plan import Plan
 from plait.ranks.collectives import barrier

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import plait
 from plait.errors import ScheduleError
-from plait.schedules.search.api import POLICY_NAMES
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES
 
 T = TypeVar("T")
 COSTS = plait.Costs(F=1, I=1, W=0.9, comm=0.1)

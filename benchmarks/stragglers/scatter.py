@@ -17,7 +17,7 @@ import torch
 import plait
 from plait.app.loop.rebalancing import layer_costs_of, rank_costs
 from plait.app.loop.slow_ranks import NORMAL, SlowRanks
-from plait.app.loop.stragglers import ELAPSED_WINDOWS, OWN_WINDOWS
+from plait.app.loop.straggler_callback import ELAPSED_WINDOWS, OWN_WINDOWS
 from plait.plan.plan import Plan
 
 STEPS, WINDOW, TRIALS, AHEAD = 400, 4, 200, 40

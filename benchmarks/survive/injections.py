@@ -27,7 +27,7 @@ from plait.engine.engine import Engine
 from plait.engine.pipeline.executor import Executor
 from plait.engine.resharding import arriving_values
 from plait.plan.plan import Plan
-from plait.ranks.transport.joined_world import current_ranks
+from plait.ranks.transport.process_ranks import current_ranks
 from plait.schedules.lowering.program import Segment
 
 Kind = Literal["kill", "stop", "error"]

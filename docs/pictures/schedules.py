@@ -7,7 +7,7 @@ from pathlib import Path
 
 import plait
 from plait.pictures.timelines.svg import draw_svg
-from plait.schedules.search.api import POLICY_NAMES
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES
 
 FOLDER = Path(__file__).parent
 for policy in POLICY_NAMES:

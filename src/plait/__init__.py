@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from plait.ranks.mesh import Mesh
     from plait.schedules.check import check
     from plait.schedules.costs import Costs
-    from plait.schedules.search.api import schedule
+    from plait.schedules.search.schedule_by_policy import schedule
     from plait.tensor.attention.attention import attention
     from plait.tensor.direct_preference import dpo_loss
     from plait.tensor.dropout import Dropout
@@ -93,7 +93,7 @@ _HOME = {
     "reshard": "plait.engine.resharding.reshard",
     "reshard_kept": "plait.engine.resharding.reshard_kept",
     "save": "plait.checkpoint.saving",
-    "schedule": "plait.schedules.search.api",
+    "schedule": "plait.schedules.search.schedule_by_policy",
     "sequence_part": "plait.engine.local_batch",
     "simulate": "plait.pictures.timelines.timeline",
     "verify": "plait.verification.verify",

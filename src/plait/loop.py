@@ -6,7 +6,7 @@ from plait.app.loop.fit import warmup_constant, warmup_cosine, warmup_linear, wa
 from plait.app.loop.loggers import Csv, JsonLines, MLflow, TensorBoard, WeightsAndBiases
 from plait.app.loop.parameter_rates import ParameterRate, freeze, parameter_groups
 from plait.app.loop.report_callback import Report
-from plait.app.loop.stragglers import Stragglers
+from plait.app.loop.straggler_callback import Stragglers
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import Validation
 

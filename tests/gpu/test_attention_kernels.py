@@ -12,9 +12,7 @@ from torch import Tensor
 from gpu.host_waits import forbid_host_waits
 from plait.ranks.device import default_device
 from plait.tensor.attention import attention
-from plait.tensor.attention.exchange_plan import Mask, exchange_plan
-from plait.tensor.attention.fused_kernels import Attended
-from plait.tensor.attention.kernels import (
+from plait.tensor.attention.block_attention import (
     Scaling,
     block_backward,
     block_forward,
@@ -23,6 +21,8 @@ from plait.tensor.attention.kernels import (
     unfused_backward,
     unfused_forward,
 )
+from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.fused_kernels import Attended
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 

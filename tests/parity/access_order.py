@@ -38,7 +38,7 @@ from parity.stream_rules import Part, StreamOperation, StreamRules
 from plait.checkpoint import saving
 from plait.ranks import device, mesh, rank_device
 from plait.ranks.device import StreamEvent
-from plait.ranks.transport.local.transport import RankThread, current_local_rank
+from plait.ranks.transport.threads.transport import RankThread, current_thread_rank
 
 SOURCE = Path(plait.__file__).parent
 RULES = {Path(one.__file__ or "") for one in (stream_rules, stream_transport)}
@@ -154,7 +154,7 @@ def rank_of(lane: Any) -> int | str:
 
 def compute() -> Lane:
     """The compute stream of this thread's rank."""
-    rank = current_local_rank()
+    rank = current_thread_rank()
     return "compute", -1 if rank is None else rank.rank
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from parity.stream_rules import StreamRules
 from parity.stream_transport import StreamTransport
 from plait.ranks.launch.rank_threads import run_threads
-from plait.ranks.transport.local.transport import current_local_rank
+from plait.ranks.transport.threads.transport import current_thread_rank
 
 
 def run_ruled_threads(
@@ -24,7 +24,7 @@ def run_ruled_threads(
 
     def awaiting(*arguments: Any) -> Any:
         result = function(*arguments)
-        local = current_local_rank()
+        local = current_thread_rank()
         assert local is not None
         rules.require_awaited(local.rank)
         return result

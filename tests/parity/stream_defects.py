@@ -17,7 +17,7 @@ from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.reducer import Reducer
 from plait.ranks.handle import Handle
 from plait.ranks.mesh import Mesh
-from plait.ranks.transport.joined_world import current_ranks
+from plait.ranks.transport.process_ranks import current_ranks
 from plait.schedules.action import Kind
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd import regather as uneven_collectives

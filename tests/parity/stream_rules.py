@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.ranks.transport.local.operations import ComputeOutputs
+from plait.ranks.transport.threads.operations import ComputeOutputs
 from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of
 
 Completion: TypeAlias = Literal["early", "late"] | int

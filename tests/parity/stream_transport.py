@@ -11,13 +11,13 @@ from torch import Tensor
 from parity.stream_rules import Part, StreamOperation, StreamRules
 from plait.ranks.transport.buffers import dense, describe
 from plait.ranks.transport.interface import Pending
-from plait.ranks.transport.local.cooperative_scheduler import (
+from plait.ranks.transport.threads.cooperative_scheduler import (
     CooperativeScheduler,
     DeadlockError,
     WaitCondition,
 )
-from plait.ranks.transport.local.operations import ComputeOutputs, GroupOperations, Inputs
-from plait.ranks.transport.local.transport import LocalTransport
+from plait.ranks.transport.threads.operations import ComputeOutputs, GroupOperations, Inputs
+from plait.ranks.transport.threads.transport import ThreadTransport
 
 
 class StreamPending:
@@ -49,7 +49,7 @@ class StreamPending:
         return False
 
 
-class StreamTransport(LocalTransport):
+class StreamTransport(ThreadTransport):
     """One rank's `Transport` in a group of threads, whose operations run on the streams of `StreamRules`."""
 
     def __init__(

@@ -34,7 +34,7 @@ from parity.woven import layer_count
 from plait.engine.pipeline import stage
 from plait.engine.pipeline.loss_stage import OverwritingLossStage
 from plait.plan.plan import Plan
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 from plait.tensor import losses
 from plait.tensor.layer_values import Microbatches
 from plait.tensor.torch_losses import as_loss

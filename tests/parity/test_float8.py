@@ -28,7 +28,7 @@ from plait.checkpoint.compatibility import linears_change
 from plait.models.llama import RULES
 from plait.plan.plan import Plan
 from plait.plan.rules import column, row, sequence
-from plait.tensor.autograd import cast_inputs, float8_linear, float8_operands
+from plait.tensor.autograd import float8_inputs, float8_linear, float8_operands
 from plait.tensor.float8.cast import factor_of
 from plait.tensor.float8.recipes import RECIPES, CastFormat
 
@@ -209,7 +209,7 @@ def test_tp_sums_in_fp32_what_one_rank_rounds_once(
         return [float((one != other).double().mean()) for one, other in zip(found, expected, strict=True)]
 
     assert max(differing()) < 0.05
-    for module in (cast_inputs, float8_linear):
+    for module in (float8_inputs, float8_linear):
         monkeypatch.setattr(module, "wide", lambda dtype: dtype)
     assert min(differing()) > 0.3
 

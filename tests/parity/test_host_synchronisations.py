@@ -50,7 +50,7 @@ class HostReads(TorchDispatchMode):
     ) -> Any:
         if func.overloadpacket.__name__ in READS:
             where = caller(sys._getframe(1))
-            if not where.startswith("ranks/transport/local/"):  # NCCL's rules compare inputs, a GPU does not
+            if not where.startswith("ranks/transport/threads/"):  # these compare inputs, a GPU does not
                 self.places[where] += 1
         return func(*args, **(kwargs or {}))
 
@@ -193,7 +193,7 @@ ALLOWED = {
     "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",
     "app/loop/validation.py": "the means of a validation",
     "tensor/direct_preference.py": "answers of a reference, computed once before the training",
-    "app/train/reference_steps.py": "after the run, on rank 0",
+    "app/train/one_rank_comparison.py": "after the run, on rank 0",
     "app/train/run_data.py": "the tokens of a prompt, in NumPy, before the run",
     "app/train/trainer.py": "the sample after the run",
 }

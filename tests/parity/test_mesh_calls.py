@@ -39,7 +39,7 @@ from plait.schedules.lowering.program import LayerIndex
 from plait.schedules.lowering.stream_replay import Call, Operation, Queued, deadlock_of
 from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import AUTO
+from plait.schedules.search.schedule_by_policy import AUTO
 
 # ── against real engines ──
 

@@ -13,7 +13,7 @@ from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
 from plait.plan.plan import Plan
-from plait.schedules.search.api import POLICY_NAMES
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES
 
 FACTORS = {
     "schedule": ("interleaved", "zb-v", "v-half", "v-min"),

@@ -99,7 +99,7 @@ def test_what_muon_and_owned_cannot_do_is_refused_in_a_sentence(thread_ranks: An
             "a parameter group has lr and no params",
             "dtype is 'float64': choose torch.bfloat16",
             "plait.Owned was given an object of Engine in place of an optimizer's class: give the class",
-            "Muon has got a parameter [",
+            "Muon was given a parameter [",
             "Muon has blocks.0.attention.key.bias on some ranks and not on rank 1, which holds it too",
             "plait.reshard does not move Owned, whose parameters have owners under the old plan: save",
         ]

@@ -15,9 +15,9 @@ from plait.app.config.config import Config
 from plait.app.loop.describe_run import describe
 from plait.engine.blueprint import build_blueprint
 from plait.models import llama
-from plait.pictures.report.run_file import write_description
+from plait.pictures.report.run_json import write_description
 from plait.pictures.report.run_record import write_event
-from plait.pictures.report.step_file import RecordedRank, RecordedStep, write_step
+from plait.pictures.report.step_json import RecordedRank, RecordedStep, write_step
 from plait.pictures.timelines.timeline import simulate
 from plait.plan.axes import sizes_of_plan
 from plait.schedules.costs import Costs

@@ -17,16 +17,16 @@ from parity.cases import llama
 from parity.contexts import mixing, packed
 from plait.engine import local_batch, runner
 from plait.engine import parallelize as composer
-from plait.engine.compilation import autograd_calls, graphs_and_eager_operations
-from plait.engine.compilation.layer_steps import LayerOperation
+from plait.engine.compilation import eager_autograd_calls, graphs_and_eager_operations
+from plait.engine.compilation.layer_operations import LayerOperation
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout
 from plait.plan.plan import Plan
 from plait.ranks.handle import Handle
 from plait.tensor.attention import exchange_plan, ring, ulysses
+from plait.tensor.attention.block_attention import block_backward, block_forward
 from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
-from plait.tensor.attention.kernels import block_backward, block_forward
 from plait.tensor.attention.ring import KeyExchange, Pair
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
@@ -184,12 +184,12 @@ def positions_of_the_first_micro_batch() -> Any:
 
 def gradients_of_keys_and_values_exchanged() -> Any:
     """Between the graphs of a backward, the gradients of keys and values are taken for each other."""
-    original = autograd_calls._Given.backward
+    original = eager_autograd_calls._Given.backward
 
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return original(ctx, query, value, key)
 
-    return patch.object(autograd_calls._Given, "backward", staticmethod(backward))
+    return patch.object(eager_autograd_calls._Given, "backward", staticmethod(backward))
 
 
 def heads_in_another_order() -> Any:

@@ -28,7 +28,7 @@ from plait.models import rotary
 from plait.models.huggingface import common
 from plait.models.huggingface import families as decoder
 from plait.plan.plan import Plan
-from plait.tensor.attention import exchange_plan, kernels, visibility
+from plait.tensor.attention import block_attention, exchange_plan, visibility
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.step_location import StepPhase
 from zoo import cases
@@ -96,20 +96,20 @@ def documents_see_each_other() -> Any:
 
 def slope_of_the_cap_left_out() -> Any:
     """The backward of capped scores is that of plain ones."""
-    original = kernels._scores
+    original = block_attention._scores
 
     def scores(*given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
         found, slopes = original(*given, **more)
         return found, None if slopes is None else torch.ones_like(slopes)
 
-    return patch.object(kernels, "_scores", scores)
+    return patch.object(block_attention, "_scores", scores)
 
 
 def scale_of_the_scores_squared() -> Any:
     """The scale is applied twice."""
 
-    def scaling(scale: float, softcap: float | None = None) -> kernels.Scaling:
-        return kernels.Scaling(scale * scale, softcap)
+    def scaling(scale: float, softcap: float | None = None) -> block_attention.Scaling:
+        return block_attention.Scaling(scale * scale, softcap)
 
     return patch.object(ATTENTION, "Scaling", scaling)
 

@@ -23,8 +23,8 @@ from plait.plan.rules import column, row, sequence
 from plait.proof import layer_runs_on_meta
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
-from plait.tensor.autograd import cast_inputs, float8_linear, float8_operands
-from plait.tensor.autograd.cast_inputs import InputParts
+from plait.tensor.autograd import float8_inputs, float8_linear, float8_operands
+from plait.tensor.autograd.float8_inputs import InputParts
 from plait.tensor.autograd.float8_operands import WHOLE, LinearCasts
 from plait.tensor.autograd.paired_collectives import SumOfSummands
 from plait.tensor.float8.cast import ScaledMatrix, cast_by
@@ -283,8 +283,10 @@ UNLIKE_TOKENS = replace(MODEL, name="unlike tokens", build=unlike_tokens)
 
 def parts_of_an_input_scaled_by_each_rank() -> Any:
     """A rank casts its part of the sequence by the largest value of that, and all products take its scale."""
-    original = cast_inputs.CastInput._operand
-    return patch.object(cast_inputs.CastInput, "_operand", lambda self, input: (original(self, input)[0], ()))
+    original = float8_inputs.CastInput._operand
+    return patch.object(
+        float8_inputs.CastInput, "_operand", lambda self, input: (original(self, input)[0], ())
+    )
 
 
 def scales_of_own_tokens_for_all() -> Any:
@@ -295,7 +297,7 @@ def scales_of_own_tokens_for_all() -> Any:
         data = whole.view(-1, whole.shape[-1])
         return ScaledMatrix(data, own.scale.repeat(len(data) // len(own.data), 1))
 
-    return patch.object(cast_inputs, "_gathered", gathered)
+    return patch.object(float8_inputs, "_gathered", gathered)
 
 
 def adapter_reads_what_has_no_memory() -> Any:
@@ -305,13 +307,13 @@ def adapter_reads_what_has_no_memory() -> Any:
 
 def largest_values_of_another_gradient() -> Any:
     """What one reduction gives for gradients of queries, keys and values is dealt out in another order."""
-    original = cast_inputs.reduced_together
+    original = float8_inputs.reduced_together
 
     def reduced(each: Any, reduce: Any) -> list[Tensor]:
         found = original(each, reduce)
         return [*found[1:], *found[:1]]
 
-    return patch.object(cast_inputs, "reduced_together", reduced)
+    return patch.object(float8_inputs, "reduced_together", reduced)
 
 
 def _row(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.engine.pipeline.stage import Stage
 from plait.ranks.handle import Handle
-from plait.ranks.transport.joined_world import current_ranks
+from plait.ranks.transport.process_ranks import current_ranks
 
 
 def rank() -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from parity.cases import gpt2, llama, sparse_llama
 from plait.plan.plan import Plan
-from plait.schedules.search.api import POLICY_NAMES
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES
 from plait.verification.rank_verification import verify_rank
 from plait.verification.step_location import StepPhase
 from plait.verification.sweep import RefusedPlan, plans_on, verify_plans

@@ -106,7 +106,7 @@ class CheckpointManager:
                 self.complete = pending.complete
 
     def withdraw_after(self, step: int) -> list[Path]:
-        """Rename those of its checkpoints that have more than `step` steps, since their bits may be wrong.
+        """Rename this run's checkpoints of more than `step` steps, since their bits may be wrong.
 
         Return the paths that this rank gave them. Without communication: any rank may call it. Waits for the
         checkpoint that is being written, for some seconds at most. Raises OSError.
@@ -131,7 +131,7 @@ class CheckpointManager:
             mark_best(self._folder, kept, self._disk)
 
     def _complete(self, best: Sequence[BestCheckpoint]) -> list[BestCheckpoint]:
-        """Return those of `best` whose checkpoint is complete."""
+        """Return the entries of `best` whose checkpoint is complete."""
         return [one for one in best if complete_version(self._folder / checkpoint_name(one.step)) is not None]
 
     def _rename_later(self) -> None:

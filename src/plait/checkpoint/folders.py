@@ -48,7 +48,7 @@ def with_new_best(kept: Sequence[BestCheckpoint], new: BestCheckpoint, most: int
 
 
 def marker_path(folder: Path) -> Path:
-    """Return the path of the marker in a folder of checkpoints."""
+    """Return the path of `best.json`, which records the best checkpoints in a folder."""
     return folder / f"{BEST}.json"
 
 

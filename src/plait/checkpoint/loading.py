@@ -57,7 +57,7 @@ from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of `load_checkpoint`: the user's state, and what differs from the saved run."""
+    """Result of `load_checkpoint`: the user's state, and the differences from the saved run."""
 
     state: dict[str, Any]
     options: dict[str, tuple[Any, Any]]
@@ -94,7 +94,7 @@ def load(
 def load_checkpoint(
     engine: Checkpointable, optimizer: GivenOptimizers, path: str | Path, options: Options
 ) -> Loaded:
-    """Load a checkpoint as `load` does, but return what differs instead of printing it."""
+    """Load a checkpoint as `load` does, but return the differences instead of printing them."""
     require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
     optimizers, mesh = checked_optimizers(engine, optimizer, options), engine.mesh
     with raising_on_all_ranks(mesh):
@@ -182,7 +182,7 @@ def _check_files(folder: Path, share: Iterable[Portion]) -> Iterator[int]:
 
 @contextmanager
 def raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
-    """Context: where ranks raise CheckpointError or OSError in it, all raise that of the lowest such rank."""
+    """Context: if any rank raises CheckpointError or OSError, all raise the error of the lowest such rank."""
     own = ""
     try:
         yield

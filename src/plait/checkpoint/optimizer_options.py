@@ -1,4 +1,4 @@
-"""Options of parameter groups, such as `lr`, when a checkpoint is loaded: those saved, or those given."""
+"""Restores and compares the options of parameter groups, such as `lr`, when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def require_state_for_options(
     saved: Mapping[str, Any],
     keys: Mapping[str, Sequence[str]],
 ) -> None:
-    """Raise CheckpointError where an option that is new needs state that the checkpoint does not hold.
+    """Raise CheckpointError if an option set anew, such as `amsgrad`, needs state that was not saved.
 
     AMSGrad's maximum is such state; SGD begins a momentum by itself. `keys`: saved state by parameter.
     """
@@ -158,7 +158,7 @@ def require_state_for_options(
 def _missing_state(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, known: frozenset[str]
 ) -> str:
-    """Return the state that a step needs and `known` lacks, or "", as steps of a copy on few numbers show."""
+    """Return the state that a step needs and `known` lacks, found by steps of a small copy, or ""."""
     tiny = nn.Parameter(torch.ones((2,) * max(1, parameter.dim())))
     trial = copy.copy(optimizer)
     options = {key: False if key in NOT_RESTORED and value else value for key, value in group.items()}

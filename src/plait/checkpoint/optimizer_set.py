@@ -74,7 +74,7 @@ class OptimizerSet:
         return {} if owner is None else owner.state.get(parameter, {})
 
     def state_rank(self, parameter: nn.Parameter) -> int | None:
-        """Return the only rank that has the state of a parameter; None where each has that of its shard."""
+        """Return the only rank that has a parameter's state; None if ranks have state of their shards."""
         owner = whole_states(self._owners.get(id(parameter)))
         return None if owner is None else owner.state_rank(parameter)
 

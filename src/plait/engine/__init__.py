@@ -3,8 +3,8 @@
 from typing import Any
 
 from plait.engine.engine import Engine
-from plait.engine.recorder import Recording
 from plait.engine.runner import InstructionObserver, Runtime
+from plait.engine.step_recorder import Recording
 from plait.package import submodule
 
 __all__ = ["Engine", "InstructionObserver", "Recording", "Runtime"]

@@ -42,7 +42,7 @@ class ThreadClock:
             weakref.finalize(self, os.close, self._file)
 
     def stamp(self) -> tuple[int, int]:
-        """Return the nanoseconds that passed, and those of waits for a core among them; 0 if unknown."""
+        """Return the nanoseconds so far, and how many of them the thread waited for a core; 0 if unknown."""
         waited = int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
         return time.perf_counter_ns(), waited
 
@@ -63,7 +63,7 @@ class StreamClock:
         return StreamEvent(self._device, timed=True)
 
     def seconds(self, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
-        """Return the seconds between two finished events, twice: a stream of a GPU waits for no core."""
+        """Return the seconds between two finished events twice: GPU streams do not wait for a core."""
         seconds = end.milliseconds_since(start) / 1e3
         return seconds, seconds
 

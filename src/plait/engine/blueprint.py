@@ -201,7 +201,7 @@ class Blueprint:
 
     @cached_property
     def owners(self) -> Owners:
-        """The ranks of `pp` that hold each parameter: those that run a layer which uses it."""
+        """The ranks of `pp` that hold each parameter, since they run a layer that uses it."""
         rank_of = self.schedule.rank_of
         ranks = {
             unit: tuple(sorted({rank_of[place.stage] for place in places}))
@@ -221,7 +221,7 @@ class Blueprint:
 
     @cached_property
     def norm_axis(self) -> str:
-        """The axis over which the gradient norm is summed: all ranks, or those of a whole model."""
+        """The axis over which the gradient norm is summed: all ranks, or the ranks of one model replica."""
         sharded = any(kind.trains and kind.sharded for kind in self.kinds.values())
         return "world" if sharded or self.plan.divides_experts else "model"
 
@@ -244,7 +244,7 @@ class Blueprint:
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
-        """Return those of `stages` whose layers use the parameters of `unit`, in model order."""
+        """Return which of `stages` have layers that use the parameters of `unit`, in model order."""
         users = {place.stage for place in self.lowering_spec.units[unit]}
         return tuple(sorted(users.intersection(stages)))
 
@@ -298,7 +298,7 @@ class Blueprint:
 
     @property
     def gathered_in_float8(self) -> list[tuple[str, ...]]:
-        """For each layer the names of the linears that can gather the parts of their input in float8.
+        """For each layer, the names of the linears whose partitioned input can be gathered in float8.
 
         A recipe with another cast of the input for weight gradients would send both, which takes as many
         bytes as 16 bits do, unless what weight gradients need is gathered again for them in any case.
@@ -393,8 +393,8 @@ def float8_linears(
         named_dtype(one.dtype) == FLOAT16 for one in sequence.parameters.values()
     ):
         raise PlanError(
-            f"plan.linears is {plan.linears!r}, and the model is in fp16, whose loss scale moves gradients "
-            "to the end of its range, where e5m2 ends too: set plan.precision to 'bf16' or 'fp32'."
+            f"plan.linears is {plan.linears!r}, and the model is in fp16, whose loss scale makes gradients "
+            "so large that float8 overflows too: set plan.precision to 'bf16' or 'fp32'."
         )
     layers = named(sequence.layers)
     choice = choose_linears(sequence.layers, {} if rules is None else match_modules(rules, layers))
@@ -508,8 +508,7 @@ def chosen_rules(model: nn.Module, rules: Rules | None) -> Rules | None:
 def parameter_layouts(
     sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
-    """Return each parameter's layout over `tp` or `ep` and `etp`, and over how many `tp` ranks its gradient
-    is summed."""
+    """Return each parameter's layout over tp, ep and etp, and how many `tp` ranks sum its gradient."""
     layers, sizes = named(sequence.layers), sizes_of_plan(plan)
     layouts = layouts_of(layers, module_rules, layout_degrees(sizes), layout_degrees(sizes, experts=True))
     summed = summed_over_tp(layers, module_rules, layouts)

@@ -1,4 +1,4 @@
-"""Builds a rank's `StepBalance`, where the model has routers; and whether a schedule allows its counts."""
+"""Builds the `StepBalance` of a rank's routers; refuses schedules that need token counts too early."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.tensor.experts.step_balance import RouterPlace, StepBalance
 
 
 def build_step_balance(blueprint: Blueprint, mesh: Mesh) -> StepBalance | None:
-    """Return what computes the losses and loads of this rank's routers; None for a model without routers.
+    """Return the `StepBalance` for this rank's routers; None for a model without routers.
 
     Raises ModelError for routers with unlike settings, and PlanError for settings that the schedule does not
     allow. Communication: a group, the first time, over which counts are summed.
@@ -66,7 +66,7 @@ def _axes(balance: Balance, *, in_parts: bool) -> tuple[str, ...]:
 
 
 def require_counts(balance: Balance, schedule: Schedule) -> None:
-    """Raise PlanError where a backward needs counts before the forwards that make them."""
+    """Raise PlanError if a backward would need token counts that its rank does not have by then."""
     if not balance.weight:
         return
     if balance.coupled and balance.counts == "document" and schedule.ranks > 1:

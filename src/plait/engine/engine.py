@@ -17,11 +17,11 @@ from plait.engine.build_router_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
 from plait.engine.inference import generated, model_output
-from plait.engine.recorder import Recording
 from plait.engine.runner import InstructionObserver, Runner, Runtime
-from plait.engine.settings_check import StepAgreement
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.engine.sharding.replica_check import check_replicas
+from plait.engine.step_agreement import StepAgreement
+from plait.engine.step_recorder import Recording
 from plait.engine.whole_tensors import load_state_dict, named_gradients, state_dict
 from plait.errors import NonFiniteError, PlanError, ReplicaError, ScheduleError
 from plait.models.layers.layer_sequence import evaluating
@@ -35,7 +35,7 @@ from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.costs import Costs, is_within
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import AUTO, schedule
+from plait.schedules.search.schedule_by_policy import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
 from plait.tensor.experts.step_balance import ExpertLoad
 from plait.tensor.layer_values import Value
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class _Retired:
-    """Stands in for what an engine had before `plait.reshard` took it: every use raises PlanError."""
+    """Placeholder for an engine's parts after `plait.reshard` took them: every use raises PlanError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise PlanError(
@@ -418,7 +418,7 @@ class Engine:
         return self._runner.steps.schedule
 
     def follow(self, order: Schedule) -> None:
-        """Set the schedule of later steps: `order` has the same actions on the same ranks in another order.
+        """Set the schedule of later steps: the same actions on the same ranks, in another `order`.
 
         Parameters, their gradients and the optimizer's state stay where they are, and gradients have the same
         bits (except those of a parameter with users on two stages of one rank). All ranks pass the same
@@ -465,7 +465,7 @@ class Engine:
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """Mapping from each parameter that several ranks of `pp` hold (a tied one) to these ranks."""
+        """Mapping from each parameter that several ranks of `pp` hold (a tied one) to those ranks."""
         return {name: ranks for name, ranks in self.blueprint.owners.items() if len(ranks) > 1}
 
     @property

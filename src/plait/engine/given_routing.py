@@ -1,4 +1,4 @@
-"""Experts that a step gives to its routers, in place of those of the largest scores, as in a replay."""
+"""Makes routers take given experts in a step, in place of those with the largest scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from plait.tensor.layer_values import split, tensors_of
 
 @contextmanager
 def given_experts(runner: Runner, routing: Mapping[str, Tensor] | None, batch: LossBatch) -> Iterator[None]:
-    """Context: routers take the experts in `routing`, by their paths in the model, others choose.
+    """Context: routers whose path is in `routing` take the experts given there; others choose themselves.
 
     Each is int64 `[rows, length, k]`, for the rows of this data-parallel rank, of whole sequences. Where
     routing is forced, the others take the experts of `balanced_indices`. Raises DataError for other tensors,
@@ -89,7 +89,7 @@ def _balanced(
 
 
 def _of_running(balance: StepBalance, parts: list[Tensor], scores: Tensor) -> Tensor:
-    """Return the experts `[T, k]` of the micro-batch that runs."""
+    """Return the running micro-batch's experts `[T, k]`."""
     assert balance.microbatch is not None
     return parts[balance.microbatch]
 

@@ -1,4 +1,4 @@
-"""What an engine computes without gradients and targets: the model's output, and generated tokens."""
+"""Forwards without gradients: the model's output, and generated tokens."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
 
 
 def _empty(runner: Runner, info: TensorInfo) -> Tensor:
-    """Return a tensor for the output of which the last layer gives `info`; the loss may make logits of it."""
+    """Return an empty tensor for the model's output, given its `info`; the loss may compute the logits."""
     shape, classes = info.shape, runner.runtime.blueprint.output_classes
     if classes is not None:
         vocabulary = runner.runtime.vocabulary

@@ -101,7 +101,7 @@ def refuse_unavailable(plan: Plan, device: torch.device) -> None:
         )
     if plan.linears == "mxfp8":
         raise PlanError(
-            "plan.linears is 'mxfp8', but plait has no products in mxfp8, since no device here has them: "
+            "plan.linears is 'mxfp8', which plait does not implement: "
             "choose float8, float8-rowwise or float8-rowwise-gw."
         )
 
@@ -136,7 +136,7 @@ def assemble_engine(
     rules: Rules | None,
     seed: int,
 ) -> Engine:
-    """Return the engine of a blueprint of `model`, with the values of `source`; all ranks agree on these."""
+    """Return the engine of a blueprint of `model`, with values from `source`; all ranks agree on these."""
     plan, sequence = blueprint.plan, sequence_of(model)
     if plan.linears is not None and not multiplies_float8(mesh.device):
         raise PlanError(
@@ -187,8 +187,7 @@ def _require_arguments(
     values: object,
     broadcast: object,
 ) -> None:
-    """Raise PlanError for an argument of another type or out of range, and for a compiled loss; MeshError for
-    a mesh of another plan."""
+    """Raise PlanError or MeshError for arguments of another type or out of range, and a compiled loss."""
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     require_instance("the mesh", mesh, Mesh, "give plait.Mesh(plan)", PlanError)
     mesh.check_plan(plan)

@@ -31,11 +31,11 @@ from plait.engine.local_batch import (
 )
 from plait.engine.pipeline.executor import Executor, RunCalls
 from plait.engine.pipeline.pipeline_rank import PipelineRank
-from plait.engine.recorder import Recorder
 from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.gradient_norm import loss_scale, non_finite_gradients
 from plait.engine.sharding.reducer import Reducer
 from plait.engine.sharding.unit import Unit
+from plait.engine.step_recorder import Recorder
 from plait.errors import DataError, PlanError
 from plait.models.layers.layer_sequence import saved_buffers
 from plait.models.layers.model_validation import LateHooks

@@ -1,4 +1,4 @@
-"""Which linears of a model `Plan.linears` chooses: all but those that decide more than they cost.
+"""Chooses the linears of a model that `Plan.linears` casts to float8: not heads, tied ones, adapters, ….
 
 In 16 bits stay the model's last linear and those with the rule `vocabulary` (heads, whose rounding changes
 each probability), linears whose weight is another module's too (an embedding's), adapters of LoRA, modules
@@ -146,7 +146,7 @@ def _users_of_weights(layers: Sequence[NamedLayer]) -> Counter[int]:
 
 
 def require_multipliable(choice: LinearChoice, layouts: Mapping[str, Layout], recipe: str) -> None:
-    """Raise PlanError where nothing is chosen, or `tp` or `etp` cuts what is so that it cannot be multiplied.
+    """Raise PlanError if no linear is chosen, or a part of one over `tp` or `etp` has sizes CUDA refuses.
 
     `layouts`: of the parameters, by name.
     """
@@ -212,7 +212,7 @@ def refuse_other_readers(layer: NamedLayer, weights: Collection[str], value: Val
 
 
 class RunningLinears:
-    """Runs linears, and tells whether one of them runs."""
+    """Runs the forwards of linears, and knows whether one of them is running."""
 
     def __init__(self) -> None:
         self.running = 0

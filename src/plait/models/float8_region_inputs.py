@@ -1,4 +1,4 @@
-"""Inputs of a layer's tensor-parallel regions that nothing but linears in float8 reads.
+"""Finds the inputs of a layer's tensor-parallel regions that only float8 linears read.
 
 Such an input is gathered from the ranks' parts of the sequence in eight bits; one that another operation
 reads too, such as an adapter, a router or a residual connection, is gathered in the plan's precision.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.models.float8_linears import RunningLinears
-from plait.tensor.autograd.cast_inputs import CastInputs
+from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
 from plait.tensor.parallel.linear import RegionBoundary
 

@@ -65,7 +65,7 @@ def gpt2(
 
 
 def gpt2_of(sizes: Decoder) -> nn.Sequential:
-    """Return GPT-2 with these sizes on the meta device, as `gpt2` does."""
+    """Return GPT-2 on the meta device, as `gpt2` does, of the sizes in a `Decoder`."""
     hidden, vocab, context = sizes.hidden, sizes.vocab, sizes.context
     # A smaller start for residual projections, so that the sum over all layers keeps its size
     # (Radford et al. 2019, section 2.3).

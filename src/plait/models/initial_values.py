@@ -100,7 +100,7 @@ def _rule(layer: nn.Module, name: str) -> Initial | None:
 
 @dataclass
 class ModuleReset:
-    """Keeps the latest `reset_parameters()` of a module, whose tensors are read one after another."""
+    """Caches the tensors of the latest `reset_parameters()` of a module, which are read one by one."""
 
     _of: tuple[nn.Module, str, int] | None = None
     """The module, its path, and the seed."""

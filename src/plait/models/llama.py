@@ -91,7 +91,7 @@ def llama(
 
 
 def llama_of(sizes: Decoder) -> nn.Sequential:
-    """Return Llama with these sizes on the meta device, as `llama` does."""
+    """Return Llama on the meta device, as `llama` does, of the sizes in a `Decoder`."""
     hidden, vocab, context = sizes.hidden, sizes.vocab, sizes.context
     # A smaller start for residual projections, as in GPT-2 (Radford et al. 2019, section 2.3).
     std = INITIAL_STD / math.sqrt(2 * sizes.layers)
@@ -114,7 +114,7 @@ def _mlp(sizes: Decoder, std: float) -> MLP | SparseMLP:
 
 
 def _rules(sizes: Decoder) -> Rules:
-    """Return the rules for a model of these sizes: each has to match a module."""
+    """Return the tensor-parallel rules for a model of these sizes, each of which matches a module."""
     if sizes.experts is None:
         return RULES
     dense = ("blocks.*.mlp.norm", "blocks.*.mlp.gate", "blocks.*.mlp.up", "blocks.*.mlp.down")

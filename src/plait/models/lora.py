@@ -323,7 +323,7 @@ def _targets(
 
 
 def _is_unready(module: nn.Module) -> bool:
-    """Return whether `module` is an `nn.Linear` without a shape, or with a computed weight."""
+    """Return whether `module` is an `nn.Linear` without a shape yet, or with a computed weight."""
     return isinstance(module, nn.Linear) and (is_parametrized(module) or isinstance(module, LazyModuleMixin))
 
 
@@ -385,7 +385,7 @@ def features_of(linear: nn.Module) -> Sizes:
 
 
 def _parts_of(rule: Rule | None) -> tuple[str, ...]:
-    """Return the attributes of a linear's parent with its number of parts (heads), or those of its blocks."""
+    """Return the attributes of a linear's parent that hold the number of its parts (heads) or blocks."""
     if rule is None:
         return ()
     return rule.blocks if isinstance(rule.blocks, tuple) else () if rule.parts is None else (rule.parts,)

@@ -1,4 +1,4 @@
-"""Adapters of experts in the files of peft, which it has by `target_parameters`.
+"""Names and shapes of experts' adapters in files of peft, which adapts them by `target_parameters`.
 
 peft wraps the module of the experts once for each parameter. Where there are two adapters, `PATH.base_layer`
 has that of the first parameter, and `PATH` that of the second. With E experts, `lora_A` is `[E · rank, in]`,
@@ -23,7 +23,7 @@ def parameters_in_peft(model: nn.Module) -> dict[str, str]:
 
 
 def targeted(targets: Iterable[str], parameters: Collection[str], where: str) -> list[str]:
-    """Return those of `parameters`, names in peft's model, that its `target_parameters` name.
+    """Return which of `parameters`, by their names in peft's model, its `target_parameters` select.
 
     Raises ModelError where one names none; `where`: the file, for the error.
     """

@@ -83,8 +83,8 @@ class EngineParameters:
         unknown = [one for one in held if self.names.get(id(one)) not in self._given]
         if unknown:
             raise PlanError(
-                f"{self._optimizer} has got a parameter {list(unknown[0].shape)} after it was made: make "
-                "another one."
+                f"{self._optimizer} was given a parameter {list(unknown[0].shape)} after it was made: "
+                "make a new optimizer."
             )
         without = [one for one in held if one.grad is None]
         if without and len(without) < len(held):

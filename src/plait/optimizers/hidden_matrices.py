@@ -1,4 +1,4 @@
-"""Which parameters of a model are hidden matrices, which Muon updates; AdamW updates the others.
+"""Finds the hidden matrices of a model's parameters, which Muon updates; AdamW updates the others.
 
 By the kind of parameter, as Jordan et al. and Kimi choose: weights of linears, also of experts, but neither
 embeddings nor the output layer, whose rows are used one at a time, nor vectors. A linear that joins several
@@ -178,7 +178,7 @@ def _sections(holder: Holder, rule: Rule, rows: int) -> tuple[int, ...]:
 
 
 def listed_matrices(found: Mapping[str, ParameterMatrices]) -> list[str]:
-    """Return lines that say what updates each parameter: Muon with its matrices, or AdamW and why.
+    """Return lines of text on each parameter: Muon with its matrices, or AdamW and the reason.
 
     One for parameters whose names differ in numbers only and that are alike.
     """

@@ -1,4 +1,4 @@
-"""State of optimizers that keep lists of tensors, such as preconditioners: flat, as checkpoints hold it.
+"""Flattens optimizer state with lists of tensors (such as preconditioners) to one key per tensor.
 
 nested    {"GG": [tensor, []], "step": 3}
 flat      {"GG": ["GG:0", []], "GG:0": tensor, "step": 3}
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter with each tensor in a list under a key of its own."""
+    """Return a parameter's state with a key of its own for each tensor that is in a list."""
     flat: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, list | tuple):
@@ -25,7 +25,7 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that `flat_state` made flat; what were tuples are lists."""
+    """Return the nested state from that of `flat_state`; tuples become lists."""
     listed = {key: value for key, value in flat.items() if isinstance(value, list)}
     inside = {one for key, value in listed.items() for one in _keys_in(value)}
     whole = {key: value for key, value in flat.items() if key not in inside}

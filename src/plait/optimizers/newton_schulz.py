@@ -84,7 +84,7 @@ def iteration_cost(rows: int, columns: int) -> int:
 
 
 def learning_rate_factor(scaling: RateScaling, out_features: int, in_features: int) -> float:
-    """Return by what a learning rate is multiplied for a matrix with these sizes.
+    """Return the factor on the learning rate for a matrix of these sizes.
 
     "original": √max(1, out / in), as Jordan et al. and `torch.optim.Muon` have it. "match_rms_adamw":
     0.2 √max(out, in), with which an update is as large as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM

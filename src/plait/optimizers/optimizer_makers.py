@@ -1,4 +1,4 @@
-"""Optimizers made of parameter groups, of which those that communicate are given the engine too."""
+"""Makes optimizers from parameter groups; optimizers that communicate are given the engine too."""
 
 from __future__ import annotations
 

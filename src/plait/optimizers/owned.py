@@ -170,7 +170,7 @@ class Owned(Optimizer):
                 self.state[shard] = flat_state(state)
 
     def _copy_to_shards(self) -> None:
-        """Copy what came back from the owners to this rank's shards."""
+        """Copy the updated values that owners have sent back to this rank's shards."""
         for shard in self._shards():
             for piece in self.owned.pieces_of(self._parameters.names[id(shard)]):
                 piece.of(shard.detach()).copy_(piece.exchanged)

@@ -21,7 +21,7 @@ from plait.ranks.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class OwnedParts:
-    """Parts of a model's parameters, each whole on the rank that owns it, and how they get there and back."""
+    """Parts of a model's parameters, each whole on the rank that owns it, and their exchange with shards."""
 
     parts: Sequence[OwnedPart]
     """Those of the whole model, on all ranks."""
@@ -38,11 +38,11 @@ class OwnedParts:
         return {part.parameter: one for one in self.exchanges for part in one.parts}
 
     def put(self, parameter: str, shard: Tensor) -> None:
-        """Copy what owners need of this rank's contiguous `shard` of a parameter to where it is sent from."""
+        """Copy the parts of this rank's contiguous `shard` that owners need to the send buffer."""
         self._exchange_of[parameter].put(parameter, shard)
 
     def pieces_for_owners(self, parameter: str) -> Sequence[Piece]:
-        """Return the pieces of this rank's shard that owners need, with the memory that they are put into."""
+        """Return the parts of this rank's shard that owners need, with their places in the send buffer."""
         return self._exchange_of[parameter].pieces_for_owners(parameter)
 
     def gather(self) -> None:
@@ -56,7 +56,7 @@ class OwnedParts:
             one.give_back()
 
     def pieces_of(self, parameter: str) -> Sequence[Piece]:
-        """Return the pieces that make up this rank's shard of a parameter, with what was given back."""
+        """Return the pieces that make up this rank's shard of a parameter, with the received values."""
         return self._exchange_of[parameter].pieces_of(parameter)
 
     def loads(self, ranks: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the owners of matrices or parameters do on each rank in a step, decided without ranks.
+"""The work of the ranks that own matrices or parameters: updates and exchanges of a step, without ranks.
 
 Muon     owners of matrices, which travel in the dtype of the iterations
 Owned    owners of whole parameters, which travel in the dtype that the optimizer updates
@@ -40,7 +40,7 @@ class ExchangeSizes:
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Elements in each of the two all-to-alls: the more of those that it sends and receives."""
+        """Elements in each of the two all-to-alls: sent or received, whichever is more."""
         return max(self.sent[0], self.received[0]), max(self.sent[1], self.received[1])
 
     @property
@@ -51,7 +51,7 @@ class ExchangeSizes:
 
 @dataclass(frozen=True)
 class OwnerWork:
-    """The parts that one rank owns, and what it exchanges of all parts in a step."""
+    """The parts that one rank owns, and the elements it sends and receives in a step."""
 
     parts: Sequence[OwnedPart]
     exchanges: Mapping[Dtype, ExchangeSizes]
@@ -63,7 +63,7 @@ class OwnerWork:
 
     @property
     def exchanged_bytes(self) -> tuple[int, int]:
-        """Bytes in each of the two all-to-alls: the more of those that the rank sends and receives."""
+        """Bytes in each of the two all-to-alls: sent or received, whichever is more."""
         each = [(sizes.largest, dtype.itemsize) for dtype, sizes in self.exchanges.items()]
         return sum(there * item for (there, _), item in each), sum(back * item for (_, back), item in each)
 
@@ -76,7 +76,7 @@ class OwnerWork:
 def owner_work(
     blueprint: Blueprint, parts: Sequence[ParameterPart], dtype_of: Callable[[str], Dtype]
 ) -> tuple[OwnerWork, ...]:
-    """Return for each rank of the world what it owns and exchanges of `parts`; without communication.
+    """Return for each rank of the world the parts that it owns, and the sizes of its exchanges.
 
     `dtype_of`: in which dtype the parts of a parameter are exchanged.
     """

@@ -28,7 +28,7 @@ from plait.ranks.group import Group
 
 @dataclass(frozen=True)
 class Piece:
-    """What a shard of this rank has in common with a part, and the memory where its values are exchanged."""
+    """The elements that a shard of this rank shares with a part, and the memory that they are sent from."""
 
     part: int
     box: Box
@@ -106,12 +106,12 @@ class PartExchange:
         self._given_back = self._pieces(copied + _with_views(self._back.received))
 
     def put(self, parameter: str, shard: Tensor) -> None:
-        """Copy what owners need of this rank's contiguous `shard` of a parameter to where it is sent from."""
+        """Copy the parts of this rank's contiguous `shard` that owners need to the send buffer."""
         for piece in self.pieces_for_owners(parameter):
             piece.exchanged.copy_(piece.of(shard))
 
     def pieces_for_owners(self, parameter: str) -> Sequence[Piece]:
-        """Return the pieces of this rank's shard that owners need, with the memory that they are put into."""
+        """Return the parts of this rank's shard that owners need, with their places in the send buffer."""
         return self._put.get(parameter, ())
 
     def gather(self) -> None:
@@ -134,7 +134,7 @@ class PartExchange:
         self._back.run(self._group, "parts from their owners")
 
     def pieces_of(self, parameter: str) -> Sequence[Piece]:
-        """Return the pieces that make up this rank's shard of a parameter, with what was given back."""
+        """Return the pieces that make up this rank's shard of a parameter, with the received values."""
         return self._given_back.get(parameter, ())
 
     def _in_whole(self, transfer: BoxTransfer) -> Tensor:
@@ -154,7 +154,7 @@ class PartExchange:
 
 
 def transfers_to_owners(parts: Iterable[OwnedPart], held: Mapping[str, RankBoxes]) -> list[BoxTransfer]:
-    """Return the transfers by which each part's owner gets all of it, from the ranks that hold it."""
+    """Return the transfers that gather each part on its owner, from the ranks that hold some of it."""
     router = BoxRouter()
     each = (
         router.transfers(
@@ -166,7 +166,7 @@ def transfers_to_owners(parts: Iterable[OwnedPart], held: Mapping[str, RankBoxes
 
 
 def transfers_from_owners(parts: Iterable[OwnedPart], held: Mapping[str, RankBoxes]) -> list[BoxTransfer]:
-    """Return the transfers by which each rank gets what it holds of each part, from the part's owner."""
+    """Return the transfers that send each part from its owner to all ranks that hold some of it."""
     return [
         BoxTransfer(part.name, box, part.owner, rank)
         for part in parts

@@ -1,4 +1,4 @@
-"""Which rank owns which part of a parameter: it gets that part whole, and works on it for all ranks.
+"""Assigns each part of a parameter to an owner: the rank that gets it whole, and works on it for all.
 
     parts of all parameters,  ┐
     each with its cost        ├─ assign_owners ─ the rank that owns each part
@@ -22,7 +22,7 @@ from plait.plan.shard_plan import ShardPlan
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """A box of a parameter that one rank needs whole, and what its work on it costs."""
+    """A box of a parameter that one rank needs whole, and the cost of that rank's work on it."""
 
     parameter: str
     box: Box
@@ -31,7 +31,7 @@ class ParameterPart:
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """A box of a parameter, and the rank that owns it: the one that gets it whole."""
+    """A box of a parameter, and the rank that owns it, which gets all of it."""
 
     number: int
     """Among all parts of the model."""
@@ -42,7 +42,7 @@ class OwnedPart:
 
     @property
     def name(self) -> str:
-        """The parameter's name, and the number, by which transfers are told apart."""
+        """The parameter's name and the part's number, which identify the part in transfers."""
         return f"{self.parameter} {self.number}"
 
 
@@ -72,13 +72,13 @@ def held_boxes(shard_plan: ShardPlan, sizes: Mapping[str, int], names: Iterable[
 
 
 def boxes_within(box: Box, held: RankBoxes) -> RankBoxes:
-    """Return what ranks hold of `box`, with an empty entry for a rank that holds nothing of it."""
+    """Return the boxes of `box` that each rank holds, empty for a rank that holds none of it."""
     common = {rank: [intersection(box, one) for one in boxes] for rank, boxes in held.items()}
     return {rank: tuple(one for one in boxes if one.numel) for rank, boxes in common.items()}
 
 
 def assign_owners(parts: Sequence[ParameterPart], held: Mapping[str, RankBoxes]) -> tuple[OwnedPart, ...]:
-    """Return `parts` with owners: of ranks that hold a shard of the parameter, the one with the least cost.
+    """Return `parts` with owners: for each the rank of least cost that holds a shard of the parameter.
 
     Of equally loaded ranks to the one that holds most of the part. `held`: who holds what of a parameter.
     """

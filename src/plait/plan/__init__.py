@@ -1,4 +1,4 @@
-"""The plan of a run and what it decides before there are ranks: rules, axes, units, layouts."""
+"""The plan of a run, and all that follows from it before there are ranks: rules, axes, units, layouts."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -86,7 +86,7 @@ def sizes_of_plan(plan: Plan) -> dict[str, int]:
 
 
 def views(axes: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the grids of axes in which all ranks lie: one, and with an `ep` axis also that of experts."""
+    """Return the grids of axes that arrange all ranks: one, and with an `ep` axis a second, for experts."""
     if "ep" not in axes or not set(AXES) <= set(axes):
         return (tuple(axes),)
     return AXES, (*(axis for axis in AXES if axis not in DENSE_ONLY), *EXPERTS_ONLY)
@@ -97,7 +97,10 @@ def view_of(axes: Collection[str], sizes: Collection[str]) -> tuple[str, ...]:
     for view in views(sizes):
         if set(axes) <= set(view):
             return view
-    raise MeshError(f"no view of the mesh has the axes {', '.join(axes)} together: choose axes of one view.")
+    raise MeshError(
+        f"the axes {', '.join(axes)} do not occur together, as ep and etp divide the ranks of shard, cp "
+        "and tp: choose either kind of axes."
+    )
 
 
 def world_size(sizes: Mapping[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""`Decoder`: the sizes of a decoder-only transformer, which of them fit, and what follows from them."""
+"""`Decoder`: the sizes of a decoder-only transformer, their checks, and figures such as parameter counts."""
 
 from __future__ import annotations
 

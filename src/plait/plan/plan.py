@@ -85,7 +85,7 @@ class Plan:
     with weight gradients in `precision`, and experts multiply so whatever the recipe. A scale comes from the
     largest value in a micro-batch's whole tensor, or in a row. Results, parameters, gradients and their sums
     over ranks keep their precisions, as do the linears of heads, routers and losses, and those with sizes
-    that are no multiple of 16. `parallelize` refuses `mxfp8`, since no device here has it.
+    that are no multiple of 16. `parallelize` refuses `mxfp8`, which is not implemented.
 
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
     run on the whole sequence on every rank of `tp` (`none`), or on a part of the sequence on each, so that
@@ -209,9 +209,8 @@ class Plan:
         require_choice("plan.linears", self.linears, get_args(Linears), PlanError, also="None, ")
         if self.precision == "fp16":
             raise PlanError(
-                f"plan.linears is {self.linears!r} and plan.precision is 'fp16', whose loss scale moves "
-                "gradients to the end of its range, where e5m2 ends too: set plan.precision to 'bf16' "
-                "or 'fp32'."
+                f"plan.linears is {self.linears!r} and plan.precision is 'fp16', whose loss scale makes "
+                "gradients so large that float8 overflows too: set plan.precision to 'bf16' or 'fp32'."
             )
         if self.cuda_graphs:
             raise PlanError(

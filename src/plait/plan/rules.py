@@ -175,7 +175,7 @@ weight · x / sqrt(mean(x²) + eps); its weight is partitioned with them, its me
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
-    """Return by path the rule whose pattern in `rules` matches, for each module path that one matches.
+    """Return the rule whose pattern matches each module path, without paths that no pattern matches.
 
     Raises PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
     """
@@ -186,7 +186,7 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     for pattern, rule in rules.items():
         if not isinstance(rule, Rule):
             raise PlanError(
-                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, part, "
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece, "
                 "sequence, replicated, partitioned or norm of plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]

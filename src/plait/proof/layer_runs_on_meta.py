@@ -162,7 +162,7 @@ class MetaLayers:
         return run
 
     def _counting(self, number: int, given: LayerInput) -> tuple[str, ...]:
-        """Return what counts a layer's runs; see `refuse_carried_values`, and what that raises in training.
+        """Return the names of values that count a layer's runs; in training refuse other state of it.
 
         Layers of equal structure are looked at once in training and once in evaluation, for the first shape
         of their input. Raises ModelError where another layer shares it.
@@ -223,7 +223,7 @@ class MetaLayers:
             self._results[key] = True
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """Return what the proof of layer `number` has to confirm; `layer`: a copy with rules applied."""
+        """Return the claims that the proof of layer `number` checks; `layer`: a copy with rules applied."""
         dims = self._rules.sequence_dims[layer.path]
         # Whatever part of the tokens a rank gives to experts, their gradients are complete: see `Experts`.
         proved = self._sharded[number] | {

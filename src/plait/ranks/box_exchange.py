@@ -1,4 +1,4 @@
-"""Carries transfers between layouts out: boxes of many tensors, packed into few all-to-alls."""
+"""Sends boxes of tensors between ranks when layouts change: many tensors packed into few all-to-alls."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Carry transfers between different ranks out by one all-to-all."""
+    """Run transfers between different ranks, as one all-to-all."""
     sends, receives = by_other_rank(transfers, group)
     sent, received = ([sum(one.box.numel for one in each) for each in side] for side in (sends, receives))
     outgoing = torch.empty(sum(sent), dtype=dtype, device=device)
@@ -111,7 +111,7 @@ def by_other_rank(
 
 
 def most_sent(transfers: Iterable[BoxTransfer]) -> int:
-    """Return how many elements the rank sends that sends most."""
+    """Return the most elements that any rank sends."""
     sent: dict[int, int] = {}
     for one in transfers:
         sent[one.sender] = sent.get(one.sender, 0) + one.box.numel
@@ -121,7 +121,7 @@ def most_sent(transfers: Iterable[BoxTransfer]) -> int:
 def packed_boxes(
     by_rank: Sequence[Sequence[BoxTransfer]], flat: Tensor
 ) -> Iterator[tuple[BoxTransfer, Tensor]]:
-    """Yield each transfer with the view of `flat` that has its box: one after another, by rank."""
+    """Yield each transfer with its view of `flat`, in which boxes follow one another, by rank."""
     start = 0
     for one in chain.from_iterable(by_rank):
         yield one, flat[start : start + one.box.numel].view(one.box.sizes)

@@ -248,7 +248,7 @@ class StreamEvent:
 
 
 def copy_later(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target` on the current stream; the host does not wait if the CPU's tensor is pinned.
+    """Copy `source` to `target` on the current stream, without blocking the host if CPU memory is pinned.
 
     `source` must keep its value, and `target` not be read on the CPU, before a `StreamEvent` afterwards.
     """

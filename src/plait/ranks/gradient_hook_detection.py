@@ -1,4 +1,4 @@
-"""Hooks on the gradient of a tensor, which neither a copy nor a pickle of the tensor has."""
+"""Finds hooks on the gradient of a tensor, which copies and pickles of the tensor lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A handle: a communication operation that has started, a method to wait for its result, its error."""
+"""`Handle`: a started communication operation, whose `wait` returns its result or raises its error."""
 
 from __future__ import annotations
 

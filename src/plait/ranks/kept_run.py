@@ -60,7 +60,7 @@ def take_kept_run() -> KeptRun | None:
 
 
 def take_moved_run(engine: Any) -> KeptRun | None:
-    """Return and remove the stored run if it is that of `engine`, else None."""
+    """Return and remove the stored run if its engine is `engine`; else remove it and return None."""
     kept = _KEPT.get()
     _KEPT.set(None)
     return kept if kept is not None and kept.engine is engine else None

@@ -39,7 +39,7 @@ from plait.ranks.handle import Handle
 from plait.ranks.point_to_point import receive, send
 from plait.ranks.rank_device import device_of_rank
 from plait.ranks.transport.interface import RankTransports
-from plait.ranks.transport.joined_world import Processes, current_ranks, joined_processes
+from plait.ranks.transport.process_ranks import Processes, current_ranks, joined_processes
 from plait.ranks.transport.rank_subset import OUTSIDE, RankSubset
 from plait.ranks.transport.torch_distributed import TorchTransport, splits_communicators
 from plait.ranks.world import require_joined

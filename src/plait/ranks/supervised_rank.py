@@ -1,4 +1,4 @@
-"""What a rank knows of the supervisor that restarts it, from its environment."""
+"""What a rank reads and writes about the supervisor that restarts it: generation, notes, folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POSSIBLE_RANKS = "possible_ranks"
 
 
 class WorldChange(BaseException):
-    """Ends the function on all ranks between two steps, which a supervisor then calls on more ranks.
+    """Raised between two steps to leave the function on all ranks; a supervisor then calls it on more ranks.
 
     The supervisor then has the function called again on all of them. No `Exception`, so that what handles
     errors does not take it for one.
@@ -28,7 +28,7 @@ class WorldChange(BaseException):
 
 
 def variables_of_supervisor(folder: str, generation: int = 1, run: str = "") -> dict[str, str]:
-    """Return the environment variables of ranks that this process restarts.
+    """Return the environment variables that tell ranks that this process restarts them.
 
     `folder`: of their run only. `generation`: the number of their world. `run`: its random name, the same on
     all its hosts.
@@ -43,7 +43,7 @@ def supervisor_of_rank() -> str:
 
 
 def generation_of_rank() -> int:
-    """Return the number of this rank's world among those of its supervisor, from 1; 0 without one."""
+    """Return the generation of this rank's world under its supervisor, from 1; 0 without one."""
     return int(os.environ.get(_GENERATION, "0"))
 
 
@@ -105,7 +105,7 @@ def noted_stop() -> int:
 
 
 def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
-    """Return the names that were in a folder at the first call of this launch; that call stores `now`.
+    """Return the names found in a folder at this launch's first call of this function, which stores `now`.
 
     Without a supervisor, `now`.
     """
@@ -125,7 +125,7 @@ def restored_step(folder: str) -> int | None:
 
 
 def go_on_before(folder: str, step: int) -> None:
-    """Write for restarted ranks that states of more than `step` steps have wrong bits."""
+    """Write for restarted ranks that states after more than `step` steps have wrong bits."""
     path = Path(folder, _NEWEST_GOOD)
     _write(path, str(min(step, int(path.read_text())) if path.exists() else step))
 

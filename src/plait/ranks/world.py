@@ -113,7 +113,7 @@ def find_world(variables: Mapping[str, str] = os.environ) -> World | None:
 
 
 def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without those that make this process a launcher's rank, if any."""
+    """Return environment variables without those by which a launcher makes this process a rank."""
     if find_world(variables) is None:
         return dict(variables)
     names = {
@@ -286,7 +286,7 @@ def parent_of(process: int) -> int | None:
 
 
 def environment_of(process: int) -> list[str]:
-    """Return the environment with which a process was started; nothing where the system does not tell."""
+    """Return the environment with which a process was started; {} if the system does not show it."""
     return list(filter(None, _process_file(process, "environ").split("\0")))
 
 

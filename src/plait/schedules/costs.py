@@ -53,7 +53,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
-    """Return each rank's peak activation memory; 1 is what a micro-batch holds on all stages of a rank."""
+    """Return each rank's peak activation memory; 1 is one micro-batch on all stages of a rank."""
     costs = costs or Costs().memory(schedule.ranks, schedule.stages)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)

@@ -45,7 +45,7 @@ class HeldCounts(NamedTuple):
     """Gradients that are being sent, after the first backwards."""
 
     def covers(self, other: HeldCounts) -> bool:
-        """Return whether each count is at least that of `other`, a rank whose stages have equal layers."""
+        """Return whether no count is below that of `other`, a rank whose stages have equal layers."""
         return all(map(ge, self[2:], other[2:])) and all(
             _covered(held, self.starts.get(start, ()))
             for start, most in other.starts.items()
@@ -169,7 +169,7 @@ def _sources(schedule: Schedule, stage: int) -> list[_Channel]:
 
 
 def _covered(one: Held, others: Iterable[Held]) -> bool:
-    """Return whether no count is larger than that of some other."""
+    """Return whether each count is at most that of one and the same of `others`."""
     return any(all(map(le, one, other)) for other in others)
 
 

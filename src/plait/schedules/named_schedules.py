@@ -257,7 +257,7 @@ def policy_schedule(name: str, ranks: int, microbatches: int, chunks: int | None
     chunks = policy.chunks if chunks is None else chunks
     require_positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
     if name not in policies_for(policy.placement, chunks):
-        raise ScheduleError(f"{name} has chunks = {policy.chunks} and no other: chunks is {chunks}.")
+        raise ScheduleError(f"chunks is {chunks}, but {name} takes {policy.chunks} only: set it to that.")
     rank_of = policy.placement.rank_of(ranks, chunks)
     if isinstance(policy, BlockPolicy):
         rows = smallest_block(rank_of, policy.pause).orders(microbatches)

@@ -73,7 +73,7 @@ class CrossEntropyInPlace:
         return total, rows.view(output.shape)
 
     def _overwrite(self, shape: torch.Size, targets: Tensor, scale: Tensor) -> Overwrite:
-        """Return what overwrites a chunk: few operations of torch, if they compute this loss."""
+        """Return a function that overwrites a chunk, by few operations of torch where these suffice."""
         terms = self.loss
         if self.vocabulary is None and not terms.label_smoothing and not terms.z_loss:
             numbers = targets.reshape(-1).long()

@@ -26,8 +26,8 @@ from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import parts_of
 from plait.plan.rules import join
 from plait.tensor.autograd.eager_operations import TRACE
+from plait.tensor.cuda_graph_dropout_keys import MaskCall, MaskNotes, MaskTable
 from plait.tensor.dropout_mask import DimPart, DimRanges, MaskKey, keep_mask_of_ranges
-from plait.tensor.dropout_table import MaskCall, MaskNotes, MaskTable
 from plait.tensor.proof_marks import tag, tag_of
 from plait.tensor.running_sequence import running_sequence
 
@@ -224,7 +224,7 @@ class DropoutGenerator:
             table.fill(self._keys_of(table), self.rows[microbatch].start)
 
     def has_filled(self, table: MaskTable, microbatch: int) -> bool:
-        """Return whether a table has the keys of this step's masks of a micro-batch; the host waits."""
+        """Return whether a table holds this step's mask keys of a micro-batch; the host waits for it."""
         return not table.calls or table.holds(self._keys_of(table), self.rows[microbatch].start)
 
     def _keys_of(self, table: MaskTable) -> list[int]:

@@ -99,7 +99,7 @@ def keep_mask(
 
 
 def first_bits(key: int, index: int) -> int:
-    """Return what is mixed for the element at `index` of the whole tensor: a signed 64-bit integer."""
+    """Return the bits to mix for the element at `index` of the whole tensor: a signed 64-bit integer."""
     return _signed(index * _GOLDEN + key)
 
 

@@ -115,7 +115,7 @@ def local_targets(
 
 @contextmanager
 def naming_unknown_targets(numbers: Tensor, classes: int, ignore_index: int) -> Iterator[None]:
-    """Raise DataError with the number, if torch meets one in the context that is no class.
+    """Context: where torch meets a target that is no class, raise DataError with its number.
 
     It raises IndexError on a CPU; on an accelerator, which is not asked, the next synchronisation fails.
     """

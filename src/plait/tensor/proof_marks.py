@@ -68,7 +68,7 @@ def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
 def keeps_positions_later(
     argument: str,
 ) -> Callable[[Callable[P, Callable[[], R]]], Callable[P, Callable[[], R]]]:
-    """Return a decorator: the function starts what the function that it returns finishes.
+    """Return a decorator for functions that start work, and return a function that finishes it.
 
     Together they compute each row of the result from that row of `argument` only, though their operations
     look as if they mixed rows: they sort them, say, and undo that. What runs in between is looked at.
@@ -153,7 +153,7 @@ class Replaceable(Generic[P, R]):
         self.original = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, or what replaces it."""
+        """Call the function, or its replacement."""
         replacements = _REPLACEMENTS.get()
         if replacements is None or self not in replacements:
             return self.original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The dtypes and loss scale that a plan implies, from a table of what the documentation of `Plan` says.
+"""The dtypes and loss scale that a plan implies, from a table of the documented rules of `Plan`.
 
 Independent of `plait.plan.parameter_units`, whose mistakes the verification is to find: that derives each
 dtype from the one before, this lists for each the fields that may set it, and takes the first one given.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.plan.layout.layout import Layout
 from plait.plan.layout.shards import shard
-from plait.verification.reference.inner_differences import InnerDifference
+from plait.verification.reference.differences_within_layers import InnerDifference
 from plait.verification.reference.recording import Tolerance, elementwise_difference, largest_difference
 from plait.verification.step_location import Location, StepPhase
 

@@ -211,7 +211,7 @@ class PlanSide:
         self.unmatched = len(without)
 
     def _sent(self, expected: Expected | None) -> dict[str, tuple[Tensor, float]]:
-        """Return what all ranks compare, by name, with its tolerance, as rank 0 has it."""
+        """Return the tensors that all ranks compare, by name, with tolerances, as rank 0 has them."""
         tensors = {} if expected is None else dict(expected.named())
         tensors = {name: one for name, one in tensors.items() if not name.startswith("gradient ")}
         table = [

@@ -1,4 +1,4 @@
-"""A model that plait did not make, run on rank 0: in float64 and evaluation mode, with what rounding changes.
+"""Runs a model that plait did not make on rank 0, in float64 and evaluation mode, with rounding bounds.
 
 The reference run of `verify` is plait's layers on one rank. What both of its runs share, such as a conversion
 that makes another model of one of transformers, it cannot see.

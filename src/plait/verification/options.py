@@ -63,7 +63,7 @@ class VerifyOptions:
                 "matrices: choose float64."
             )
         if self.mode == "exact" and self.steps != 1:
-            raise PlanError(f"steps is {self.steps}: mode exact takes 1, for after it numbers are too large.")
+            raise PlanError(f"steps is {self.steps}: mode exact takes 1, as numbers grow too large after it.")
         if self.clip is not None:
             require_number("clip", self.clip, PlanError, positive=True, infinite="no limit")
 

@@ -111,7 +111,7 @@ def _recorded(
     batches: Sequence[Batch],
     recordings: RecordingCache,
 ) -> ReferenceRecording:
-    """Return rank 0's recording of the reference; other ranks get that of their parameters and micro-batches.
+    """Return rank 0's recording of the reference; on other ranks only the parts that they compare.
 
     Communication: a barrier over the world for each scope of each run, so that no rank waits longer than for
     one; then that of `distribute_recording`.

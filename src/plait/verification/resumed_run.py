@@ -87,7 +87,7 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
 def _after_mistakes(
     name: str, first: Mapping[str, Tensor], loaded: Mapping[str, Tensor], saved: Sequence[SavedTensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `name` may be after loading, each after a sentence on the mistake."""
+    """Yield wrong values of `name` after common mistakes in loading, each after a sentence on it."""
     if name not in loaded:
         nothing = next(torch.zeros_like(tensor) for other, tensor, _ in saved if other == name)
         yield "the loaded optimizer has no such state", nothing
@@ -100,7 +100,7 @@ def _after_mistakes(
 
 
 def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
-    """Yield what a checkpoint holds of a rank: parameters, optimizer state, buffers, numbers of the run."""
+    """Yield a rank's tensors in a checkpoint: parameters, optimizer state, buffers, numbers of the run."""
     for name, tensor in run.updated_tensors():
         parameter = name.rpartition("/")[0] or name
         has_its_shape = tensor.shape == run.comparison.parameters[parameter].shape

@@ -18,7 +18,7 @@ from plait.plan.plan import (
     SequenceParallel,
     Strategy,
 )
-from plait.schedules.search.api import POLICY_NAMES, default_chunks
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES, default_chunks
 from plait.verification.case import Case
 from plait.verification.rank_verification import RankOutcome, RecordingCache, verify_rank
 from plait.verification.report import VerificationReport, layout_of, when

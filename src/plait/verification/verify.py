@@ -259,7 +259,7 @@ def verify_all(
 
 
 def _computes_loss_in_chunks(loss: Loss, model: nn.Module) -> bool:
-    """Return whether plans with `loss_rows` can run, but for what only a run of the last layer shows."""
+    """Return whether plans with `loss_rows` can run, as far as known before the last layer runs."""
     last = sequence_of(model).layers[-1]
     try:
         require_cross_entropy(loss, 1)

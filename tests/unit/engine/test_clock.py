@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from plait.engine.recorder import DeviceClock, HostClock, clock_on
+from plait.engine.step_recorder import DeviceClock, HostClock, clock_on
 
 CUDA = torch.device("cuda", 0)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.engine.recorder import (
+from plait.engine.step_recorder import (
     TICK,
     MeasuredAction,
     measured_costs,

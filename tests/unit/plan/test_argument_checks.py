@@ -123,7 +123,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Checkpoints(TINY, keep_best=-1), "keep_best, unless it is True or False, is -1: give a whole"),
     (lambda: Checkpoints(TINY, keep_best="no"), "keep_best, unless it is True"),  # type: ignore[arg-type]
     (lambda: Checkpoints(TINY, minutes=-1), "minutes is -1: give a number of at least 0"),
-    (lambda: Checkpoints(TINY, minutes=1, every=None), "minutes is 1, but every is None, never"),
+    (
+        lambda: Checkpoints(TINY, minutes=1, every=None),
+        "minutes is 1, but every is None, so that nothing is saved",
+    ),
     (lambda: ParameterRate("a", scale=-1), "scale of a ParameterRate is -1: give a number of at least 0"),
     (lambda: ParameterRate(3), "pattern of a ParameterRate is an object of int"),  # type: ignore[arg-type]
     (lambda: freeze(model(), "bias"), "freeze is 'bias': give a list of patterns, such as ['bias']"),

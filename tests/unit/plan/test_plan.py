@@ -8,7 +8,7 @@ import pytest
 
 from plait.errors import PlanError
 from plait.plan.plan import Plan, Policy
-from plait.schedules.search.api import POLICY_NAMES
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES
 
 
 def test_the_default_plan_is_one_rank() -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
+import plait.rules
 from plait.errors import PlanError
 from plait.plan.rules import match
 from plait.rules import Rule, column, entrance, row, vocabulary
@@ -110,7 +113,9 @@ def test_rule_by_keeps_the_other_options() -> None:
         rule.joined(3)
     with pytest.raises(PlanError, match="a rule sequence has dim = -1: count the dims from 0"):
         Rule("sequence", dim=-1)
-    with pytest.raises(PlanError, match="the rule 'head' is 3: give entrance"):
+    with pytest.raises(PlanError, match="the rule 'head' is 3: give entrance") as refusal:
         match({"head": 3}, PATHS)  # type: ignore[dict-item]
+    named = re.findall(r"\w+", str(refusal.value).split(": give ")[1].split(" of plait.rules")[0])
+    assert sorted({*named} - {"or"}) == sorted({*plait.rules.__all__} - {"Rule", "Rules"})
     with pytest.raises(PlanError, match="a rule row has blocks = 3, which does not apply to it"):
         Rule("row").joined(3)

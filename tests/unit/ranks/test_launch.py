@@ -16,7 +16,7 @@ from plait.errors import MeshError, RankError
 from plait.ranks.launch import launch as launch_module
 from plait.ranks.launch.launch import launch
 from plait.ranks.launch.world_membership import join_world, leave_world
-from plait.ranks.transport.joined_world import current_ranks
+from plait.ranks.transport.process_ranks import current_ranks
 from plait.ranks.world import World
 
 SCRIPT = """

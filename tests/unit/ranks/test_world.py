@@ -10,7 +10,7 @@ from plait.plan import axes
 from plait.ranks import world as world_module
 from plait.ranks.launch.world_membership import join_world
 from plait.ranks.mesh import Mesh
-from plait.ranks.transport import joined_world
+from plait.ranks.transport import process_ranks
 from plait.ranks.world import World, environment_of, find_world, parents_up_to_launcher, without_launcher
 from plait.schedules.lowering.messages import channels_of
 from plait.schedules.named_schedules import policy_schedule
@@ -216,12 +216,12 @@ def test_a_mesh_makes_each_rank_only_the_groups_it_belongs_to(
 ) -> None:
     """As many in a world of any size; with a `device_id` NCCL needs all ranks for each, 1,569 of 4,096."""
     made: list[tuple[int, ...]] = []
-    monkeypatch.setattr(joined_world, "new_process_group", lambda ranks, *_: made.append(ranks))
-    monkeypatch.setattr(joined_world, "splits_communicators", lambda: splits)
-    monkeypatch.setattr(joined_world, "backends_of", lambda group: "gloo")
+    monkeypatch.setattr(process_ranks, "new_process_group", lambda ranks, *_: made.append(ranks))
+    monkeypatch.setattr(process_ranks, "splits_communicators", lambda: splits)
+    monkeypatch.setattr(process_ranks, "backends_of", lambda group: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: pp * dp * tp)
-    ranks, sizes = joined_world.Processes(), axes.sizes_of(pp=pp, dp=dp, tp=tp, replicate=1)
+    ranks, sizes = process_ranks.Processes(), axes.sizes_of(pp=pp, dp=dp, tp=tp, replicate=1)
     for axis in (*sizes, "dp", "model", "world"):  # the others are the same groups without `cp`
         ranks.connect(list(axes.groups_along(axis, sizes)), axis, 1.0)
     everyone = pp * dp + pp * tp + dp * tp  # tp, shard, pp

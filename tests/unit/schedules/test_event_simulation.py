@@ -16,7 +16,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.event_simulation import ActionRows, Timing, event_order, simulate_shared
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 
 def steady(stages: int, *, forward: int, inputs: int, weights: int, hop: int = 0) -> Timing:

@@ -14,7 +14,7 @@ from plait.schedules.held_microbatches import ActionStart, HeldMicrobatches
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import AwaitReceive, LoweringSpec, PostReceive, ReleaseBuffers
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 POLICIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 

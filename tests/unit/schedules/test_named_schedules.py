@@ -14,7 +14,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import peak_memory
 from plait.schedules.named_schedules import POLICIES, RankPosition, forward_only, policy_schedule
 from plait.schedules.schedule import Placement
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 TIMELINES = {
     ("gpipe", 1, 3): ["F0 F1 F2 B0 B1 B2"],
@@ -316,4 +316,4 @@ def test_refuses_chunks_that_a_policy_cannot_have(policy: str, chunks: int, has:
     assert policy_schedule(policy, 2, 2, has) == policy_schedule(policy, 2, 2)
     with pytest.raises(ScheduleError) as caught:
         policy_schedule(policy, 2, 2, chunks)
-    assert str(caught.value) == f"{policy} has chunks = {has} and no other: chunks is {chunks}."
+    assert str(caught.value) == f"chunks is {chunks}, but {policy} takes {has} only: set it to that."

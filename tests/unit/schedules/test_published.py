@@ -13,7 +13,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 tenths = st.integers(0, 50).map(lambda number: number / 10)
 """Costs, as decimals."""

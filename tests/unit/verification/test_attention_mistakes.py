@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.verification.definitions.functions import Definitions, positions_in
-from plait.verification.reference.inner_differences import unequal_weights
+from plait.verification.definitions.attention_and_dropout import Definitions, positions_in
+from plait.verification.reference.differences_within_layers import unequal_weights
 from plait.verification.reference.values_after_mistakes import (
     MISTAKEN,
     fitting_mistakes,

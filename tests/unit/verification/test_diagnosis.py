@@ -16,7 +16,7 @@ from plait.verification.diagnosis.cause import HYPOTHESES, UNEXPLAINED, likely_c
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.single_tensor import _degrees, permuted, product_of, range_of, shifted
 from plait.verification.diagnosis.symptoms import Symptoms
-from plait.verification.reference.inner_differences import InnerDifference
+from plait.verification.reference.differences_within_layers import InnerDifference
 from plait.verification.step_location import Location, StepPhase
 
 ONE, TP, CUBE = Plan(), Plan(tp=2), Plan(pp=2, dp=2, tp=2, microbatches=4)

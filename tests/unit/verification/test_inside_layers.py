@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.verification.reference.inner_differences import (
+from plait.verification.reference.differences_within_layers import (
     InnerDifference,
     ModuleSketches,
     first_inner_difference,

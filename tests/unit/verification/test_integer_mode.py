@@ -24,7 +24,7 @@ from plait.errors import ModelError, PlanError
 from plait.plan.plan import Plan, Recompute
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
-from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.tensor.attention.block_attention import block_backward, block_forward, empty_result, merge
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.float8.cast import factor_of
 from plait.tensor.float8.recipes import CastFormat

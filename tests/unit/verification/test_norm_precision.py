@@ -13,7 +13,7 @@ from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm
-from plait.verification.reference.inner_differences import (
+from plait.verification.reference.differences_within_layers import (
     FEATURES,
     ModuleSketches,
     RMSNorms,

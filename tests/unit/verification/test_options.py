@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "mode exact compares bits, which sums in another order change in an optimizer of whole matrices: "
         "choose float64.",
     ),
-    ({"mode": "exact"}, "steps is 2: mode exact takes 1, for after it numbers are too large."),
+    ({"mode": "exact"}, "steps is 2: mode exact takes 1, as numbers grow too large after it."),
 ]
 
 

@@ -14,7 +14,7 @@ from verification_cases import mlp_case, rows_and_classes, run_each
 
 from plait.plan.plan import Plan, Recompute
 from plait.ranks.launch.rank_pool import RankPool
-from plait.schedules.search.api import POLICY_NAMES
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions

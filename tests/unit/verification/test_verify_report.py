@@ -18,7 +18,7 @@ from plait.plan.plan import Plan
 from plait.verification.findings import ComparedBox, Findings
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
-from plait.verification.reference.inner_differences import InnerDifference
+from plait.verification.reference.differences_within_layers import InnerDifference
 from plait.verification.reference.recording import Tolerance
 from plait.verification.report import LISTED, VerificationReport, formats_in, layout_of
 from plait.verification.step_location import Location, StepPhase

@@ -89,7 +89,7 @@ class CommandParser(ArgumentParser):
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Return a line for each pair: the first text, padded, and the second."""
+    """Return one line per pair: both texts, with all second texts aligned."""
     return "\n".join(f"  {line}" for line in aligned(rows, left=(0, 1)))
 
 
@@ -161,7 +161,7 @@ def configuration_overview() -> str:
 
 
 def _with_common_prefixes(names: Sequence[str]) -> list[str]:
-    """Return the names, of which consecutive ones with the same prefix are one: `lora.{rank, alpha}`."""
+    """Return the names, with consecutive ones of one section joined: `lora.{rank, alpha}`."""
     found = []
     for prefix, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
         rest = [name.rpartition(".")[2] for name in group]
@@ -187,7 +187,7 @@ def _described(section: str) -> str:
 
 
 def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the command itself, and those of the configuration, such as `--config FILE`."""
+    """Split arguments into the command's own and the configuration's, such as `--config FILE`."""
     own: list[str] = []
     of_run: list[str] = []
     words = iter(argv)

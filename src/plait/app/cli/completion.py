@@ -59,7 +59,7 @@ def _add_fields(target: CommandParser) -> None:
 
 
 def _values(field: Schema) -> list[str] | None:
-    """Return the values of a field that takes one of a few, else None."""
+    """Return the allowed values of a field that has a fixed choice of them, else None."""
     options = field.get("anyOf", [field])
     if any(option.get("type") == "boolean" for option in options):
         return ["true", "false"]

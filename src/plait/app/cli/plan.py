@@ -168,7 +168,7 @@ def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
 
 
 def _model(config: Config) -> PredictedModel:
-    """Return the model that a configuration trains; torch is loaded only where its sizes do not say all."""
+    """Return the model that a configuration trains; imports torch only if sizes do not suffice."""
     decoder = configured_decoder(config)
     if decoder is not None:
         return DecoderModel(decoder)

@@ -22,7 +22,7 @@ from plait.estimate.prediction.prediction import Prediction
 from plait.estimate.search.plan_changes import PlanChange
 from plait.estimate.search.plan_search import PlanFrontier, PlanSearchResult
 from plait.estimate.time.goodput import Goodput
-from plait.pictures.markup import bar, legend, section, table
+from plait.pictures.html_elements import bar, legend, section, table
 from plait.pictures.quantities import memory_text, microbatches_text, seconds_text
 from plait.pictures.report.charts import Figure
 from plait.pictures.report.page import draw_prediction
@@ -119,7 +119,7 @@ def _list(lines: Sequence[str]) -> str:
 def _picture(
     found: Sequence[Prediction], labels: dict[Plan, str], about: str, best: Sequence[Prediction] = ()
 ) -> str:
-    """Return the section with the plans by memory and step time; `best`: those that the line joins."""
+    """Return the section that draws plans by memory and step time; `best`: those joined by a line."""
     hardware = found[0].hardware
     limit = (hardware.memory - hardware.reserved) / GIB
     picture = ScatterPicture(

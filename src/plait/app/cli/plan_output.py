@@ -87,7 +87,7 @@ def _plan_cells(found: Prediction, *alike: Prediction) -> tuple[str, ...]:
 
 
 def bound_text(found: Prediction) -> str:
-    """Return what takes the largest part of a predicted step, as text, with its share of the time."""
+    """Return the part of a predicted step that takes longest, as text, with its share of the time."""
     return f"{found.bound}, {found.breakdown[found.bound] / found.step_seconds:.0%} of the step"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from plait.app.cli.arguments import CommandParser, count
 from plait.errors import ConfigError, PlaitError
-from plait.pictures.markup import POLICY, page_file
+from plait.pictures.html_elements import POLICY, page_file
 from plait.pictures.report.page import draw_report, read_runs, write_report
 
 _ABOUT = """\

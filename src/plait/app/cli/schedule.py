@@ -20,8 +20,8 @@ from plait.pictures.timelines.timeline_files import FORMATS, write_pictures
 from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import POLICY_NAMES, require_policy, schedule
-from plait.schedules.search.auto import Measure
+from plait.schedules.search.auto_search import Measure
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES, require_policy, schedule
 from plait.schedules.torch_csv import from_csv
 
 _MOST_ACTIONS = 2**18

@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
 
     with importing():  # late, so that help and errors do not wait for torch
         from plait.app.train.data_sources import with_context_of_data
-        from plait.app.train.fewer_ranks import elastic_settings
         from plait.app.train.launch_by_config import launch_by_config
+        from plait.app.train.plan_for_fewer_ranks import elastic_settings
         from plait.app.train.run_data import check_data
         from plait.app.train.train_run import train
         from plait.ranks.launch.rank_main_loop import STOP_SIGNAL

@@ -15,7 +15,7 @@ from plait.errors import ConfigError, ModelError, listed
 from plait.plan.axes import PLAN_AXES
 from plait.plan.decoder_sizes import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples
 from plait.plan.plan import Plan
-from plait.schedules.search.api import default_chunks
+from plait.schedules.search.schedule_by_policy import default_chunks
 
 _COUNTS = (
     "heads",
@@ -120,7 +120,7 @@ def _check_paths(config: Config) -> None:
 
 
 def _check_adapter(model: ModelConfig) -> None:
-    """Raise ConfigError if an adapter is to be trained on beside settings or a model that it has not."""
+    """Raise ConfigError for `model.lora` fields that contradict a given adapter, or need adapters."""
     adapter, given = model.lora.adapter, model.lora.model_dump(exclude_defaults=True)
     if adapter is not None and model.folder is None:
         raise ConfigError(
@@ -186,11 +186,11 @@ def _check_rates(train: TrainConfig) -> None:
 
 
 def _check_saves(run: RunConfig) -> None:
-    """Raise ConfigError if checkpoints are to be saved in time, but never."""
+    """Raise ConfigError if `run.save_minutes` is set, but `run.save_every` disables checkpoints."""
     if run.save_every is None and run.save_minutes:
         raise ConfigError(
-            f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, never: set it to "
-            "0, for checkpoints at the end and after so many minutes."
+            f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, so that "
+            "nothing is saved: set run.save_every to 0 to save at the end and after so many minutes."
         )
 
 
@@ -204,7 +204,7 @@ def _check_rebalance(run: RunConfig) -> None:
 
 
 def _check_elastic(run: RunConfig) -> None:
-    """Raise ConfigError for `run.spares` or `run.replace` without what they need, and for elastic threads."""
+    """Raise ConfigError for elastic threads, and `run.spares` or `run.replace` without fields they need."""
     for field, given in (("run.spares", run.spares), ("run.replace", run.replace is not True)):
         if given and not run.elastic:
             raise ConfigError(
@@ -217,8 +217,8 @@ def _check_elastic(run: RunConfig) -> None:
         )
     if run.replace == "later" and not run.snapshot_steps:
         raise ConfigError(
-            "run.replace is later, but run.snapshot_every is 0: ranks become more right after a snapshot, so "
-            "raise that, or set run.replace to true."
+            "run.replace is later, but run.snapshot_every is 0, and new ranks join right after a snapshot: "
+            "set run.snapshot_every above 0, or run.replace to true."
         )
 
 
@@ -255,7 +255,7 @@ def _check_validation(config: Config) -> None:
 
 
 def _check_balance(model: ModelConfig, train: TrainConfig) -> None:
-    """Raise ConfigError for a balance of experts in a model that has none."""
+    """Raise ConfigError for settings that balance experts in a model without experts."""
     given = [name for name in BALANCE_FIELDS if getattr(train, name) not in (None, False)]
     if given and model.experts is None:
         raise ConfigError(

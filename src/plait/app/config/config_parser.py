@@ -161,7 +161,7 @@ def _given_by(
 
 
 def _without_overridden(given: dict[str, GivenValue]) -> dict[str, GivenValue]:
-    """Return configuration values without those that the command line replaces by an alternative option."""
+    """Return configuration values without those whose alternative option the command line sets."""
     overridden = [
         other
         for field, other in _IN_PLACE_OF.items()

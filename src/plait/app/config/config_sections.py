@@ -154,7 +154,7 @@ class ParallelConfig(Section):
     """whether the work between two messages is recorded as CUDA graphs and replayed; on GPUs only"""
     linears: Linears | None = None
     """number format in which linears multiply: float8 with one scale a tensor, float8-rowwise with one a row,
-    float8-rowwise-gw likewise but for weight gradients; mxfp8 is refused: no device here has it; none: the
+    float8-rowwise-gw likewise but for weight gradients; mxfp8 is not implemented; none: the
     precision"""
     sequence_parallel: SequenceParallel = "none"
     """whether tp ranks split what is outside of their matrices (norms, residual stream) by sequence; inputs

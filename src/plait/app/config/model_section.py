@@ -1,4 +1,4 @@
-"""The section `model` of the configuration: sizes given, or those of the folder that it names."""
+"""The section `model` of the configuration: sizes that are given, or read from a model's folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LoraConfig(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def _tuple(cls, given: object) -> object:
-        """Return lists, which sections that complete themselves are given of JSON, as tuples."""
+        """Return a list, which JSON has in place of a tuple, as a tuple."""
         return tuple(given) if isinstance(given, list) else given
 
     @property

@@ -38,7 +38,7 @@ _OF_TRAIN = ("betas", "eps")
 
 
 def _spelled(names: Sequence[str]) -> BeforeValidator:
-    """Return a validator that replaces a text by the one among `names` that equals it but for case."""
+    """Return a validator that corrects the case of a text to that of the equal one among `names`."""
     spelling = {name.casefold(): name for name in names}
     return BeforeValidator(
         lambda text: spelling.get(text.casefold(), text) if isinstance(text, str) else text
@@ -206,7 +206,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """decay of matrices; vectors do not decay; none: 0.1 for AdamW and Muon, else 0"""
     betas: tuple[Decay, Decay] | None = None
-    """decay of both moments of Adam and its like, beside Muon too; none: 0.9 and 0.95"""
+    """decay of both moments of Adam and similar optimizers, beside Muon too; none: 0.9 and 0.95"""
     eps: Annotated[float, Field(gt=0)] | None = None
     """epsilon in the optimizer's divisor; none: its own, of AdamW 1e-8"""
     rates: tuple[RateConfig, ...] = ()
@@ -263,7 +263,7 @@ class TrainConfig(Section):
     @field_validator("optimizer", "schedule", mode="before")
     @classmethod
     def _by_name(cls, given: object) -> object:
-        """Return a name alone as the section with that name."""
+        """Return a name, given in place of a section, as a section with that name."""
         return {"name": given} if isinstance(given, str) else given
 
     @model_validator(mode="after")

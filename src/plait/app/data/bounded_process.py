@@ -1,4 +1,4 @@
-"""Calls of a function in a process of its own, with limited memory, which is ended where it takes too long.
+"""Calls a function in a child process, with limits on its memory and on the time of each call.
 
 A loop of a C function can be ended in no other way. The process is forked, so that it begins within
 milliseconds with all that this one has; it answers one call after another, and ends with this one.

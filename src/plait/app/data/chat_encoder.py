@@ -73,7 +73,7 @@ class ChatEncoder:
         self._path = path
 
     def encode(self, record: Mapping[str, Any]) -> EncodedPart:
-        """Return a conversation as tokens. Raises DataError, with what is missing, for other records."""
+        """Return a conversation as tokens. Raises DataError, naming what is missing, for other records."""
         if (texts := text_record(record)) is not None:
             prompt, completion, unread = texts
             marked = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))])
@@ -117,12 +117,12 @@ class ChatEncoder:
 
     @cached_property
     def _around(self) -> SurroundingTokens:
-        """The tokens around a prompt and its completion that are text."""
+        """The tokens before and after a prompt with its completion, where both are plain texts."""
         own = post_processed(self._tokenizer.backend_tokenizer, self._path)
         return own.ending_with(self._tokenizer.eos_token_id)
 
     def _answers(self, template: ChatTemplate, chat: ChatRecord) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and where in it the answers are that are learnt."""
+        """Return the text of a conversation, and the ranges of characters in it that are answers to learn."""
         places = range(chat.first, len(chat.messages))
         if not template.marks_answers:
             text = template.text(chat.messages, chat.variables)

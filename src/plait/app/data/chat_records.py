@@ -1,4 +1,4 @@
-"""Conversations as records: their messages, which of these are learnt, and what else their template is given.
+"""Conversations as records: their messages, which of them are learnt, and arguments of the chat template.
 
 A record has `messages`, each with `role` and `content`, or `conversations`, as ShareGPT has them, of which
 those of the assistant are to be learnt; or a `prompt` and a `completion`, as text or as messages, of which
@@ -68,7 +68,7 @@ def _calls(value: Any, speaker: str) -> list[dict[str, Any]]:
 
 
 def _read(value: Any) -> Any:
-    """Return the value that a text has in JSON; what is no JSON as it is."""
+    """Return the value of a JSON text; a text that is not JSON unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -287,7 +287,7 @@ def _is_learnt(message: Message, in_completion: bool) -> bool:
 
 
 def _variables(others: Mapping[str, Any], read: Collection[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return what the chat template is given of a row, and the names of the fields that nothing reads."""
+    """Return the template arguments in a row, and the names of fields that are never read."""
     given = others.get(_VARIABLES) or {}
     if not isinstance(given, Mapping):
         raise DataError(f"has {_VARIABLES} that are no object of names and values")

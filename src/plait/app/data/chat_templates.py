@@ -166,7 +166,7 @@ class ChatTemplate:
     def _refused(
         self, error: CallFailedError, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> DataError:
-        """Return the error for messages that the template refuses, by what would be accepted."""
+        """Return the error for messages that the template refuses, saying which it would accept."""
         first = next((at for at, one in enumerate(messages) if one["role"] not in _NOT_SPOKEN), None)
         if first is not None and messages[first]["role"] == ANSWERS:
             asked = [*messages[:first], {"role": "user", "content": "?"}, *messages[first:]]
@@ -180,7 +180,7 @@ class ChatTemplate:
 
 
 def _shows(text: str, message: Message) -> bool:
-    """Return whether a text has a message's content, without reasoning, as JSON or spaced otherwise too."""
+    """Return whether a text contains a message's content, also as JSON, or with other spaces."""
     given = message.get("content") or ""
     return all(_has(text, one.strip()) for one in (part_texts(given) if isinstance(given, list) else [given]))
 

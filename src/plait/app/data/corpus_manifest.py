@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from plait.app.data.checked_files import ArrayFile, file_checksum, read_json_object, write_text
+from plait.app.data.checksummed_files import ArrayFile, file_checksum, read_json_object, write_text
 from plait.app.data.tokenizer_file import files_hash
 from plait.errors import DataError
 from plait.files import validated

@@ -199,7 +199,7 @@ def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
 
 
 def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterator[SourceRange]:
-    """Yield the portions of a file, each of about `size` bytes; `encode` shows where text may be cut."""
+    """Yield portions of a file, of about `size` bytes each; `encode` shows where text may be cut."""
     if file.kind == "table":
         for begin, end, held in row_ranges(file.path, size):
             yield SourceRange(file.path, file.kind, begin, end, held)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.app.data.chat_encoder import EncodedPart, are_chats
-from plait.app.data.checked_files import whole_file, write_text
+from plait.app.data.checksummed_files import whole_file, write_text
 from plait.app.data.corpus_manifest import (
     SHOWN_NAMES,
     CorpusIndex,

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from plait.app.data.checked_files import partial_path, write_text
+from plait.app.data.checksummed_files import partial_path, write_text
 from plait.app.data.corpus_manifest import SETTINGS
 from plait.app.data.document_sources import SourceRange
 from plait.app.data.encoded_documents import TextEncoding

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from plait.app.data.checked_files import read_json_object, whole_file
+from plait.app.data.checksummed_files import read_json_object, whole_file
 from plait.app.data.corpus_manifest import INDEX, TOKENIZER_FOLDER, CorpusIndex
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer
 from plait.app.data.tokenizer_file import CONFIG, TOKENIZER, tokenizer_config, tokenizer_files

@@ -142,7 +142,7 @@ def _invalid_row(batch: Any) -> int | None:
 
 
 def _is_valid(batch: Any, *, full: bool) -> bool:
-    """Return whether a batch is what its schema promises: its sizes, or in `full` also its values."""
+    """Return whether a batch's sizes, and in `full` also its values, fit its schema."""
     try:
         batch.validate(full=full)
     except Exception:  # the library raises many types

@@ -1,4 +1,4 @@
-"""Text in parts that are tokenized independently: together their tokens are those of the whole text.
+"""Divides text into parts that can be tokenized independently: the tokens together are the whole text's.
 
 A text is cut where its tokens up to some characters behind the cut are those of both parts, one after
 another. Tokenizers that begin each text in their own way (by a space, say) are cut beside a space; those of
@@ -212,7 +212,7 @@ class DocumentEncoder:
             yield from self._first_tokens()
 
     def end(self, ahead: str = "") -> Tokens:
-        """Return the tokens not yet yielded; `ahead`: text after the document's cut, whose tokens are not."""
+        """Return the remaining tokens; `ahead`: text after the document's cut, without its own tokens."""
         if not ahead:
             return self._encode([self._held])[0] if self._held else np.empty(0, dtype=np.uint32)
         tokens, behind = self._encode([self._held + ahead, ahead])

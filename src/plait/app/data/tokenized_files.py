@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.checked_files import ArrayFile
+from plait.app.data.checksummed_files import ArrayFile
 from plait.app.data.document_sources import source_files
 from plait.app.data.token_shards import Corpus, TokenShard
 from plait.errors import DataError
@@ -88,14 +88,13 @@ def _npy(path: Path) -> TokenShard:
 
 
 def _require_dtype(path: Path, dtype: str, first: NDArray[np.unsignedinteger]) -> None:
-    """Raise DataError where every second token is the upper half of a number of twice the bytes."""
+    """Raise DataError if every second token looks like the upper half of a number of twice the bytes."""
     lower, upper = first[::2], first[1::2]
     if len(first) >= _FEWEST and int(upper.max()) <= _LARGEST_HALF < int(lower.max()):
         double = {"uint16": "32", "uint32": "64"}[dtype]
         remedy = 'set data.dtype to "uint32"' if dtype == "uint16" else "write the tokens again as uint32"
         raise DataError(
-            f"data.source: {path} has next to nothing in every second {dtype}, as {double}-bit numbers have: "
-            f"{remedy}."
+            f"data.source: every second {dtype} in {path} is nearly 0, as in {double}-bit numbers: {remedy}."
         )
 
 
@@ -105,7 +104,9 @@ def _with_header(path: Path) -> TokenShard:
         raise DataError(f"data.source: {path} ends within its header: it is damaged.")
     magic, _, count = struct.unpack("<3i", header[:12])
     if count < 1:
-        raise DataError(f"data.source: {path} announces {count:,} tokens: it is damaged.")
+        raise DataError(
+            f"data.source: {path} has {count:,} tokens by its header, which is damaged: write the file again."
+        )
     return TokenShard(_checked(path, _OF_MAGIC[magic], _HEADER, count), None)
 
 
@@ -151,5 +152,7 @@ def _checked(path: Path, dtype: str, offset: int, count: int | None) -> ArrayFil
             "set data.dtype to the type it was written with."
         )
     if count is not None and size < count * np.dtype(dtype).itemsize:
-        raise DataError(f"data.source: {path} has fewer than the {count:,} tokens that it announces.")
+        raise DataError(
+            f"data.source: {path} has fewer than the {count:,} tokens of its header: write it again."
+        )
     return ArrayFile(path, dtype, size // np.dtype(dtype).itemsize if count is None else count, offset)

@@ -1,4 +1,4 @@
-"""A `tokenizer.json` and what files beside it add, as transformers' general tokenizer class reads them."""
+"""Reads `tokenizer.json` and the files beside it, as transformers' general tokenizer class does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.app.data.chat_records import short_json
-from plait.app.data.checked_files import read_json_object
+from plait.app.data.checksummed_files import read_json_object
 from plait.errors import ConfigError, DataError, missing_package
 from plait.files import read_bytes
 
@@ -36,7 +36,7 @@ class SurroundingTokens(NamedTuple):
         return () if len(tokens) and self.before[:1] == (int(tokens[0]),) else self.before
 
     def closing(self, tokens: NDArray[Any]) -> tuple[int, ...]:
-        """Return the tokens to write after a document, except those that `tokens` end with already."""
+        """Return the tokens to write after a document, without those that end `tokens` already."""
         ends = tuple(tokens[max(0, len(tokens) - len(self.after)) :].tolist())
         known = max(size for size in range(len(ends) + 1) if ends[len(ends) - size :] == self.after[:size])
         return self.after[known:]
@@ -54,7 +54,7 @@ class SurroundingTokens(NamedTuple):
 
 
 def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
-    """Return the files that are there of a `tokenizer.json` or its folder, by their names; none of bytes."""
+    """Return the existing files of a `tokenizer.json` or its folder, by name; none for bytes."""
     path = Path(tokenizer).expanduser()
     path = path / TOKENIZER if path.is_dir() else path
     if tokenizer == "bytes" or not path.is_file():

@@ -56,7 +56,7 @@ class WrongBits(Callback):
             )
 
     def replanned(self, run: TrainingLoop) -> None:
-        """Close the checks of the earlier engine, and start those of the engine that replaces it."""
+        """Close the checks of the earlier engine, and start checks of the one that replaces it."""
         if self._checks is not None:  # else `begin` is still to come
             self._checks.close()
             self.begin(run)

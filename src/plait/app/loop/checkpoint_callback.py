@@ -233,7 +233,7 @@ class Checkpoints(Callback):
         )
 
     def _best_with(self, run: TrainingLoop) -> list[BestCheckpoint] | None:
-        """Return the best checkpoints with that of the step that has ended; None where it is none of them."""
+        """Return the best checkpoints if the last step's is among them, else None."""
         loss = run.row.get(self._validation.loss_name) if self._most_best else None
         if loss is None or int(run.row["step"]) != run.done:
             return None
@@ -281,7 +281,7 @@ class Checkpoints(Callback):
             self._tell(self._best_line(lowest))
 
     def _withdraw_after(self, step: int) -> None:
-        """Let no run resume from what this one has kept after `step`, whose bits may be wrong."""
+        """Withdraw checkpoints and snapshots of more than `step` steps, whose bits may be wrong."""
         if self._snapshots is not None:
             self._snapshots.withdraw_after(step)
         try:
@@ -384,7 +384,7 @@ class Checkpoints(Callback):
 
 
 def _tell_withdrawn(paths: Sequence[Path]) -> None:
-    """Print which checkpoints were renamed; on any rank, since the one that found wrong bits does it."""
+    """Print which checkpoints were renamed, on the rank that found wrong bits."""
     if paths:
         names = listed([path.name for path in paths])
         line = f"WARNING: checkpoints in {paths[0].parent} may have wrong bits: they are now called {names}."
@@ -423,6 +423,6 @@ def _require_times(
     require_number("Checkpoints' minutes", minutes)
     if minutes and every is None:
         raise ConfigError(
-            f"Checkpoints' minutes is {minutes:g}, but every is None, never: set it to 0, for "
-            "checkpoints at the end and after so many minutes."
+            f"Checkpoints' minutes is {minutes:g}, but every is None, so that nothing is saved: set "
+            "every to 0 to save at the end and after so many minutes."
         )

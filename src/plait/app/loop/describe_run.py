@@ -1,4 +1,4 @@
-"""`describe`: what `run.json` says of a run: command, environment, stages, layouts, predicted memory."""
+"""`describe`: the contents of `run.json`: command, environment, stages, layouts, predicted memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import Memory
 from plait.package import version_of
-from plait.pictures.report.run_file import (
+from plait.pictures.report.run_json import (
     FORMAT,
     PlannedLayer,
     PlannedTensor,
@@ -134,7 +134,7 @@ def describe(
     changed_fields: Sequence[str] = (),
     notes: str = "",
 ) -> RunDescription:
-    """Return what `run.json` says of a starting run; `lines`: sentences on its model, data and plan.
+    """Return the contents of `run.json` for a starting run; `lines`: sentences on model, data and plan.
 
     `rows`: of a global batch. `memory`, `seconds`: the predicted ones of a step. `changed_fields`: those of a
     configuration that differ from their default. `notes`: text of the user.

@@ -1,4 +1,4 @@
-"""Simulates what slow ranks cost a step, and finds the layers per stage with the shortest step."""
+"""Simulates how much slow ranks delay a step, and finds the layers per stage with the shortest step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepSimulation:
 
 
 def rank_costs(costs: Sequence[float], engine: Engine) -> list[float]:
-    """Return the cost of the layers of each rank of the world, given those of all layers of the model."""
+    """Return the cost of each world rank's layers, given the costs of all layers of the model."""
     of_stages = [sum(costs[layer] for layer in layers) for layers in engine.blueprint.stage_layers]
     schedule, mesh = engine.schedule, engine.mesh
     of_places = [sum(of_stages[stage] for stage in schedule.stages_of(at)) for at in range(schedule.ranks)]
@@ -72,7 +72,7 @@ def layer_costs_of(engine: Engine) -> LayerCosts:
 def simulation_of(
     engine: Engine, times: Sequence[OwnTimes], longer: Mapping[int, float], slow: Mapping[int, float]
 ) -> StepSimulation:
-    """Return the simulation of an engine's steps from what was measured in them.
+    """Return a simulation of an engine's steps, made from their measured times.
 
     `times`: of each rank of the world. By rank, `longer`: how many times as long as on others those are;
     `slow`: how much slower it is in all, also by waits for a core. Layers cost what the blueprint assumes,

@@ -1,4 +1,4 @@
-"""`Report`: the callback that writes a run's metrics, a recorded step, the page's other files, the page."""
+"""`Report`: the callback that writes a run's metrics, one recorded step and the HTML report."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plait.app.loop.loggers import JsonLines, LoggerGroup, unwritable
 from plait.app.loop.run_folder_lock import LOCK, locked_folder, set_aside, set_aside_line
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.engine.engine import Engine
-from plait.engine.recorder import Recording
+from plait.engine.step_recorder import Recording
 from plait.errors import DataError, PlaitError
 from plait.files import adapter_of
 from plait.pictures.report.metrics import EXPERTS_FILE, RANKS_FILE
 from plait.pictures.report.page import write_report
-from plait.pictures.report.run_file import RunDescription, read_description, write_description
+from plait.pictures.report.run_json import RunDescription, read_description, write_description
 from plait.pictures.report.run_record import METRICS_FILE, write_event
-from plait.pictures.report.step_file import RecordedRank, RecordedStep, write_step
+from plait.pictures.report.step_json import RecordedRank, RecordedStep, write_step
 from plait.plan.argument_checks import require_flag, require_instance, require_path, require_whole
 from plait.ranks.device import is_accelerator
 from plait.ranks.group import Counts, Wait
@@ -296,7 +296,7 @@ class Report(Callback):
             self._show(f"{_WARNING}the report could not be written: {error}")
 
     def _listen(self, run: TrainingLoop) -> None:
-        """Make the run's `tell` write warnings to the events, too; a progress bar replaces `tell`."""
+        """Make the run's `tell` also write warnings to the events, unless it does so already."""
         if run.tell != self._tell:
             run.tell = self.tell_through(run.tell)
 

@@ -18,9 +18,9 @@ from plait.errors import ConfigError
 from plait.files import make_folder, owner_of, try_lock, unlock
 from plait.pictures.report.metrics import EXPERTS_FILE, RANKS_FILE
 from plait.pictures.report.page import REPORT_FILE
-from plait.pictures.report.run_file import RUN_FILE
+from plait.pictures.report.run_json import RUN_FILE
 from plait.pictures.report.run_record import EVENTS_FILE, METRICS_FILE
-from plait.pictures.report.step_file import STEP_FILE
+from plait.pictures.report.step_json import STEP_FILE
 from plait.ranks.mesh import GridMesh
 from plait.ranks.text_collectives import broadcast_result
 

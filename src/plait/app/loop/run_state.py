@@ -51,7 +51,7 @@ def resume_from(run: TrainingLoop, loaded: Loaded, source: Path, check: Check, s
 
 
 def tell_differences(run: TrainingLoop, loaded: Loaded) -> None:
-    """Print the options and the precision in which what was loaded differs from the run."""
+    """Print the options and the precision in which the loaded state differs from the run."""
     # A rate that the run sets in each step is none of the optimizer's settings.
     options = {key: both for key, both in loaded.options.items() if key != "lr" or not run.sets_rate}
     if options:
@@ -63,7 +63,7 @@ def tell_differences(run: TrainingLoop, loaded: Loaded) -> None:
 def _require_same_batches(
     before: Mapping[str, Any], run: TrainingLoop, source: Path, start_over: str
 ) -> None:
-    """Raise `DataError` where the batches would not go on with the samples of those in the checkpoint."""
+    """Raise `DataError` unless the batches continue those of the checkpoint with the same samples."""
     now = description(run.batches)
     for name in now:
         if name in before and before[name] != now[name]:

@@ -94,7 +94,7 @@ class SlowRanks:
         return self._peers[rank]
 
     def add(self, first: int, seconds: Sequence[float], step: float) -> tuple[list[SlowRank], list[int]]:
-        """Add a window of steps; return the ranks that are found slow now, and those that no longer are.
+        """Add a window of steps; return the ranks newly found slow, and those no longer slow.
 
         `first`: its first step; `seconds`: for how long each rank computed in a step that took `step`.
         """

@@ -28,7 +28,7 @@ from plait.tensor.layer_values import Value, tensors_of
 
 
 def require_batches(batches: object) -> None:
-    """Raise `DataError` unless `batches` has what a source of batches needs: `size` and `batch`."""
+    """Raise `DataError` unless `batches` has the attributes of a source of batches: `size` and `batch`."""
     if not (hasattr(batches, "size") and hasattr(batches, "batch")):
         has_state = isinstance(batches, Source)
         remedy = "plait.Stream of it" if has_state else "plait.Loader of the dataset"
@@ -302,7 +302,7 @@ class TrainingLoop:
         return self.engine.forward_backward(inputs, targets)
 
     def _end_with_data(self, steps: int | None = None) -> None:
-        """Reduce `steps` to what a stream that ends still allows."""
+        """Reduce `steps` to the number for which a stream that ends still has batches."""
         last = self.done if steps is None else steps
         if not isinstance(self.batches, RankStream) or self.batches.left is None or last >= self.steps:
             return
@@ -349,7 +349,7 @@ class TrainingLoop:
 
 
 def _of_some_replicas(step: int, numbers: StepMetrics, world: int) -> str:
-    """Return a sentence about replicas of the model whose gradient norms differ in being finite."""
+    """Return the error text where the gradient norm is finite on some replicas of the model only."""
     bad = numbers.norm_ranks
     rank = numbers.gradient_rank if numbers.gradient_rank in bad else bad[0]
     sound = next(other for other in range(world) if other not in bad)
@@ -382,12 +382,12 @@ def _require_rates_apart(
 
 
 def _print(line: str) -> None:
-    """Print a line, which may quote files: the `tell` of rank 0."""
+    """Print a line, which may quote files, on rank 0: the default `tell`."""
     print(terminal_text(line))
 
 
 def _end(
     callback: Callback, run: TrainingLoop, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """Call `callback.end`, as an `ExitStack` calls what it ends."""
+    """Call `callback.end` with the error, if any: an exit callback of an `ExitStack`."""
     callback.end(run, error)

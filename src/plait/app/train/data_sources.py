@@ -1,4 +1,4 @@
-"""The sources of a run's data, prepared once where needed, and opened; the context that fits them."""
+"""Prepares and opens the data sources of a run, and chooses the context length that fits them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def prepared_folder(config: Config, source: str) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether a folder has an index, and files of the sizes that it gives."""
+    """Return whether a folder has an index, and all files in the sizes that the index lists."""
     try:
         open_corpus(folder)
     except DataError:
@@ -186,7 +186,7 @@ def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Token
 def _split(
     config: Config, source: str, corpus: Corpus, tokenizer: str, vocab: int, fraction: float
 ) -> tuple[Rows, Rows | None, str]:
-    """Return windows of tokens, those of the last tokens, which are held out, and a summary."""
+    """Return windows of the training tokens, windows of the held-out last tokens, and a summary."""
     context, size = config.model.context, len(corpus)
     TokenWindows(corpus, context, vocab, source).check(_CHECKED_AT_ONCE)
     cut = size - int(size * fraction)
@@ -212,7 +212,7 @@ def _split(
 def _split_chats(
     config: Config, source: str, corpus: Corpus, index: CorpusIndex, vocab: int, fraction: float
 ) -> tuple[Rows, Rows | None, str]:
-    """Return rows of whole conversations, those of the last ones, which are held out, and a summary."""
+    """Return rows of the conversations to train on, rows of the held-out last ones, and a summary."""
     context = config.model.context
     kept = index.documents - (max(1, int(index.documents * fraction)) if fraction else 0)
     if kept < 1:

@@ -89,7 +89,7 @@ def evaluation_config(checkpoint: Path, arguments: Sequence[str], sources: Seque
 
 
 def _divided(train: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return batch and micro-batches near to those of the run that the degrees `given` can share."""
+    """Return a batch and micro-batches close to the run's that the `given` degrees divide."""
     dp, batch, most = given.get("parallel.dp", 1), train.get("batch"), train.get("microbatches")
     if any(name.startswith("train.") for name in given):
         return {}  # the user's own

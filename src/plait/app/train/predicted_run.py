@@ -25,7 +25,7 @@ from plait.optimizers.optimizer_makers import takes_engine
 from plait.pictures.quantities import seconds_text
 from plait.pictures.report.metrics import read_metrics
 from plait.pictures.report.run_record import METRICS_FILE
-from plait.pictures.report.step_file import read_step
+from plait.pictures.report.step_json import read_step
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator, name_of
 
@@ -61,7 +61,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
 
 
 def optimizer_moments(settings: TrainConfig) -> Moments:
-    """Return what predictions take of the configured optimizer: an optimizer of whole parts, or a number."""
+    """Return the argument `moments` of predictions: Muon's maker, or tensors per parameter."""
     made = optimizer_maker(settings)
     return made if takes_engine(made) else settings.optimizer.moments
 

@@ -1,4 +1,4 @@
-"""Callbacks of `plait train`: its folder, traces, reordered schedules and samples; the first steps."""
+"""Callbacks of `plait train`: run folder, traces, reordered schedules, samples, check of first steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from plait.app.config.config import Config
 from plait.app.loop.loggers import Csv, JsonLines, Logger, TensorBoard, unwritable
 from plait.app.loop.run_folder_lock import EARLIER, REPORT_FILES, set_aside, set_aside_line
 from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.app.train.reference_steps import LossAndNorm
+from plait.app.train.one_rank_comparison import LossAndNorm
 from plait.app.train.run_checkpoints import FOLDER
 from plait.app.train.trainer import Trainer
 from plait.engine.engine import Engine
-from plait.engine.recorder import Recording
+from plait.engine.step_recorder import Recording
 from plait.files import write_bytes
 from plait.pictures.report.run_record import METRICS_FILE, write_event
 from plait.pictures.timelines.text import title

@@ -13,9 +13,10 @@ from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaCh
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder_lock import LOCK, locked_folder
-from plait.app.loop.stragglers import Stragglers
+from plait.app.loop.straggler_callback import Stragglers
 from plait.app.loop.validation import Validation
-from plait.app.train.fewer_ranks import config_of_world
+from plait.app.train.one_rank_comparison import Comparison, LossAndNorm, compare_steps
+from plait.app.train.plan_for_fewer_ranks import config_of_world
 from plait.app.train.predicted_run import (
     peak_line,
     predict_memory,
@@ -23,7 +24,6 @@ from plait.app.train.predicted_run import (
     prediction_line,
     step_lines,
 )
-from plait.app.train.reference_steps import Comparison, LossAndNorm, compare_steps
 from plait.app.train.run_callbacks import (
     FIELD,
     WRITTEN,
@@ -187,7 +187,7 @@ def _introduce(
     predicted: Prediction | None,
     report: Report,
 ) -> None:
-    """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
+    """Print the lines before the first step, and on rank 0 set the description in `run.json`."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
     if trainer.engine.plan.linears is not None:

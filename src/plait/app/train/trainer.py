@@ -93,7 +93,7 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the configured model, with its parameters frozen and its experts balanced as `train` says."""
+    """Return the configured model, with parameters frozen and routers balanced as `train` says."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
     if options := config.train.balance_options():
@@ -113,7 +113,7 @@ def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
 
 
 def optimizer_maker(settings: TrainConfig) -> MakeOptimizer:
-    """Return what makes the optimizer that `settings` name; parameter groups set their own weight decay."""
+    """Return a function that makes the configured optimizer; parameter groups set weight decay."""
     name, options = settings.optimizer.name, settings.optimizer_options()
     if name != "Muon":
         kind, owned = getattr(torch.optim, name), options.pop("owned", False)

@@ -125,7 +125,7 @@ def _kv_heads(key: TensorEntry, hidden: int, heads: int) -> int:
 
 
 def config_json(sizes: Decoder, dtype: str) -> dict[str, Any]:
-    """Return the content of the config.json with which transformers builds a model of these sizes.
+    """Return the contents of the config.json from which transformers builds a model of these sizes.
 
     Raises ModelError for experts.
     """

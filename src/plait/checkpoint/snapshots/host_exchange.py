@@ -1,4 +1,4 @@
-"""Brings files of a snapshot from the hosts that have them to those whose ranks need them."""
+"""Copies files of a snapshot between hosts, to those whose ranks need them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_BYTES = BETWEEN_SYNCS // 4
 def files_to_fetch(
     parts: Sequence[RankPart], needed: Mapping[str, Sequence[Box]], host: int
 ) -> list[RankPart]:
-    """Return the parts on other hosts than `host` whose files hold what a rank needs, and `host` lacks.
+    """Return the parts whose files a rank needs, and `host` lacks, from other hosts.
 
     `needed`: the boxes that the rank needs, by tensor.
     """

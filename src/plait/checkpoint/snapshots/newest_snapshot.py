@@ -1,4 +1,4 @@
-"""Finds the snapshots that are complete on all ranks that wrote them; merges the manifests of one's ranks."""
+"""Finds the snapshots that are complete on all ranks that wrote them; merges the ranks' manifests of one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RankPart:
 
 
 def found_parts(folder: SnapshotFolder, host: int) -> list[RankPart]:
-    """Return all parts of snapshots in `folder`, that of this `host`, that have an intact manifest."""
+    """Return all parts of snapshots with an intact manifest in `folder`, which is on `host`."""
     paths = (path for half in HALVES for path in sorted(folder.half(half).glob("*.json")))
     return [part for path in paths if (part := _read(path, host)) is not None]
 
@@ -77,7 +77,7 @@ def _read(path: Path, host: int) -> RankPart | None:
 
 
 def newest_first(parts: Iterable[tuple[int, SnapshotName]]) -> list[tuple[SnapshotName, bool]]:
-    """Return the snapshots of which there are parts, newest first, and whether the parts of all ranks are."""
+    """Return the snapshots found, newest first, each with whether the parts of all ranks are there."""
     ranks: dict[SnapshotName, set[int]] = {}
     for rank, name in parts:
         ranks.setdefault(name, set()).add(rank)
@@ -86,7 +86,7 @@ def newest_first(parts: Iterable[tuple[int, SnapshotName]]) -> list[tuple[Snapsh
 
 
 def has_all_states(parts: Sequence[RankPart]) -> bool:
-    """Return whether the parts of all ranks are there that alone had optimizer state of parameters."""
+    """Return whether there is a part of each rank that alone had the optimizer state of a parameter."""
     return {rank for part in parts for rank in part.state_ranks} <= {part.rank for part in parts}
 
 

@@ -52,7 +52,7 @@ class RankContents:
         state: Mapping[str, Any],
         last: RankContents | None,
     ) -> RankContents:
-        """Return what this rank writes, if `writers` write all that they hold together, each box once.
+        """Return what this rank writes where `writers` write all that they hold, each box on one of them.
 
         Boxes of the `last` snapshot are taken again where all tensors are still at the same addresses.
         """

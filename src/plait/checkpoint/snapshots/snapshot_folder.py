@@ -89,7 +89,7 @@ class SnapshotFolder:
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def publish(self, half: int, name: str, text: str) -> None:
-        """Write a small file, which appears at once. Raises OSError."""
+        """Write a small file atomically. Raises OSError."""
         path = self.half(half) / name
         path.with_name(f"{name}.part").unlink(missing_ok=True)  # left by a process that was killed
         write_text(Disk(), path, text)

@@ -270,7 +270,7 @@ class Snapshots:
     def load_newest(
         self, options: Options, tell: Callable[[str], None], *, own_launch: bool, after: int = -1
     ) -> tuple[int, Loaded] | None:
-        """Load as `restore` does; return the number of finished steps, and what differs. None: nothing.
+        """Load as `restore` does; return the finished steps and the differences; None without a snapshot.
 
         `tell` is called with lines for the user. `after`: only a snapshot of more steps.
         """
@@ -370,7 +370,7 @@ class Snapshots:
         self._folder.release()
 
     def withdraw_after(self, step: int) -> None:
-        """Let snapshots of more than `step` steps not be restored, since their bits may be wrong.
+        """Exclude snapshots of more than `step` steps from restoring, since their bits may be wrong.
 
         Those on this host; without communication: any rank may call it.
         """
@@ -432,7 +432,7 @@ class Snapshots:
         self._reserved.add(half)
 
     def _copy_to_next_host(self) -> None:
-        """Copy what no other host has of the last snapshot to the next host, should this one be lost."""
+        """Copy the parts of the last snapshot that only this host has to the next host, as a backup."""
         mesh, host, half = self._engine.mesh, self._ranks_here[0], self._half
         own = [
             part

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from plait.engine.compilation.graph_division import JointGraph, divided
 from plait.engine.compilation.graphs_and_eager_operations import operations_of
 from plait.engine.compilation.layer_call import LayerCall
-from plait.engine.compilation.layer_steps import LayerOperations, with_strides
+from plait.engine.compilation.layer_operations import LayerOperations, with_strides
 from plait.engine.compilation.torch_compiler import (
     COMPILER_LOCK,
     example_of,
@@ -32,8 +32,8 @@ from plait.engine.compilation.torch_compiler import (
 from plait.errors import ModelError
 from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.plan.plan import Recompute
-from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.eager_operations import TRACE, LayerTrace
+from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
 
@@ -193,7 +193,7 @@ class OutputGradient:
     dtype: torch.dtype
 
     def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return this output's gradient out of those of all outputs, strided as traced; zeros if None."""
+        """Return this output's gradient from those of all outputs, in the traced strides; zeros if None."""
         found = gradients[self.number]
         if found is not None and found.shape == self.shape and found.stride() == self.stride:
             return found  # the common case, kept cheap
@@ -316,7 +316,7 @@ class _LayerRun(nn.Module):
 
 @contextmanager
 def _tracing(layer: NamedLayer, inputs: CastInputs) -> Iterator[LayerTrace]:
-    """Context in which what runs outside of graphs is recorded, in the trace that it gives.
+    """Context that records calls made outside of graphs, in the `LayerTrace` that it yields.
 
     `inputs`: the queue's casts, which forgets those of the trace.
     """

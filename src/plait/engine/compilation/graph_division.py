@@ -151,7 +151,7 @@ def _sum_of(summands: Sequence[Node]) -> Node | None:
 
 
 def _inserted(node: Node, operation: Any, *arguments: Any) -> Node:
-    """Insert an operation after `node` in its graph; return its node, whose value is like that of `node`."""
+    """Insert an operation after `node`; return its node, whose value has the shape and dtype of `node`."""
     with node.graph.inserting_after(node):
         made = node.graph.call_function(operation, arguments)
     made.meta["val"] = node.meta["val"]
@@ -183,7 +183,7 @@ def _before(wanted: Iterable[Node], goes_on: Callable[[Node], bool]) -> set[Node
 
 
 def _is_recomputed(node: Node, mode: Recompute) -> bool:
-    """Return whether the backward computes again what the forward has computed."""
+    """Return whether the backward computes a node's value again, instead of saving it."""
     if node.op != "call_function" or is_random(node):
         return False
     if is_view(node) or node.target in (POSITIONS, REGATHERED):

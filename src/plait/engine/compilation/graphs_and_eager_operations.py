@@ -1,4 +1,4 @@
-"""Part of a joint graph as the operations that run it: graphs, and what runs eagerly between them.
+"""Converts part of a joint graph to the operations that run it: graphs, and eager calls between them.
 
 Each node runs as early as the operations between graphs allow: a graph holds all that needs no result of a
 later one. So each rank runs the same collectives in the same order, and weight gradients are in the queue
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from plait.engine.compilation.autograd_calls import autograd_call, autograd_call_backward
+from plait.engine.compilation.eager_autograd_calls import autograd_call, autograd_call_backward
 from plait.engine.compilation.layer_call import LayerCall
-from plait.engine.compilation.layer_steps import (
+from plait.engine.compilation.layer_operations import (
     LayerOperation,
     LayerOperations,
     StoredResult,
@@ -80,7 +80,7 @@ def operations_of(
 
 
 def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:
-    """Return when each node can run: even levels are graphs, odd ones what runs between them."""
+    """Return the level at which each node can run: even ones are graphs, odd ones the eager calls between."""
     levels: dict[Node, int] = {}
     for node in nodes:
         level = max((levels.get(one, 0) for one in node.all_input_nodes), default=0)

@@ -1,4 +1,4 @@
-"""One call of a compiled layer: what its operations share from the forward to the backward."""
+"""One call of a compiled layer: the state that its operations share from the forward to the backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a layer: gives its operations modules and dropout masks, and queues weight gradients."""
+    """One call of a layer: provides dropout masks and modules, and queues weight gradients."""
 
     queue: WeightGradientQueue
     parameters: Sequence[nn.Parameter]
@@ -81,7 +81,7 @@ class LayerCall:
 
 
 class RepeatedCall:
-    """The first run of an autograd call, and then the second one, in the backward, which decides the same.
+    """Both runs of an autograd call, in forward and backward; the second repeats the first's choices.
 
     Of the first run nothing else is kept. See `plait.tensor.autograd.kept_results`.
     """
@@ -94,15 +94,15 @@ class RepeatedCall:
         self._decisions: list[Any] = []
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()`."""
+        """Return `compute()` in both runs: results are not kept."""
         return compute()
 
     def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return `compute()`."""
+        """Return `compute()` in both runs: results of operations are not kept."""
         return compute()
 
     def once(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`; in the second run what the first one's next `once` returned."""
+        """Return `compute()`; in the second run return the first run's next such value."""
         if not self.is_second:
             self._decisions.append(compute())
             return self._decisions[-1]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""`CorruptionChecks`: whether the memory of a run, and what its ranks compute, have wrong bits."""
+"""`CorruptionChecks`: finds wrong bits in a run's memory, and in the results that its ranks compute."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.checkpoint.optimizer_set import whole_states
-from plait.engine.corruption.recorded_sums import STATE, NamedTensor
+from plait.engine.corruption.recorded_checksums import STATE, NamedTensor
 from plait.engine.runner import Runtime
 from plait.plan.rules import join
 

@@ -111,7 +111,7 @@ class LayerRecheck:
         return every
 
     def _told(self, one: _Drawn, steps: int) -> dict[str, object]:
-        """Return the description of the run that the rank `steps` further along `dp` has drawn, from JSON."""
+        """Return the description of the run drawn by the rank `steps` further along `dp`, from JSON."""
         group = self._mesh.group("dp")
         told: dict[str, object] = json.loads(one.described[(group.index + steps) % group.size])
         return told

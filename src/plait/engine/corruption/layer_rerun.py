@@ -71,7 +71,7 @@ class LayerRerun:
         self._runtime, self._gatherer = runtime, gatherer
 
     def described(self, place: RunPlace, own: LayerRecord) -> dict[str, Any]:
-        """Return what another rank needs to compute a run again, besides tensors: shapes, rows, documents."""
+        """Return shapes, rows and documents with which another rank can compute a run again."""
         stage, dropout = self._runtime.pipeline.stages[place.stage], self._runtime.dropout
         sequence = stage.sequences[place.microbatch] if stage.sequences else None
         bounds = None if sequence is None else sequence.documents

@@ -1,4 +1,4 @@
-"""`MemoryCheck`: compares a rank's tensors between steps with sums that were taken when they were written.
+"""`MemoryCheck`: compares a rank's tensors between steps with checksums taken when they were written.
 
 update    ──▶  record parameters, optimizer state  …  compare  ──▶  the next update
 gather    ──▶  record what layers read             …  compare  ──▶  end of the backward
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.optimizer_set import whole_states
 from plait.engine.corruption.held_tensors import HeldTensors
-from plait.engine.corruption.recorded_sums import ChangedTensor, NamedTensor, RecordedSums
-from plait.engine.corruption.replica_sums import ReplicaSums, UnlikeReplicas
+from plait.engine.corruption.recorded_checksums import ChangedTensor, NamedTensor, RecordedChecksums
+from plait.engine.corruption.replica_checksums import ReplicaChecksums, UnlikeReplicas
 from plait.engine.runner import Runner, Runtime
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.replica_check import check_replicas
@@ -39,18 +39,18 @@ class _Comparison(NamedTuple):
 
 
 class MemoryCheck:
-    """Compares sums of one rank's memory between steps, and with those of replicas."""
+    """Compares checksums of one rank's memory between steps, and with checksums of replicas."""
 
     def __init__(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
         self._runtime, self._optimizers = runtime, optimizers
         self._held = HeldTensors(runtime, optimizers)
         own = any(whole_states(one) is not None for one in optimizers)
-        self._replicas = ReplicaSums(runtime.blueprint, runtime.mesh, with_state=not own)
-        self._of_optimizers = {optimizer: RecordedSums() for optimizer in optimizers}
-        self._others, self._gradients = RecordedSums(), RecordedSums()
-        self._gathered: list[RecordedSums] = []
+        self._replicas = ReplicaChecksums(runtime.blueprint, runtime.mesh, with_state=not own)
+        self._of_optimizers = {optimizer: RecordedChecksums() for optimizer in optimizers}
+        self._others, self._gradients = RecordedChecksums(), RecordedChecksums()
+        self._gathered: list[RecordedChecksums] = []
         """What layers read of parameters in this pass, where it is kept beside the optimizer's."""
-        self._scattered: dict[int, RecordedSums] = {}
+        self._scattered: dict[int, RecordedChecksums] = {}
         """Gradients of shards, by the `id` of the buffer, as their last reduction left them."""
         self._recorded = dict.fromkeys(optimizers, 0)
         """After how many steps the state of each optimizer was recorded."""
@@ -66,7 +66,7 @@ class MemoryCheck:
         return self._runtime.dropout.step
 
     def record_all(self) -> None:
-        """Record sums of all tensors of this rank that outlive a step, as they are now."""
+        """Record checksums of all tensors of this rank that outlive a step, as they are now."""
         for optimizer in self._optimizers:
             self.record(optimizer)
         self._others.record(self._held.of_no_optimizer())
@@ -78,7 +78,7 @@ class MemoryCheck:
         self._recorded[optimizer] = self._steps
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compare tensors that an optimizer is about to read, and those none updates, with their sums."""
+        """Compare tensors that an optimizer will read, or that none updates, with their checksums."""
         first, steps = self._recorded[optimizer], self._steps
         after = f"after the update of step {first}" if first else "since the checks began"
         between = f"{after}, before that of step {max(steps, first + 1)}"
@@ -102,13 +102,13 @@ class MemoryCheck:
         self._read_finished()
 
     def _forget_gradients(self) -> None:
-        """Drop the recorded sums of gradients where these were set to None, as by `zero_grad`."""
+        """Drop the recorded checksums of gradients that were set to None, as by `zero_grad`."""
         if not self._held.have_gradients:
             for sums in self._sums_of_gradients:
                 sums.forget()
 
     @property
-    def _sums_of_gradients(self) -> list[RecordedSums]:
+    def _sums_of_gradients(self) -> list[RecordedChecksums]:
         return [self._gradients, *self._scattered.values()]
 
     def _compare_gradients(self, before: str) -> None:
@@ -116,7 +116,7 @@ class MemoryCheck:
             self._start(self._steps, f"after the reductions of step {self._steps}, before {before}", sums)
 
     def begin_pass(self, runner: Runner) -> None:
-        """Start to compare this rank's sums with those of the ranks that hold the same."""
+        """Start to compare this rank's checksums with those of its replicas on other ranks."""
         self._gathered.clear()
         runner.gatherer.observer, runner.reducer.observer = self._record_gathered, self._record_scattered
         if self._replicas.are_needed:
@@ -129,14 +129,14 @@ class MemoryCheck:
     def _record_gathered(self, buffer: FlatBuffer) -> None:
         """Record sums of a unit's gathered parameters, if they stay allocated until the end of the pass."""
         if not buffer.spec.whole.freed:
-            sums = RecordedSums()
+            sums = RecordedChecksums()
             named = (NamedTensor(name, "gathered value", one) for name, one in buffer.parameters.items())
             sums.record([one for one in named if one.tensor.numel()])
             self._gathered.append(sums)
 
     def _record_scattered(self, buffer: FlatBuffer) -> None:
         """Record sums of a shard's gradient after a reduce-scatter, which may be its last in this pass."""
-        sums = self._scattered.setdefault(id(buffer), RecordedSums())
+        sums = self._scattered.setdefault(id(buffer), RecordedChecksums())
         named = (NamedTensor(name, "gradient", one) for name, one in buffer.shard_gradients.items())
         sums.record([one for one in named if one.tensor.numel()])
 
@@ -166,7 +166,7 @@ class MemoryCheck:
             self._start(self._steps, f"before the end of step {self._steps + 1}", self._others)
             self._others.record(self._held.of_no_optimizer())
 
-    def _start(self, recorded: int, text: str, sums: RecordedSums) -> None:
+    def _start(self, recorded: int, text: str, sums: RecordedChecksums) -> None:
         self._unread.append(_Comparison(recorded, text, sums.compare()))
 
     def _read_finished(self) -> None:

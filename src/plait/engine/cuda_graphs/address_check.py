@@ -1,4 +1,4 @@
-"""The addresses of what graphs read and write besides their own memory: parameters, buffers and gradients."""
+"""Checks that the tensors that graphs use besides their own memory (such as parameters) have not moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorders: what records the work that a function gives to the device, so that it can be replayed."""
+"""Records the work of a function on the device, as a CUDA graph, so that it can be replayed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plait.ranks.device import DeviceGraph, GraphStream, graph_pool
 
 
 class RecordedWork(Protocol):
-    """Protocol of recorded work, which reads and writes the same memory each time it is replayed."""
+    """Protocol of recorded work, which uses the same memory each time it is replayed."""
 
     def replay(self) -> None:
         """Do the recorded work again, on what its memory holds now."""
 
 
 class GraphRecorder(Protocol):
-    """Protocol of what records work: `CudaGraphRecorder`, or in tests one that repeats torch's operations."""
+    """Protocol of a recorder: `CudaGraphRecorder`, or in tests one that repeats torch's operations."""
 
     def new_pool(self) -> Any:
         """Return a new memory pool: recordings that share one must be replayed in the order of recording."""

@@ -1,4 +1,4 @@
-"""Which operations of a segment cannot be in a graph: they read values on the host, or draw at random."""
+"""Finds operations of a segment that a graph cannot have: reads of values on the host, random numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class HostReads:
-    """Context that notes the operations of which the host reads the result, and those that draw at random."""
+    """Context that records operations whose result the host reads, and those that draw random numbers."""
 
     def __init__(self) -> None:
         self.reads: list[str] = []

@@ -23,19 +23,19 @@ from plait.engine.cuda_graphs.recordable_segments import SegmentPlace
 from plait.engine.pipeline.stage import Gradients
 from plait.errors import PlanError
 from plait.schedules.action import Kind
-from plait.tensor.dropout_table import MaskTable
+from plait.tensor.cuda_graph_dropout_keys import MaskTable
 from plait.tensor.layer_values import Value, leaf_of, list_of_tensors, map_tensors
 
 
 class StageState(Protocol):
-    """Protocol of what a stage holds of its micro-batches; a `Stage` is one."""
+    """Protocol: activations and gradients that a stage holds by micro-batch; a `Stage` is one."""
 
     values: dict[int, Value]
     gradients: dict[int, Gradients]
 
 
 class LossState(Protocol):
-    """Protocol of what the loss stage holds of its micro-batches; a `LossStage` is one."""
+    """Protocol: values that the loss stage holds by micro-batch; a `LossStage` is one."""
 
     targets: list[Value]
     summed: dict[int, Tensor]
@@ -157,7 +157,7 @@ def _copied_tensor(tensor: Tensor) -> Tensor:
 def _copy_to(
     targets: Sequence[Tensor | None], sources: Sequence[Tensor | None], place: SegmentPlace, what: str
 ) -> None:
-    """Copy what enters a segment to where its graph reads it. Raises PlanError for another shape."""
+    """Copy a segment's inputs to the memory that its graph reads. Raises PlanError for other shapes."""
     given, recorded = (
         [None if one is None else tuple(one.shape) for one in both] for both in (sources, targets)
     )

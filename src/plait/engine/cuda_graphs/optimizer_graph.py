@@ -1,4 +1,4 @@
-"""An optimizer's step as a graph, where all that changes from step to step is in tensors.
+"""Records an optimizer's step as a graph, if tensors hold everything that changes from step to step.
 
 `capturable` optimizers count their steps in tensors; the learning rate must be one, too. Whatever else the
 step depends on, the numbers of its groups and where tensors lie, must be as in the step that was recorded:
@@ -66,7 +66,7 @@ def why_never(optimizer: torch.optim.Optimizer) -> str:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Return what a recorded step depends on besides the values of its tensors."""
+    """Return everything that a recorded step depends on besides the values of its tensors."""
     numbers = tuple(
         (name, value.data_ptr() if isinstance(value, Tensor) else repr(value))
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Compares what graphs compute with what the same segments compute eagerly: the first difference, and why.
+"""Compares replayed graphs with eager runs of the same segments: the first difference, and its reason.
 
 Each segment is replayed on what enters it, then runs eagerly on the same, and the step goes on with the eager
 results. So a difference is that segment's own, or that of an earlier one of the same micro-batch and stage.
@@ -29,7 +29,7 @@ INPUT_GRADIENT = "the gradient of input"
 
 @dataclass(frozen=True)
 class ReplayDifference:
-    """A result of a replayed graph that differs from what its segment computes eagerly."""
+    """A result of a replayed graph that differs from that of its segment run eagerly."""
 
     segment: str
     """Its name, such as `0F3`: stage, kind and micro-batch."""
@@ -45,7 +45,7 @@ class ReplayDifference:
 
 @dataclass
 class _ReplayedState:
-    """What a replayed segment reads and leaves, in place of what its stage holds."""
+    """Activations and gradients that a replayed segment reads and writes, in place of its stage's."""
 
     values: dict[int, Value] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class ReplayCheck:
         loss: LossState | None,
         compute: Callable[[], None],
     ) -> None:
-        """Replay the segment at `place`, undo what it has added to gradients, and run `compute` instead."""
+        """Replay the segment at `place`, undo its gradients, run `compute` instead, and compare both."""
         number, gradients = place.microbatch, self._gradients_of(place.stage)
         before = [one.clone() for one in gradients.values()]
         state, of_loss = _ReplayedState(), None if loss is None else _ReplayedLoss(loss.targets)
@@ -97,7 +97,7 @@ class ReplayCheck:
     def compare_update(
         self, tensors: Mapping[str, Tensor], replay: Callable[[], None], update: Callable[[], object]
     ) -> None:
-        """Replay an optimizer's step, undo what it has done to `tensors`, and run `update` instead."""
+        """Replay an optimizer's step, restore `tensors`, run `update` instead, and compare both."""
         before = {name: one.detach().clone() for name, one in tensors.items()}
         replay()
         replayed = {name: one.detach().clone() for name, one in tensors.items()}

@@ -29,8 +29,8 @@ from plait.engine.pipeline.executor import Calls, RunCalls
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.schedules.lowering.program import Segment
+from plait.tensor.cuda_graph_dropout_keys import MaskNotes, MaskTable
 from plait.tensor.dropout import DropoutGenerator
-from plait.tensor.dropout_table import MaskNotes, MaskTable
 from plait.tensor.layer_values import map_tensors
 
 EAGER_STEPS = 2
@@ -238,7 +238,7 @@ class SegmentGraphs:
         return f"layer {counting[0]!r} counts its runs in Python" if counting else ""
 
     def _shape_of(self, place: SegmentPlace) -> Shape:
-        """Return what a micro-batch's graphs depend on: its segments, and all that enters the stage."""
+        """Return the key of a micro-batch's graphs: its segments, and the shapes of the stage's inputs."""
         number, loss = place.microbatch, self._loss_of(place.stage)
         value = _described(self._pipeline.stages[place.stage].values[number])
         targets = _described(loss.targets[number]) if loss is not None else ""

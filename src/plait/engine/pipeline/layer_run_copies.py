@@ -1,4 +1,4 @@
-"""`LayerRecord`: what one run of layers read and wrote, in its forward and backward, to run them again."""
+"""`LayerRecord`: copies of the tensors that one run of layers read and wrote, to run them again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Snapshot: TypeAlias = Callable[[int], GradientSnapshot]
 
 @dataclass
 class LayerRecord:
-    """Copies of what layers that ran together read and wrote, for one micro-batch."""
+    """Copies of the tensors that layers, run together, read and wrote for one micro-batch."""
 
     snapshot: Snapshot
     last: int = -1

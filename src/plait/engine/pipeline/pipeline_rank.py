@@ -128,7 +128,7 @@ class PipelineRank:
         return self._stage_outputs[-1]
 
     def set_back(self) -> None:
-        """Restore what counts the layers' runs, after an evaluation, which must not count."""
+        """Restore the layers' run counters after an evaluation, which must not count."""
         for stage in self.stages.values():
             stage.set_back()
 

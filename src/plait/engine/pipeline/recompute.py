@@ -302,7 +302,7 @@ class RecomputingLayer:
 
 
 class _AllSaved(BaseException):
-    """Ends a second run that has saved what the first one did; no `except Exception` of a layer stops it."""
+    """Raised to end a second run that has saved all it must; no `Exception`, which a layer could catch."""
 
 
 class _RecomputingCall:

@@ -73,7 +73,7 @@ Gradients: TypeAlias = list[Tensor | None]
 
 
 class LayerRun(Protocol):
-    """Interface: what is kept of a micro-batch's forward, of one layer or several, for their backward."""
+    """Interface of one micro-batch's run of one layer or several, kept from forward to backward."""
 
     def backward(self, gradients: Gradients) -> Gradients:
         """Return the gradients of the input's tensors, given the output's; queue weight gradients."""

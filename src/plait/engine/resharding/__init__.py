@@ -1,1 +1,1 @@
-"""From one living layout to another: `reshard` moves a run's state between ranks, without files."""
+"""`reshard`: moves a run's state from its present layout to another, between ranks, without files."""

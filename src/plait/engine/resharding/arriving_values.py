@@ -1,4 +1,4 @@
-"""The values of an engine that takes another one's place: they arrive from other ranks, unit by unit.
+"""Moves an engine's tensors to the ranks of the engine that replaces it, unit by unit, and frees them.
 
 Each unit's memory is allocated when it is built, filled, and then the old one's is freed: so a rank has the
 shards of one unit more than it needs for what is left of the old run and what is there of the new one.
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.rank_contents import empty_state, parameter_key
 from plait.engine.engine import Engine
-from plait.engine.resharding.moves import GRADIENT, MovedTensor, Moves, PlacedBlueprint, Round
+from plait.engine.resharding.planned_transfers import GRADIENT, MovedTensor, Moves, PlacedBlueprint, Round
 from plait.engine.resharding.rank_report import HeldTensor, held_tensors
 from plait.engine.sharding.unit import Unit
 from plait.engine.whole_tensors import TensorLocation
@@ -28,7 +28,7 @@ from plait.ranks.mesh import Mesh
 
 
 class LeavingValues:
-    """This rank's tensors of the old engine and optimizers, freed as they have been sent."""
+    """This rank's tensors of the old engine and optimizers, freed once they are sent."""
 
     def __init__(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         """Take the engine's units; it runs no more steps, and its layers are freed."""

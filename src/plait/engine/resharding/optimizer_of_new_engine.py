@@ -27,7 +27,7 @@ class OptimizerOfEngine(Protocol):
 
 
 def go_on_with(optimizer: Optimizer, engine: Engine) -> None:
-    """Let an optimizer that exchanges parameters do so between the ranks of another engine."""
+    """Make an optimizer that communicates use another engine's parameters and ranks."""
     if communicating_class(type(optimizer)) is not None:
         cast(OptimizerOfEngine, optimizer).use_engine(engine)
 

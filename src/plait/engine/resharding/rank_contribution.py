@@ -1,4 +1,4 @@
-"""What a rank brings to a reshard: the engine that it has, or the model with which it joins."""
+"""The arguments that one rank brings to a reshard: its engine, or the model with which it joins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from plait.tensor.torch_losses import GivenLoss, as_loss
 
 @dataclass(frozen=True)
 class RankContribution:
-    """What one rank gives to `reshard`: the model, and its engine and optimizers if it has some."""
+    """One rank's arguments of `reshard`: the model, and its engine and optimizers if it has any."""
 
     model: nn.Module
     """On the meta device."""
@@ -65,7 +65,7 @@ class RankContribution:
     def joining(
         model: object, maker: Any, device: torch.device, loss: GivenLoss | None, rules: Rules | None
     ) -> RankContribution:
-        """Return what a rank without engine gives: its model. Raises PlanError or ModelError."""
+        """Return the contribution of a rank without engine: its model. Raises PlanError or ModelError."""
         if not isinstance(model, nn.Module):
             raise PlanError(
                 f"plait.reshard was given a {type(model).__name__} in place of an engine: give the engine, "

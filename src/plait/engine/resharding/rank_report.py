@@ -1,4 +1,4 @@
-"""What each rank tells the others before a reshard: its place in the old run, and what it holds of it."""
+"""`RankReport`: what each rank sends to all others before a reshard: its old rank, and its tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def held_tensors(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Iterator[
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank tells the others; of JSON values, but for the plan."""
+    """One rank's report for the others before a reshard, of JSON values except for the plan."""
 
     place: int | None = None
     """Its rank in the old mesh; None where it was not in it."""

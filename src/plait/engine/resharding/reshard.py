@@ -1,4 +1,4 @@
-"""`reshard`: from one living layout to another, on more ranks, fewer, or others, without files."""
+"""`reshard`: moves a run between steps to another plan, on more, fewer or other ranks, without files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint
 from plait.engine.parallelize import assemble_engine, refuse_unavailable
 from plait.engine.resharding.arriving_values import ArrivingValues, LeavingValues
-from plait.engine.resharding.moves import Moves, PlacedBlueprint, plan_moves
 from plait.engine.resharding.optimizer_of_new_engine import (
     OptimizerMaker,
     go_on_with,
@@ -26,6 +25,7 @@ from plait.engine.resharding.optimizer_of_new_engine import (
     regroup,
     set_state,
 )
+from plait.engine.resharding.planned_transfers import Moves, PlacedBlueprint, plan_moves
 from plait.engine.resharding.rank_contribution import RankContribution
 from plait.engine.resharding.rank_report import RankReport
 from plait.engine.whole_tensors import TensorLocation, locate_tensors
@@ -86,7 +86,7 @@ def reshard(
 
 @contextmanager
 def _raising_on_all_ranks(mesh: Mesh) -> Iterator[None]:
-    """Context: where ranks raise a PlaitError in it, all raise a PlanError with that of the first."""
+    """Context: if any rank raises a PlaitError, all raise a PlanError with the first one's text."""
     error = ""
     try:
         yield
@@ -98,7 +98,7 @@ def _raising_on_all_ranks(mesh: Mesh) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Change:
-    """What all ranks have agreed on: the new run, and what moves to it."""
+    """The change that all ranks have agreed on: the new run, and the transfers."""
 
     after: PlacedBlueprint
     moves: Moves

@@ -1,4 +1,4 @@
-"""`reshard_kept`: go on with the run that ranks have kept in memory while their world changed."""
+"""`reshard_kept`: continues the run that ranks have kept in memory while their world changed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.engine.engine import Engine
-from plait.engine.resharding.moves import PlacedBlueprint, lost_parameter
 from plait.engine.resharding.optimizer_of_new_engine import OptimizerMaker
+from plait.engine.resharding.planned_transfers import PlacedBlueprint, lost_parameter
 from plait.engine.resharding.reshard import reshard
 from plait.errors import PlanError
 from plait.plan.plan import Plan
@@ -93,7 +93,7 @@ def _moved(
 
 
 def _is_whole(kept: KeptRun | None, members: Mapping[int, int], mesh: Mesh) -> bool:
-    """Return on all ranks whether those with a kept run, by their rank then, hold all of its parameters."""
+    """Return on all ranks whether the ranks that kept the run hold all of its parameters together."""
     found = ""
     if kept is not None:
         lost = lost_parameter(PlacedBlueprint(kept.engine.blueprint, members))

@@ -36,7 +36,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from plait.engine.sharding.scaled_matrices import ScaledMatrices
+from plait.engine.sharding.float8_matrices import ScaledMatrices
 from plait.errors import PlanError
 from plait.plan.flat_buffer_specs import BufferSpec, Slot
 from plait.ranks.device import copy_later, is_accelerator, moved_later

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage
-from plait.engine.sharding.scaled_matrices import ScaledMatrices, scale_together
+from plait.engine.sharding.float8_matrices import ScaledMatrices, scale_together
 from plait.engine.sharding.unit import Unit
 from plait.ranks.collectives import all_gather
 from plait.ranks.device import copy_later, synchronize_stream

@@ -209,7 +209,7 @@ class Reducer:
 
 
 def _parts_of(unit: Unit, products: Collection[int]) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """Return a unit's gradients that are written first, those of `products`, by the parameter's id.
+    """Return a unit's gradients that are written, not added to, by parameter `id`; and all others.
 
     And the rest of its whole gradients, which start at zero.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, StageView
-from plait.engine.sharding.scaled_matrices import ScaledMatrices
+from plait.engine.sharding.float8_matrices import ScaledMatrices
 from plait.plan.axes import DATA_AXES, axes_of
 from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec, Slot
 from plait.plan.layout.layout import Layout

@@ -11,7 +11,7 @@ from statistics import median
 
 from plait.errors import ConfigError
 from plait.estimate.measurement.machine_rates import DeviceRates, LinkRates, measure_device, measure_links
-from plait.estimate.measurement.model_steps import StepSeconds, fitted_to_steps, measure_steps
+from plait.estimate.measurement.measured_model_steps import StepSeconds, fitted_to_steps, measure_steps
 from plait.estimate.measurement.timer import Timer
 from plait.estimate.time.hardware import (
     Efficiency,
@@ -25,7 +25,7 @@ from plait.estimate.time.operation_times import Product, product_efficiency
 from plait.ranks.device import is_accelerator, multiprocessors, name_of, total_memory, visible_accelerators
 from plait.ranks.launch.launch import launch
 from plait.ranks.mesh import GridMesh
-from plait.ranks.transport.joined_world import current_ranks
+from plait.ranks.transport.process_ranks import current_ranks
 from plait.ranks.world import find_world
 
 SECONDS = 0.4

@@ -1,4 +1,4 @@
-"""Predictions before a run: the time and memory of a step of a plan on given hardware; no ranks, no torch."""
+"""Predictions before a run: the time and memory of a step of any model under a plan, on given hardware."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`PredictedModel`: what predictions ask of a model; `DecoderModel` answers from its sizes alone."""
+"""`PredictedModel`: interface of a model for predictions: sizes, work, memory; `DecoderModel`, from sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PredictedModel(ABC):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Sentences on what is taken for granted of a step, such as how tokens are routed."""
+        """Sentences on what predictions assume of a step, such as how tokens are routed."""
         return ()
 
     @abstractmethod
@@ -79,7 +79,7 @@ class PredictedModel(ABC):
         return ()
 
     def mean_owner(self, plan: Plan) -> StageOwners | None:
-        """Return no more than the mean of the work of owners over all ranks, for every cut into stages.
+        """Return a lower bound, for every cut into stages, of the owners' mean work over all ranks.
 
         None where there are none, or where it is not known.
         """

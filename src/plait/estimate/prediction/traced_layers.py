@@ -64,7 +64,7 @@ class TracedLayers:
 
     @cached_property
     def mean_moments(self) -> float:
-        """Tensors of a parameter's size that the optimizer keeps for it, in the mean over elements."""
+        """Tensors of a parameter's size that the optimizer keeps, as a mean over all elements."""
         if isinstance(self.moments, int):
             return self.moments
         muon, blueprint = muon_of(self.moments), self.blueprint(Plan())
@@ -80,7 +80,7 @@ class TracedLayers:
         return max((one.num_experts for one in self.module.modules() if isinstance(one, Experts)), default=0)
 
     def blueprint(self, plan: Plan) -> Blueprint:
-        """Return the blueprint that determines what layers do under `plan`, without `pp` and replicas.
+        """Return the blueprint under `plan` without `pp` and replicas, which do not change layers.
 
         It has as many data-parallel ranks as the division of experts needs.
         """
@@ -207,7 +207,7 @@ class TracedSizes(MicrobatchSizes):
         return self.layers.parameters(self.plan, kinds, (False,))
 
     def gathered_item(self, kinds: Sequence[LayerKind] | None = None) -> float:
-        """Return the mean bytes of a parameter as layers have it, of several layers or (None) of all.
+        """Return the mean bytes of a gathered parameter of several layers, or (None) of all.
 
         Counted without those of experts, which are not gathered in float8.
         """
@@ -254,7 +254,7 @@ def of_rows(batch: Value, rows: int) -> Value:
 
 
 def _extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return what `few` is with `rows` rows more, if `more` has one more: numbers grow linearly.
+    """Return `few` extrapolated linearly by `rows` rows; `more`: the same for one row more.
 
     Raises ValueError where the two have other parts.
     """

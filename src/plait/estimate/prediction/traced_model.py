@@ -1,4 +1,4 @@
-"""`TracedModel`: what predictions ask of any model, from runs of its layers and simulated steps."""
+"""`TracedModel`: the work and memory of any model for predictions, from runs of its layers on meta."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class TracedModel(PredictedModel):
         return self._owners[key]
 
     def mean_owner(self, plan: Plan) -> StageOwners | None:
-        """Return no more than the mean of Muon's work over all ranks, for every cut into stages.
+        """Return a lower bound, for every cut into stages, of Muon's mean work over all ranks.
 
         All ranks together iterate for each matrix once, and of c copies of a matrix c − 1 at least are sent
         back. One rank iterates for the largest matrix.

@@ -1,4 +1,4 @@
-"""Predictions before a run: the time and memory of a step of a plan on given hardware; no ranks, no torch."""
+"""Predicted times on given hardware: of operations, layers and steps, from sizes alone, without torch."""
 
 from typing import Any
 

@@ -41,7 +41,7 @@ class Parts:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """The parts in the order of the fields."""
+        """The seconds of each use, in the order of the fields."""
         return (
             self.products,
             self.attention,
@@ -56,7 +56,7 @@ class Parts:
 
     @cached_property
     def total(self) -> float:
-        """The sum of all parts."""
+        """The seconds of all uses together."""
         return math.fsum(self.seconds)
 
     def __add__(self, other: Parts) -> Parts:

@@ -87,7 +87,7 @@ class MicrobatchSizes(ABC):
         return 0.0
 
     def gathered_item(self, kinds: Sequence[LayerKind] | None = None) -> float:
-        """Return the mean bytes of a parameter as layers have it, of several layers or (None) of all.
+        """Return the mean bytes of a gathered parameter of several layers, or (None) of all.
 
         Less than `item` where weights of linears are gathered in float8.
         """

@@ -52,7 +52,7 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Work whose time is that of reading and writing `nbytes` of memory."""
+    """Element-wise work, whose time is that of reading and writing `nbytes` of memory."""
 
     nbytes: float
     kernels: float = 1

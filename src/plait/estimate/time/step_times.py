@@ -41,7 +41,7 @@ class StepEndSizes(NamedTuple):
 
 
 def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[StepEndSizes, float]:
-    """Return for each distinct `work` after a rank's last action the latest end among ranks that have it."""
+    """Return the latest end of ranks' last actions, for each distinct `work` that follows on a rank."""
     latest: dict[StepEndSizes, float] = {}
     for one, end in zip(work, ends, strict=True):
         latest[one] = max(end, latest.get(one, 0.0))
@@ -49,7 +49,7 @@ def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[Ste
 
 
 def step_seconds(timer: LayerTimer, latest: Mapping[StepEndSizes, float]) -> float:
-    """Return a step's seconds from the ends of ranks' last actions, by what the ranks do after them."""
+    """Return a step's seconds, given the latest end of last actions for each work that follows on a rank."""
     ends = max(end + gradient_sum_seconds(timer, work) for work, end in latest.items())
     return ends + max(
         sum(optimizer_seconds(timer, work.parameters, work.layers, work.experts)) for work in latest
@@ -219,7 +219,7 @@ class StepTimes:
 
     @cached_property
     def latest(self) -> Mapping[StepEndSizes, float]:
-        """The latest end of ranks' last actions in seconds, by what the ranks do after them."""
+        """The latest end of ranks' last actions in seconds, for each distinct work that follows on a rank."""
         return latest_ends(self.work, self.ends)
 
     @cached_property

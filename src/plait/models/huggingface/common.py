@@ -56,7 +56,7 @@ def is_scaled(table: nn.Module) -> bool:
 
 
 def _scale(table: Any) -> float | None:
-    """Return what an embedding of transformers multiplies by, from its buffer unless that is on meta."""
+    """Return the factor of a scaled embedding of transformers: from its buffer, unless that is on meta."""
     if not is_scaled(table):
         return None
     return float(table.scalar_embed_scale if table.embed_scale.is_meta else table.embed_scale)
@@ -249,7 +249,7 @@ def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def require_unmodified(model: Any, replaced: Iterable[nn.Module]) -> None:
-    """Raise ModelError where a module whose code plait replaces was altered, or computes something else.
+    """Raise ModelError if a module that plait reimplements was altered, or is of another class.
 
     `replaced`: these modules. They are those of the model's own file in transformers, without hooks and with
     the `forward` of their class.
@@ -275,7 +275,7 @@ def require_unmodified(model: Any, replaced: Iterable[nn.Module]) -> None:
                 'recompute layers, Plan(recompute="full").'
             )
     if getattr(model, "is_quantized", False):
-        raise ModelError("the model is quantized, and plait trains the weights themselves: load it without.")
+        raise ModelError("the model is quantized, and plait trains full weights: load it unquantized.")
     _require_known_attention(model.config)
 
 
@@ -308,7 +308,7 @@ def require_causal(config: Any, attentions: Iterable[Any], bidirectional: str | 
     if found:
         raise ModelError(
             f"the model attends to later positions ({found[0]}), where plait adapts causal decoders only: "
-            "turn that round."
+            "configure causal attention."
         )
 
 

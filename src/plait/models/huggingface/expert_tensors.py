@@ -37,11 +37,11 @@ class ExpertNames:
     down: str
 
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the matrices of an expert in each of the model's tensors, which has them along its rows."""
+        """Return which matrices of an expert each tensor of the model holds, joined along the rows."""
         return dict(zip(_TENSORS, ((self.gate, self.up), (self.down,)), strict=True))
 
     def parse(self, key: str) -> tuple[str, int, str] | None:
-        """Return the path of all experts in the model, and number and matrix of the one; None for others."""
+        """Return path of the experts, number and matrix that a key names; None for keys of other tensors."""
         matrices = "|".join((self.gate, self.up, self.down))
         found = re.fullmatch(rf"(.*)\.{self.block}\.experts\.(\d{{1,6}})\.({matrices})\.weight", key)
         return None if found is None else (f"{found[1]}.mlp.experts", int(found[2]), found[3])
@@ -83,7 +83,7 @@ def expert_names_in(keys: Iterable[str]) -> ExpertNames | None:
 
 
 def joined_experts(folder: Path, slices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a folder by the model's names; those of single experts are joined into one.
+    """Return the tensors of a folder by the model's names, with tensors of single experts joined.
 
     Raises ModelError where a matrix of an expert is missing, or is unlike those of the other experts.
     """
@@ -114,7 +114,7 @@ def joined_experts(folder: Path, slices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _misfits(keys: Sequence[Sequence[str]], slices: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the faults of the tensors `keys`: those that are missing, or unlike the first one."""
+    """Yield the faults of the tensors `keys`: missing ones, and those unlike the first."""
     every = [key for row in keys for key in row]
     forms = {key: (list(slices[key].get_shape()), slices[key].get_dtype()) for key in every if key in slices}
     first = next(iter(forms), "")

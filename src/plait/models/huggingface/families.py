@@ -168,7 +168,7 @@ class Family:
         return rules
 
     def is_sparse(self, mlp: nn.Module) -> bool:
-        """Return whether plait computes this MLP of transformers by experts of its own."""
+        """Return whether plait computes this MLP of transformers with its own experts."""
         return self.router != "none" and is_mixture(mlp)
 
 

@@ -86,7 +86,7 @@ class LatentAttention(InitializedLayer):
         return output
 
     def _latents(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the latents of queries, those of keys and values, and the part of keys that is rotated."""
+        """Return the latents of queries, the latents of keys and values, and the rotated part of keys."""
         attn = self.self_attn
         of_queries = attn.q_a_layernorm(attn.q_a_proj(normed)) if self.has_query_latents else normed
         both = attn.kv_a_proj_with_mqa(normed)

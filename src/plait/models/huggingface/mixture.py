@@ -124,7 +124,7 @@ def _router(router: Any, scores: Scores) -> Router:
 
 
 def _routing(router: Any, scores: Scores) -> Routing:
-    """Return what a router of transformers does; one without `norm_topk_prob` always normalizes."""
+    """Return the `Routing` of a router of transformers; one without `norm_topk_prob` always normalizes."""
     normalized = bool(getattr(router, "norm_topk_prob", True))
     if scores != "sigmoid":
         return Routing(scores=scores, normalized=normalized)

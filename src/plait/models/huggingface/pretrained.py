@@ -90,7 +90,7 @@ def original_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def logits_of(model: Any, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """Return the logits of a model of transformers, of packed documents each by itself.
+    """Return the logits of a model of transformers, which runs once for each packed document.
 
     `inputs`: tokens `[rows, length]`, or these as `tokens` beside `document_ids` of the same shape.
     """
@@ -192,7 +192,7 @@ def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], u
 
 
 def _built(folder: Path, config: Any, **options: str) -> nn.Module:
-    """Return the model of `config`, which is that of `folder`, as transformers builds it."""
+    """Return the transformers model that `config`, read from `folder`, describes."""
     auto = _transformers().AutoModelForCausalLM
     with _refused_by_transformers(folder):
         built: nn.Module = auto.from_config(config, trust_remote_code=False, **options)

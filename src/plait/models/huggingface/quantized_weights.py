@@ -1,4 +1,4 @@
-"""Published weights in 4 and 8 bits, read as the numbers that they stand for.
+"""Reads published weights in 4 and 8 bits, converted to floating-point numbers.
 
     MXFP4, of GPT-OSS       x_blocks        uint8 [experts, columns, groups, 16], two numbers a byte
                             x_scales        uint8 [experts, columns, groups], exponents of 2, plus 127
@@ -51,7 +51,7 @@ def _block(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def dequantized(slices: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the slices of files by key, quantized ones as those of the numbers that they stand for."""
+    """Return lazy slices of files by key; those of quantized tensors yield floating-point numbers."""
     found = dict(slices)
     block = _block(quantization)
     for key in slices:

@@ -1,4 +1,4 @@
-"""Texts of Python values, by which ranks compare what they were given: equal where values act alike.
+"""Python values as text, by which ranks compare their arguments: equal for values that act alike.
 
     numbers, texts, dtypes, enums       their value
     tensors, arrays                     dtype, shape and a hash of the bits
@@ -84,7 +84,7 @@ def _slots_and_lazy_names(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class ValueTexts:
-    """Returns values as texts, which ranks compare; what several values share is described once."""
+    """Returns values as text, for comparison between ranks; objects that several values share occur once."""
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Modules of a layer that read the same tensor: found on the meta device; linears among them are joined."""
+"""Finds modules of a layer that read the same tensor, on the meta device, and joins linears among them."""
 
 from __future__ import annotations
 

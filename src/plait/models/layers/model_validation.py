@@ -1,4 +1,4 @@
-"""Validation of a model before it runs: of what copies of its layers would lose, or compute otherwise.
+"""Validation of a model before it runs: refuses what copies of its layers would lose or change.
 
 The layers of a rank are copies, whose parameters are new memory. Modules are copied with their hooks and
 attributes, parameters and buffers with their attributes. What cannot be copied is refused, by name: hooks on

@@ -186,7 +186,9 @@ def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tu
                 f"parameters, buffers or attributes): {type(error).__name__}: {error}"
             ) from error
     if not any(True for _ in tensors_of(output[0])):
-        raise ModelError(f"layer {layer.path!r} gives no tensor: a layer maps tensors to tensors.")
+        raise ModelError(
+            f"layer {layer.path!r} gives no tensor: return one, or a tuple, list or dictionary of tensors."
+        )
     return output, written
 
 

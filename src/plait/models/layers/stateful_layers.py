@@ -1,4 +1,4 @@
-"""Refusal of layers whose result depends on earlier runs, such as running means; found on the meta device.
+"""Refuses layers whose result depends on earlier runs, such as running means; found on the meta device.
 
     a parameter                                      refused: the optimizer has its own memory of it
     a buffer that is saved, from the inputs          refused: ranks and micro-batches have other inputs
@@ -104,7 +104,7 @@ class FollowSources(TorchDispatchMode):
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors that an operation writes to, each with whether it leaves nothing of what was there.
+    """Yield the tensors that an operation writes to, each with whether all of its content is replaced.
 
     `_schema` is private: torch has no public way to what an operation writes.
     """
@@ -249,7 +249,7 @@ def _refuse_own_backward(layer: NamedLayer) -> None:
 
 
 def _refuse_memory_of_inputs(layer: NamedLayer, value: Value, length: int, left: Sequence[Tensor]) -> None:
-    """Raise ModelError where the output of another run depends on what the first has left of its inputs."""
+    """Raise ModelError if a second run's output depends on the first run's inputs."""
     again = MemorySources()
     again.add(left, INPUT)
     output = _run(layer, map_tensors(torch.empty_like, value), length, again, random=0)

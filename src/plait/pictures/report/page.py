@@ -15,7 +15,7 @@ from typing import Any
 
 from plait.errors import ConfigError
 from plait.pictures.colours import page_colours
-from plait.pictures.markup import POLICY, document, figure, filled, page_file
+from plait.pictures.html_elements import POLICY, document, figure, filled, page_file
 from plait.pictures.report.charts import Chart, Figure, charts_of, figures_of
 from plait.pictures.report.metrics import means_of_stretches
 from plait.pictures.report.run_record import RunRecord, read_run

@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import prod
 
 from plait.pictures.colours import rank_colour
-from plait.pictures.report.run_file import PlannedTensor, RunDescription, TensorShard
+from plait.pictures.report.run_json import PlannedTensor, RunDescription, TensorShard
 from plait.pictures.svg_elements import inline_svg, rect, text_at
 
 Area = tuple[float, float, float, float]

@@ -14,8 +14,8 @@ from plait.errors import ConfigError
 from plait.files import adapter_of, open_to_write, validated
 from plait.pictures.report.expert_loads import ExpertLoads, read_expert_loads
 from plait.pictures.report.metrics import Metrics, RankSeries, lines_of, read_metrics, read_rank_series
-from plait.pictures.report.run_file import RunDescription, read_description, read_file
-from plait.pictures.report.step_file import RecordedStep, read_step
+from plait.pictures.report.run_json import RunDescription, read_description, read_file
+from plait.pictures.report.step_json import RecordedStep, read_step
 
 METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 EventKind = Literal["start", "warning", "note", "sample", "finished", "stopped", "failed"]

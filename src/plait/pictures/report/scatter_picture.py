@@ -90,7 +90,7 @@ class ScatterPicture:
             yield path(f"M{self._x(x):.1f} {self._y(y):.1f}{steps}", class_="frontier")
 
     def _point(self, point: ScatterPoint, *hidden: ScatterPoint) -> str:
-        """Return a point; what it shows names the number of those that it hides."""
+        """Return a point; its hover text counts the points that it hides."""
         x, y = self._x(point.x), self._y(point.y)
         inside = element("circle", cx=x, cy=y, r=5.5, fill=f"var(--{point.colour})")
         if point.label:

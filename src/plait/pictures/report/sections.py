@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from plait.pictures.colours import USES
-from plait.pictures.markup import bar, legend, section, table, wrappable
+from plait.pictures.html_elements import bar, legend, section, table, wrappable
 from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.expert_loads import ExpertLoads
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
-from plait.pictures.report.run_file import PredictedRank, RunDescription
+from plait.pictures.report.run_json import PredictedRank, RunDescription
 from plait.pictures.report.run_record import RunRecord
-from plait.pictures.report.step_file import RecordedStep
+from plait.pictures.report.step_json import RecordedStep
 from plait.pictures.report.warnings import warnings_of
 from plait.pictures.timelines.html import timeline_markup
 
@@ -169,7 +169,7 @@ def _plan(about: RunDescription, of: str, number: int) -> str:
 
 
 def _state_text(about: RunDescription) -> str:
-    """Return what the intervals of `shard` and `cp` are shards of."""
+    """Return which tensors the intervals of `shard` and `cp` divide, as text."""
     return {
         "optimizer": ": lines divide what each rank updates; along dp parameters are whole",
         "gradients": ": lines divide what each rank updates, with gradients and optimizer state",

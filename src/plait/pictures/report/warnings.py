@@ -86,7 +86,7 @@ def stragglers(run: RunRecord) -> list[tuple[int, float, float]]:
 def _stragglers(run: RunRecord) -> Iterator[str]:
     for rank, own, usual in stragglers(run)[:_MOST_LISTED]:
         yield (
-            f"Rank {rank} is slower than its like: it computes for {seconds_text(own)} a step, ranks with "
+            f"Rank {rank} is slower than its peers: it computes for {seconds_text(own)} a step, ranks with "
             f"the same layers for {seconds_text(usual)}, and wait for it."
         )
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from html import escape
 
 from plait.pictures.colours import LEGEND_SHADE, page_colours, shade
-from plait.pictures.markup import document, figure, filled, page_file
+from plait.pictures.html_elements import document, figure, filled, page_file
 from plait.pictures.quantities import with_unit
 from plait.pictures.timelines.text import KIND_NAMES, kinds_of, title
 from plait.pictures.timelines.timeline import Timeline

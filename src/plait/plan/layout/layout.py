@@ -207,7 +207,7 @@ class Layout:
         if rows is None:
             raise LayoutError(
                 f"elements {interval.start} to {interval.stop} of {self} at {where} are no box: "
-                "take the region and the interval in it."
+                "call region(), and interval() for the elements in it."
             )
         offsets = (region.offsets[0] + rows.start, *region.offsets[1:])
         return Box(offsets, (len(rows), *region.sizes[1:]))
@@ -230,9 +230,7 @@ class Layout:
         """
         boxes = self.boxes(where)
         if len(boxes) > 1:
-            raise LayoutError(
-                f"what the shards of {self} leave at {where} is no box but {len(boxes)}: take the boxes."
-            )
+            raise LayoutError(f"the part of {self} at {where} is {len(boxes)} boxes, not one: call boxes().")
         return boxes[0]
 
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:

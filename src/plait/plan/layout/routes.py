@@ -1,4 +1,4 @@
-"""Routes between layouts: which box of which tensor each rank gets from which rank, decided without ranks.
+"""Plans transfers between layouts: which box of which tensor each rank gets from which rank.
 
     rank 0 holds rows 0–3    rank 2 needs rows 2–5    rank 0 → rank 2   rows 2, 3
     rank 1 holds rows 4–7                             rank 1 → rank 2   rows 4, 5
@@ -90,7 +90,7 @@ def _cells(held: RankBoxes) -> Iterator[tuple[Box, tuple[int, ...]]]:
 
 
 def _divided_cells(held: RankBoxes) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yield boxes that do not overlap, with the ranks that have each, of boxes that do: these are divided."""
+    """Yield disjoint boxes, each with the ranks that have it, cut from boxes that overlap."""
     cells: dict[Box, tuple[int, ...]] = {}
     for rank, boxes in sorted(held.items()):
         for box in boxes:

@@ -67,7 +67,7 @@ class SequenceLayout:
 
 
 def parts_of(ranges: Sequence[range], indices: slice) -> tuple[range, ...]:
-    """Return, as ranges, those elements of the concatenated `ranges` whose indices are in `indices`."""
+    """Return the elements of concatenated `ranges` whose indices are in `indices`, as ranges."""
     start, stop, _ = indices.indices(sum(map(len, ranges)))
     found, first = [], 0
     for one in ranges:

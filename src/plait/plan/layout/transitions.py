@@ -1,4 +1,4 @@
-"""From one layout to another: `moves`, the collectives that redistribute a tensor; `reshape` without any.
+"""Changes of layout: `moves`, the collectives that redistribute a tensor, and `reshape`, without any.
 
 A move changes the placement along one axis:
 

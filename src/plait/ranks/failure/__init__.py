@@ -1,1 +1,1 @@
-"""Failures of ranks: which one failed first, what is blocked, and the end of ranks that nobody waits for."""
+"""Failures of ranks: records, the root cause of several, hanging operations, orphaned ranks."""

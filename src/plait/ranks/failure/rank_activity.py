@@ -1,4 +1,4 @@
-"""`ActivityFile`: what a rank does, in a file in memory that its supervisor reads, to find ranks that hang.
+"""`ActivityFile`: a file in memory in which a rank writes what it waits for; its supervisor reads it.
 
 The rank writes a time whenever it begins or ends a wait for other ranks: so a rank that is stopped, or loops
 for ever, does not look alive as it would by messages of a thread.
@@ -66,11 +66,11 @@ class ActivityFile:
 
 
 def activity_file_of_rank() -> ActivityFile | None:
-    """Return the file in which this rank's supervisor reads what it does; None without a supervisor."""
+    """Return the file to which this rank writes its activity; None without a supervisor."""
     path = os.environ.get(_VARIABLE)
     return ActivityFile(Path(path)) if path else None
 
 
 def variables_of_activity(path: Path) -> dict[str, str]:
-    """Return the environment variables of a rank that writes to the file at `path`."""
+    """Return the environment variables that make a rank write its activity to the file at `path`."""
     return {_VARIABLE: str(path)}

@@ -1,4 +1,4 @@
-"""Start of rank processes from a fork server, which has imported what every rank needs."""
+"""Starts rank processes from a fork server, which has imported the packages that every rank needs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from plait.ranks.launch.result_exchange import all_gather_results
 from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.rank_device import explained_sharing
 from plait.ranks.transport.interface import RankTransports
-from plait.ranks.transport.joined_world import current_ranks, joined_processes
+from plait.ranks.transport.process_ranks import current_ranks, joined_processes
 from plait.ranks.world import World, find_world
 
 Result = TypeVar("Result")

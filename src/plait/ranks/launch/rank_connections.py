@@ -112,7 +112,7 @@ class _SocketsOfRanks:
 
 
 def _processes_of_ranks() -> Iterator[Path]:
-    """Yield this process and others of the same parent, the fork server, and what was forked from them.
+    """Yield this process, its siblings, the fork server, and processes forked from any of them.
 
     A data loader's worker has the connections of the rank that forked it, also when that rank is lost, and
     the command line of the fork server.

@@ -14,15 +14,15 @@ import torch
 from plait.errors import MeshError
 from plait.ranks.device import keep_stand_in_for_gpus
 from plait.ranks.failure.failure_log import RankFailure, from_exception, root_cause
-from plait.ranks.transport.local.cooperative_scheduler import CooperativeScheduler
-from plait.ranks.transport.local.operations import GroupOperations
-from plait.ranks.transport.local.transport import (
+from plait.ranks.transport.threads.cooperative_scheduler import CooperativeScheduler
+from plait.ranks.transport.threads.operations import GroupOperations
+from plait.ranks.transport.threads.transport import (
     Key,
-    LocalRank,
-    LocalTransport,
     MakeTransport,
     RankThread,
-    current_local_rank,
+    ThreadTransport,
+    ThreadTransports,
+    current_thread_rank,
 )
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ def run_threads(
     ranks: int,
     threads: int,
     shared_results: dict[Hashable, Any] | None = None,
-    make_transport: MakeTransport = LocalTransport,
+    make_transport: MakeTransport = ThreadTransport,
 ) -> list[Result]:
     """Call `function(*arguments)` on `ranks` threads, running one at a time; return results, rank 0 first.
 
@@ -70,7 +70,7 @@ def run_threads(
     torch.set_num_threads(threads)
     try:
         for rank in range(ranks):
-            local = LocalRank(rank, scheduler, groups, shared_results, make_transport)
+            local = ThreadTransports(rank, scheduler, groups, shared_results, make_transport)
             RankThread(local, partial(run, rank)).start()
         scheduler.run()
     except BaseException:  # Ctrl-C: ranks that wait end, the one that runs ends at its next wait
@@ -89,7 +89,7 @@ def run_threads(
 
 def sleep(seconds: float) -> None:
     """Sleep for `seconds`; where ranks are threads, the other ranks run meanwhile."""
-    rank = current_local_rank()
+    rank = current_thread_rank()
     if rank is None:
         time.sleep(seconds)
     else:
@@ -98,7 +98,7 @@ def sleep(seconds: float) -> None:
 
 def join_thread(thread: threading.Thread) -> None:
     """Block until `thread` ends; where ranks are threads, the other ranks run meanwhile."""
-    if current_local_rank() is not None:
+    if current_thread_rank() is not None:
         while thread.is_alive():
             sleep(_POLL_PERIOD)
     thread.join()

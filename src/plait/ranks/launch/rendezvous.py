@@ -112,7 +112,7 @@ class Meeting(NamedTuple):
 
 
 class _StoreOfAnotherRun(Exception):
-    """The store is that of another run."""
+    """Raised where a store belongs to another run."""
 
 
 def meet(world: World, timeout: float) -> Meeting:

@@ -1,4 +1,4 @@
-"""Some of the ranks that started together, as ranks of their own."""
+"""`RankSubset`: transports among some of the world's ranks, numbered from 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules to programs of instructions: lowering, messages, and checks of what the ranks then run."""
+"""Lowering of schedules to programs of instructions: messages, gathers, reductions, and their checks."""
 
 from typing import Any
 

@@ -130,7 +130,7 @@ class Problem:
 
     @cached_property
     def mirrored_tables(self) -> OperationTables:
-        """`tables` with time reversed: each operation needs those that needed it."""
+        """`tables` with time reversed: dependencies point to the operations that needed the result."""
         return _mirror(self.tables)
 
     def orders_of(self, rows: Iterable[Iterable[Action]]) -> Orders:

@@ -22,8 +22,8 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
 from plait.schedules.event_simulation import Timing
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.api import AUTO, default_chunks, schedule
-from plait.schedules.search.auto import chunk_counts
+from plait.schedules.search.auto_search import chunk_counts
+from plait.schedules.search.schedule_by_policy import AUTO, default_chunks, schedule
 from plait.schedules.timed_schedule import simulated
 
 HOP, MESSAGE = 0.01, 0.0025

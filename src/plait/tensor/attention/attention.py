@@ -29,14 +29,14 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.plan.context_parallel_heads import heads_of_ranks
 from plait.ranks.device import is_accelerator
-from plait.tensor.attention.exchange_plan import Mask
-from plait.tensor.attention.kernels import (
+from plait.tensor.attention.block_attention import (
     AnyDropout,
     Scaling,
     WeightDropoutMask,
     attention_with_dropout,
     is_active,
 )
+from plait.tensor.attention.exchange_plan import Mask
 from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
 from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
 from plait.tensor.attention.visibility import document_bounds

@@ -113,7 +113,7 @@ def _cpu_backward(
 
 
 def _as_wide(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return values, or what is as wide, with zeros behind, as wide as keys."""
+    """Return values, or their gradient, padded with zeros to the width of keys."""
     missing = key.shape[3] - tensor.shape[3]
     return functional.pad(tensor, (0, missing)) if missing else tensor
 
@@ -200,7 +200,7 @@ def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:
-    """Return the gradient of `heads` heads, given that of each of their repetitions."""
+    """Return the gradient of `heads` heads as the sum over their repetitions."""
     rows, repeated, *sizes = gradient.shape
     return gradient.reshape(rows, heads, repeated // heads, *sizes).sum(2)
 

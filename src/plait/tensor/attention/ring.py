@@ -27,9 +27,7 @@ from torch import Tensor
 
 from plait.ranks.collectives import all_to_all_uneven
 from plait.ranks.group import Group
-from plait.tensor.attention.exchange_plan import Mask, PeerBlock, add_selected, exchange_plan, selected
-from plait.tensor.attention.fused_kernels import Attended, PackedCall
-from plait.tensor.attention.kernels import (
+from plait.tensor.attention.block_attention import (
     Scaling,
     WeightDropout,
     WeightDropoutMask,
@@ -40,6 +38,8 @@ from plait.tensor.attention.kernels import (
     merge_sinks,
     sinks_gradient,
 )
+from plait.tensor.attention.exchange_plan import Mask, PeerBlock, add_selected, exchange_plan, selected
+from plait.tensor.attention.fused_kernels import Attended, PackedCall
 from plait.tensor.attention.visibility import BlockCall
 from plait.tensor.autograd.kept_results import kept, next_result_is_kept
 from plait.tensor.running_sequence import LocalSequence
@@ -192,7 +192,7 @@ def attend_to_all(
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """The keys of an attention in blocks: this rank's, and those that each other rank of `cp` sends."""
+    """Keys of an attention computed in blocks: this rank's own, and those that each rank of `cp` sends."""
 
     exchange: KeyExchange
     scaling: Scaling
@@ -216,7 +216,7 @@ class KeyBlocks:
         return out.to(query.dtype), lse, received
 
     def _merged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what `attend` returns, before sinks, from blocks of keys."""
+        """Return the results of `attend` without sinks, merged from blocks of keys."""
         exchange = self.exchange
         out, lse = empty_result(query, value)
         self._merge(out, lse, query, (key, value))

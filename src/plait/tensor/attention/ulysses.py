@@ -23,8 +23,8 @@ from torch import Tensor
 
 from plait.errors import PlanError
 from plait.plan.context_parallel_heads import Heads, sending_less, vectors_sent
+from plait.tensor.attention.block_attention import sinks_gradient
 from plait.tensor.attention.fused_kernels import Attended
-from plait.tensor.attention.kernels import sinks_gradient
 from plait.tensor.attention.ring import KeyBlocks, RankParts, start_exchange
 from plait.tensor.autograd.kept_results import kept
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence

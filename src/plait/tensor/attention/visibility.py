@@ -1,4 +1,4 @@
-"""Which keys each query of a sequence sees, and the kernel calls that compute exactly these pairs.
+"""Masks of attention: which keys each query of a sequence sees, and kernel calls for exactly these pairs.
 
 With a causal mask, documents and a window, a query at position p sees the keys at positions in `[lo, hi)`:
 

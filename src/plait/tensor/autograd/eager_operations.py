@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.tensor.autograd.cast_inputs import carrier_like, sum_of_gradients
+from plait.tensor.autograd.float8_inputs import carrier_like, sum_of_gradients
 from plait.tensor.autograd.regather import Gather
 
 Operation = Callable[[Tensor], Tensor]
@@ -136,7 +136,7 @@ class AutogradCall:
 
 @dataclass(frozen=True)
 class RecordedPair:
-    """An operation of a layer and that of its gradient; None where a tensor passes as it is."""
+    """An operation of a layer and the operation of its gradient; None: the tensor passes unchanged."""
 
     forward: Operation | None
     backward: Operation | None = None

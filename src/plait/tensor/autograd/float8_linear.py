@@ -1,11 +1,11 @@
-"""Linear in float8 with deferred weight gradient, for those linears that `Plan.linears` chooses.
+"""Linear in float8 with deferred weight gradient, for the linears that `Plan.linears` selects.
 
     F   cast X, W      O = X Wᵀ           saved for W: X in float8, or X where dW is not computed in float8
     I   cast G, W      dX = G W           queued: X and G in float8
     W                  dW = Gᵀ X          added to the weight's gradient buffer
 
-Linears that read the same input leave their G to the backward of its carrier (see `cast_inputs`), which casts
-them by one reduction of largest values.
+Linears that read the same input leave their G to the backward of its carrier (see `float8_inputs`), which
+casts them by one reduction of largest values.
 
 Products are summed in fp32. They are rounded to the dtype of the input where the sum is complete: outputs and
 input gradients that are summands of several ranks of `tp` are summed in fp32 first.
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.tensor.autograd.cast_inputs import (
+from plait.tensor.autograd.deferred_weight_gradients import add_product
+from plait.tensor.autograd.eager_operations import TRACE
+from plait.tensor.autograd.float8_inputs import (
     CastInput,
     InputGradient,
     LinearGradient,
@@ -31,8 +33,6 @@ from plait.tensor.autograd.cast_inputs import (
     own_part,
     wide,
 )
-from plait.tensor.autograd.deferred_weight_gradients import add_product
-from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.paired_collectives import SumOfSummands
@@ -114,7 +114,7 @@ def float8_linear(
 
 
 def _require_dtype(module: Any, input: Tensor) -> None:
-    """Raise ModelError where the output would have another dtype than that of the linear without float8."""
+    """Raise ModelError if the output would have another dtype than without float8."""
     weight, casts = module.weight, module.casts
     if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         raise ModelError(
@@ -235,7 +235,7 @@ def _backward(
     gather: Callable[[Tensor], Tensor] | None,
     casts: Sequence[ScaledMatrix],
 ) -> Tensor | None:
-    """Queue a linear's weight gradient; return that of its input, wide, or None if none is needed.
+    """Queue a linear's weight gradient; return its input gradient, in a wide dtype, or None.
 
     `casts`: of the gradient of its outputs. `gather`: gathers that from the ranks' parts; None: it is whole.
     """

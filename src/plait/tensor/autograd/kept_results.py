@@ -36,7 +36,7 @@ class RecomputedRun(Protocol):
 
     @property
     def output_is_read(self) -> bool:
-        """Whether what runs has to give its output; else its backward is all that follows."""
+        """Whether the output of this run is needed; if not, only its saved tensors are."""
 
     @property
     def has_results(self) -> bool:

@@ -35,7 +35,8 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
 from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
-from plait.tensor.autograd.cast_inputs import (
+from plait.tensor.autograd.eager_operations import TRACE, Operation, RecordedPair
+from plait.tensor.autograd.float8_inputs import (
     CastInputs,
     InputGradient,
     InputParts,
@@ -43,7 +44,6 @@ from plait.tensor.autograd.cast_inputs import (
     carrier_of,
     sum_of_gradients,
 )
-from plait.tensor.autograd.eager_operations import TRACE, Operation, RecordedPair
 from plait.tensor.autograd.regather import Gather, GatherRegistry, own_range, start_reduce_scatter
 from plait.tensor.proof_marks import tag, tag_of
 
@@ -187,7 +187,7 @@ class SumOfSummands:
         return _reduce_scattered(self.group, self.dim, None, summand)
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of each summand, given that of what `total` returned.
+        """Return the gradient of each summand, given the gradient of the result of `total`.
 
         Communication: none, or one all-gather.
         """
@@ -196,7 +196,7 @@ class SumOfSummands:
         return _registered_whole(Gather(self.group, self.dim, self.size), self.registry, gradient)
 
     def shape(self, summand: Sequence[int]) -> list[int]:
-        """Return the shape of what `total` returns for summands of the shape `summand`."""
+        """Return the shape of the result of `total`, for summands of the shape `summand`."""
         shape = list(summand)
         if self.dim is not None:
             shape[self.dim] = len(divide(shape[self.dim], self.group.size)[self.group.index])

@@ -123,8 +123,8 @@ def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
     for axis in own:
         if axis not in layout.axes or not isinstance(layout.placements[layout.axes.index(axis)], Replicate):
             raise LayoutError(
-                f"own names axis {axis!r}, along which {layout} does not replicate: only what ranks hold "
-                "alike can be taken as each one's own, so leave it out."
+                f"own names axis {axis!r}, along which {layout} does not replicate: own takes axes "
+                "along which ranks hold the same tensor, so leave it out."
             )
     placements = {
         axis: Partial() if axis in own else Replicate() if isinstance(placement, Partial) else placement

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.tensor.autograd.cast_inputs import CastInputs, carrier_like, wide
 from plait.tensor.autograd.eager_operations import EAGER_OPERATION, LayerTrace
+from plait.tensor.autograd.float8_inputs import CastInputs, carrier_like, wide
 from plait.tensor.autograd.float8_operands import (
     Groups,
     LinearCasts,
@@ -40,7 +40,7 @@ def traced_float8_linear(
     output_sum: SumOfSummands | None,
     how_weight: WeightScales,
 ) -> Tensor:
-    """Return what `float8_linear` does, while a layer is traced; `weight` is `[out, in]`."""
+    """Return the result of `float8_linear` while a layer is traced; `weight` is `[out, in]`."""
     cast = inputs.of(input, casts.reducing(TracedReductions(trace)))
     # None where the layer, or this call, needs no gradient.
     carrier = carrier_like(input) if cast.carrier is None else cast.carrier
@@ -89,7 +89,7 @@ class _TracedCall:
     def of(
         input: Tensor, weight: Tensor, casts: LinearCasts, trace: LayerTrace, output_sum: SumOfSummands | None
     ) -> _TracedCall:
-        """Return a call of a linear that has `casts`; records what it communicates."""
+        """Return a call of a linear that has `casts`; records its communication."""
         shape = [*input.shape[:-1], weight.shape[0]]
         parts: Groups = ()
         total = back = None

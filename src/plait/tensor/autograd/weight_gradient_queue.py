@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from plait.tensor.autograd.cast_inputs import CastInputs
+from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.autograd.regather import GatherRegistry
 from plait.tensor.autograd.torch_calls import add_each
 

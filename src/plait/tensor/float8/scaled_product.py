@@ -1,4 +1,4 @@
-"""Products of float8 matrices, under CUDA's rules on every device, since CPUs take what CUDA refuses."""
+"""Products of float8 matrices; every device takes only operands that CUDA takes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Float8Layers:
     def apply(
         self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
     ) -> None:
-        """Make those linears and experts of `layer` that are among `names` multiply in float8.
+        """Make the linears and experts of `layer` whose names are in `names` multiply in float8.
 
         To be called after the rules of tensor parallelism were applied. `scales`: those of weights that are
         in float8 already, by the id of the parameter. `on_parts`: whether the layer runs on parts of the
@@ -108,7 +108,7 @@ def _by_rows(linear: Any) -> Tensor:
 
 
 def find_weight_factors(linears: Iterable[Any], *, learns: bool) -> None:
-    """Find the factors by which a layer's run casts the weights of its float8 linears, if not known.
+    """Compute the factors that cast a layer's weights to float8, unless this step has them already.
 
     `learns`: whether input gradients are computed. Communication: one reduction of largest values over each
     set of ranks with parts of some weights, once a step.
@@ -135,7 +135,7 @@ def casts_in(layer: nn.Module) -> list[LinearCasts | MatrixCasts]:
 
 
 def _without_fast_path(module: nn.Module) -> None:
-    """Make torch's encoder layer call its linears in evaluations, too, in place of a kernel of its own."""
+    """Make torch's encoder layer call its linears in evaluation, too, instead of its fused kernel."""
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # what its forward asks for the kernel's activation
 

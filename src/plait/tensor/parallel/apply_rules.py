@@ -228,7 +228,7 @@ def _features(module: nn.Module) -> tuple[int, int]:
 
 
 def partition_of(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
-    """Return how `rule` divides the features of the linear at `path`; its attributes are those of `parent`.
+    """Return how `rule` divides a linear's features; `parent` has the attributes that the rule names.
 
     Raises PlanError where `parent` has no such attribute.
     """

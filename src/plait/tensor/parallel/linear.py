@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlanError
 from plait.plan.layout.layout import Layout, divide
 from plait.ranks.group import Group
-from plait.tensor.autograd.cast_inputs import CastInputs
 from plait.tensor.autograd.deferred_weight_gradients import linear
+from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import LinearCasts
 from plait.tensor.autograd.paired_collectives import (
@@ -81,7 +81,7 @@ class RegionBoundary:
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def sum_of(self, summand: Tensor) -> SumOfSummands:
-        """Return what `leave` does to a tensor of the sequence length of `summand`, without a graph."""
+        """Return the `SumOfSummands` that `leave` applies to tensors of the length of `summand`."""
         size = 0 if self.dim is None else summand.shape[self.dim]
         return SumOfSummands(self.group, self.dim, size, self.registry)
 

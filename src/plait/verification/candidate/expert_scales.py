@@ -28,7 +28,7 @@ def counts_of(scales: Tensor) -> Tensor:
 
 
 class ExpertScales:
-    """Counts the scales of a rank's experts, and those that are expected of them."""
+    """Counts the scales of a rank's experts, actual and expected."""
 
     def __init__(self, runtime: Runtime) -> None:
         """All ranks call it, in one order: it may make communication groups."""

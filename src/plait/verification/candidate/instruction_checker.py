@@ -31,7 +31,7 @@ from plait.verification.candidate.routing_checker import RoutingChecker
 from plait.verification.candidate.scale_checker import ScaleChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
-from plait.verification.reference.inner_differences import (
+from plait.verification.reference.differences_within_layers import (
     ComparedModules,
     InnerDifference,
     ModuleSketches,
@@ -111,7 +111,7 @@ class InstructionChecker:
             self.rms_norms = {key: RMSNorms(module) for key, module in layers.items()}
 
     def check(self, instruction: Instruction) -> None:
-        """Compare the result of an instruction that has just run with that of the reference run."""
+        """Compare the result of an instruction that has just run with the reference run's."""
         match instruction:
             case TakeBatch(action):
                 self._compare_value(StepPhase.INPUT, action, -1)
@@ -372,7 +372,7 @@ class InstructionChecker:
         return sketches.found, expected, tolerances
 
     def _is_given(self, scope: RecordScope, layer: int, path: str) -> bool:
-        """Return whether a module of `layer`, by its path in the model, was given what it should be.
+        """Return whether a module of `layer`, by its path in the model, got the expected input.
 
         True where no module is compared, as in mode exact.
         """

@@ -83,7 +83,7 @@ class ActivationParts:
         return layout.positions(self.mesh.index("cp"))
 
     def targets_shifted_late(self, targets: Value) -> list[tuple[str, Value]]:
-        """Return this rank's targets as a mistake gives them: shifted after the sequence is cut."""
+        """Return this rank's targets as a common mistake makes them: shifted after the sequence is cut."""
         if self.cp == 1 or not isinstance(targets, Tensor) or targets.dim() < 2:
             return []
         tokens = self.at_positions(targets.roll(1, 1), self.mesh.index("cp"))

@@ -39,7 +39,7 @@ def compare_corrections(comparison: StepComparison, step: int) -> None:
 def _other_corrections(
     expected: Tensor, actual: Tensor, counts: Tensor, rate: float
 ) -> list[tuple[str, Tensor]]:
-    """Return the biases that common mistakes in their correction give, each after a text that names it."""
+    """Return the biases after common mistakes in their correction, each after a text that names it."""
     expected = expected.to(actual)
     change = correction_of(counts, rate).to(actual)
     before = expected - change

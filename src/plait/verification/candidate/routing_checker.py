@@ -45,7 +45,7 @@ class RoutingChecker:
         """Those that are given experts where their scores are near."""
 
     def begin_step(self, step: int, *, evaluating: bool) -> None:
-        """Note the calls of routers from now on; give experts where scores are as near as rounding."""
+        """Start to record the calls of routers; at near ties give them the reference run's experts."""
         for stage in self.runtime.pipeline.stages.values():
             numbers = self.runtime.blueprint.stage_layers[stage.number]
             for number, layer in zip(numbers, stage.layers, strict=True):
@@ -77,7 +77,7 @@ class RoutingChecker:
         return margins is not None and bool((margins < recording.tolerances[scope][margin].allowed).any())
 
     def _choose(self, router: Router, key: RecordKey, step: int, evaluating: bool, scores: Tensor) -> Tensor:
-        """Return the experts of each token: its own, or of near scores those of the reference run."""
+        """Return the experts of each token: its own, or at near ties the reference run's."""
         own = router.routing.choose(scores, router.e_score_correction_bias, router.top_k)
         balance, recording = self.runtime.balance, self.comparison.recording
         if balance is None or balance.microbatch is None:
@@ -94,7 +94,7 @@ class RoutingChecker:
         return torch.where(is_replaced.unsqueeze(-1), given, own)
 
     def end_step(self) -> None:
-        """Let routers choose again by themselves, without notes."""
+        """Stop recording, and let routers choose by themselves again."""
         while self._noting:
             self._noting.pop().note = None
         while self._replaying:

@@ -161,7 +161,7 @@ class ScaleChecker:
         return (self.formats_of_experts if cast.of_experts else self.formats)[cast.operand]
 
     def compare(self, layer: int, scope: RecordScope, *, is_forward: bool) -> None:
-        """Compare what layer `layer`, which has just run, has cast for a micro-batch; not in mode native.
+        """Compare the casts of `layer`, which has just run, for a micro-batch; not in mode native.
 
         There a difference in the last bit of 16 may double the next scale that is a power of two.
         """
@@ -307,7 +307,7 @@ class ScaleChecker:
         return [axis for axis in (FEATURES, POSITIONS) if self.runtime.mesh.size(axis) > 1]
 
     def _of_all_ranks(self, cast: CastOperand, scope: RecordScope) -> Iterator[Tensor]:
-        """Yield the recorded scales of what all ranks of dp run at the same time."""
+        """Yield the recorded scales of the micro-batches that all ranks of dp run at the same time."""
         each = self.plan.microbatches
         for rank in range(self.plan.dp):
             same = scope._replace(microbatch=rank * each + scope.microbatch % each)

@@ -22,7 +22,7 @@ from plait.tensor.parallel.partition import is_sharded
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import epsilon_of
 from plait.verification.findings import ComparedBox, box_of
-from plait.verification.reference.inner_differences import InnerDifference
+from plait.verification.reference.differences_within_layers import InnerDifference
 from plait.verification.reference.recording import (
     NO_TOLERANCE,
     Tolerance,
@@ -40,7 +40,7 @@ FindInside = Callable[[], InnerDifference | None]
 
 
 def unknown() -> None:
-    """Return None: what is the first to differ is not known."""
+    """Return None: the default of a search for the first module that differs."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class GradientTracker:
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
     def is_partial(self, gradient: GradientKey) -> bool:
-        """Return whether a layer's input backward (`I`) added only part of what its `W` completes."""
+        """Return whether a layer's `I` has added a part of its gradient, and its `W` will add the rest."""
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:

@@ -15,7 +15,7 @@ from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.mixture import MixtureOfExperts, SharedExperts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
-from plait.verification.definitions.functions import Definitions, Forward
+from plait.verification.definitions.attention_and_dropout import Definitions, Forward
 
 
 def scores_of(routing: Routing, logits: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def matrix_of(layer: Experts, name: str, expert: int) -> Tensor:
 
 
 def change_of(layer: Experts, name: str, expert: int) -> Tensor | None:
-    """Return what the adapter adds to the matrix of one expert, `[in, out]`; None without an adapter."""
+    """Return the adapter's summand of the matrix of one expert, `[in, out]`; None without an adapter."""
     adapter = getattr(layer, f"{name}_adapter")
     if adapter is None:
         return None

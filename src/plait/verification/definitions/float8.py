@@ -1,4 +1,4 @@
-"""Linears in float8 by definition: quantise whole operands, multiply what they stand for.
+"""Linears in float8 by definition: quantise whole operands, and multiply their quantised values.
 
 The recipes, as torchao documents them, of X `[tokens, in]`, W `[out, in]` and G, the gradient of the output.
 Q4 is a cast to e4m3, Q5 to e5m2, with one scale; `rows`: with a scale for each row of a left operand, and for
@@ -115,7 +115,7 @@ def scales_of(matrix: Tensor, how: EightBits, dim: int) -> Tensor:
 
 
 def quantised(matrix: Tensor, how: EightBits, dim: int) -> Quantised:
-    """Return a matrix in 8 bits; `dim`: the one that the product sums over, along which a scale is shared."""
+    """Return a matrix in 8 bits; `dim`: the dim that the product sums over, along which scales are shared."""
     scale = scales_of(matrix, how, dim)
     limit = torch.finfo(how.dtype).max
     scaled = matrix.to(torch.promote_types(matrix.dtype, torch.float32)) * scale

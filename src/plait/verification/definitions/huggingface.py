@@ -17,7 +17,7 @@ from plait.models.huggingface import common, gpt
 from plait.models.huggingface import families as decoder
 from plait.models.huggingface.latent_attention import LatentAttention
 from plait.models.model_helpers import require_length
-from plait.verification.definitions.functions import Definitions, Forward
+from plait.verification.definitions.attention_and_dropout import Definitions, Forward
 from plait.verification.definitions.layers import joined_heads, split_heads
 from plait.verification.definitions.rotary import Angles, angles_at, rotated, scaled_frequencies
 
@@ -150,7 +150,7 @@ def _projected(layer: decoder.Attention, normed: Tensor) -> tuple[Tensor, Tensor
 
 
 def _window(layer: decoder.Attention, kind: str | None) -> int | None:
-    """Return the window of a layer: none with full attention, else that of its module, if it names one."""
+    """Return the attention window of a layer, from its module; none for full attention."""
     if kind == "full_attention":
         return None
     named = getattr(layer.self_attn, "sliding_window", None)

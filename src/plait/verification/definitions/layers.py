@@ -14,7 +14,7 @@ from plait.models.llama import Attention as LlamaAttention
 from plait.models.llama import Embedding as LlamaEmbedding
 from plait.models.model_helpers import Head, require_length
 from plait.tensor.dropout import Dropout
-from plait.verification.definitions.functions import Definitions, Forward, dropout
+from plait.verification.definitions.attention_and_dropout import Definitions, Forward, dropout
 from plait.verification.definitions.rotary import angles_at, base_frequencies, rotated
 
 

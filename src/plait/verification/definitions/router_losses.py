@@ -69,7 +69,7 @@ def summed_z_loss(logits: Tensor, is_counted: Tensor) -> Tensor:
 
 
 def correction_of(counts: Tensor, rate: float) -> Tensor:
-    """Return what a step adds to the bias of each expert, float64 `[E]`.
+    """Return the summand of each expert's bias in a step, float64 `[E]`.
 
     `counts [E]`: how many tokens of the whole step were sent to each expert.
     """

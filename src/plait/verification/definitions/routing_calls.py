@@ -27,7 +27,7 @@ class RouterCall:
 
 @dataclass
 class RoutingCalls:
-    """The calls of routers in a run of a layer."""
+    """Records the experts that routers choose in one run of a layer, or gives them others."""
 
     calls: list[RouterCall] = field(default_factory=list)
     given: Sequence[Tensor] = ()
@@ -38,7 +38,7 @@ class RoutingCalls:
         self.calls, self.given = [], given
 
     def note(self, weight: Tensor, logits: Tensor, indices: Tensor, margins: Tensor) -> Tensor:
-        """Note what the router with `weight` has chosen; return that, or what the call is given."""
+        """Record the choice of the router with `weight`; return it, or the experts given for this call."""
         number = len(self.calls)
         if number < len(self.given):
             indices = self.given[number].reshape(indices.shape)

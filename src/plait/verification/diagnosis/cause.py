@@ -1,4 +1,4 @@
-"""The probable cause of the first difference: a matching hypothesis, or what the comparisons exclude."""
+"""Finds the probable cause of the first difference: a hypothesis that fits, or what equal tensors exclude."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def circumstances(symptoms: Symptoms) -> Iterator[str]:
 
 
 def unexplained(symptoms: Symptoms) -> str:
-    """Return as text what can cause a difference in this phase of a step, if no hypothesis fits it.
+    """Return possible causes of a difference in this phase of a step, as text, if no hypothesis fits.
 
     Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
     """

@@ -50,7 +50,7 @@ class Symptoms:
 
     @property
     def slack(self) -> float:
-        """The largest difference from what a hypothesis predicts with which the hypothesis still fits."""
+        """The largest error of a hypothesis's prediction with which it still fits."""
         largest = self.difference.largest
         return max(FITS * largest, min(4 * self.difference.allowed, ROUGHLY * largest))
 

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.errors import ModelError
 from plait.models.initial_values import normal_values
-from plait.tensor.attention.kernels import (
+from plait.tensor.attention.block_attention import (
     BlockMask,
     block_backward,
     block_forward,
@@ -52,9 +52,9 @@ from plait.tensor.float8.recipes import CastFormat
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 from plait.tensor.parallel.partition import Vocabulary
+from plait.verification.definitions.attention_and_dropout import masked_attention
 from plait.verification.definitions.experts import activated, gate_and_up, weights_over_their_sum
 from plait.verification.definitions.float8 import EightBits, scale_for
-from plait.verification.definitions.functions import masked_attention
 
 PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34

@@ -30,10 +30,10 @@ from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, ten
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
+from plait.verification.definitions.attention_and_dropout import Definitions, separated
 from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.float8_experts import experts_in_float8, quantise_experts
 from plait.verification.definitions.float8_layers import linears_in_float8, quantise_linears
-from plait.verification.definitions.functions import Definitions, separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
 from plait.verification.definitions.routing_calls import RouterCall
@@ -44,7 +44,7 @@ from plait.verification.expected_dtypes import (
     epsilon_of,
 )
 from plait.verification.options import VerifyOptions
-from plait.verification.reference.inner_differences import ModuleSketches
+from plait.verification.reference.differences_within_layers import ModuleSketches
 from plait.verification.reference.recorded_routing import MARGIN, experts_in, records_of
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (
@@ -352,7 +352,7 @@ class ReferenceRun:
         return {RecordKey(SCALE, name=name): unit for name, unit in self.definitions.scales.found.items()}
 
     def _after_mistakes(self, scope: RecordScope, layer: NamedLayer, number: int, value: Value) -> Records:
-        """Return sums of a layer's output as common mistakes give it; none in exact and perturbed runs."""
+        """Return sums of a layer's output after common mistakes; none in exact and perturbed runs."""
         if self.is_exact or self.perturbation.number:
             return {}
         run, others = partial(self._run, layer, scope.microbatch), other_documents(self.ids, scope)
@@ -360,7 +360,7 @@ class ReferenceRun:
         return sums_after_mistakes(self.definitions, run, value, number, others)
 
     def _of_routers(self, sources: Sequence[tuple[int, Value]], losses: Sequence[Tensor]) -> Records:
-        """Return what the `losses` of routers give to the gradients of the inputs of their own layers."""
+        """Return the gradients that the `losses` of routers add to the inputs of their own layers."""
         records: Records = {}
         for (number, given), loss in zip(sources, losses, strict=bool(losses)):
             tensor = next(tensors_of(given))
@@ -380,7 +380,7 @@ class ReferenceRun:
             torch.autograd.backward([total, *added], seeds)
 
     def _chosen(self, scope: RecordScope, number: int) -> list[Tensor]:
-        """Return the experts in layer `number` that tokens of a micro-batch go to, where that is known."""
+        """Return the experts, if known, to which layer `number` sends the tokens of a micro-batch."""
         if scope.evaluated:
             return [] if self.routed is None else experts_in([self.routed.values[scope]], number)
         rows = self.dropout.rows[scope.microbatch]

@@ -16,7 +16,7 @@ from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routers import routers_of
 from plait.tensor.layer_values import NamedLayer
-from plait.verification.definitions.functions import numbers_of
+from plait.verification.definitions.attention_and_dropout import numbers_of
 from plait.verification.definitions.router_losses import (
     choices_of,
     correction_of,

@@ -1,4 +1,4 @@
-"""Initial values of both runs, and the artificial rounding errors by which a deviation is judged.
+"""Initial values of both runs, and artificial rounding errors, by which tolerances are measured.
 
 Initial zeros and ones hide mistakes: a bias of zero may be added any number of times.
 
@@ -113,7 +113,7 @@ class Perturbation:
 
 
 class NarrowingCasts(TorchDispatchMode):
-    """Context: notes casts to a narrower dtype, and adds rounding errors to their results.
+    """Context: records casts to a narrower dtype, and adds rounding errors to their results.
 
     As does a norm that computes in float32 in a model in float64: what is computed behind such a cast has the
     rounding errors of the narrower dtype.
@@ -129,7 +129,7 @@ class NarrowingCasts(TorchDispatchMode):
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Context: casts are part of what is computed, as those to float8 are, and are left as they are."""
+        """Context: casts within it are left unchanged, since they are part of what is computed (float8)."""
         self._is_noting = False
         try:
             yield

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
+from plait.verification.definitions.attention_and_dropout import Definitions
 from plait.verification.definitions.float8 import EightBits
-from plait.verification.definitions.functions import Definitions
-from plait.verification.reference.inner_differences import unequal_weights
+from plait.verification.reference.differences_within_layers import unequal_weights
 from plait.verification.step_location import RecordKey, Records, RecordScope
 
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -59,7 +59,7 @@ def with_local_positions(
 
 
 def with_other_router_losses(expected: Tensor, of_losses: Tensor, actual: Tensor) -> NamedTensors:
-    """Yield a gradient in which what the losses of routers give is scaled, by the factor that fits best."""
+    """Yield a gradient with the summand of routers' losses scaled by the factor that fits best."""
     own, square = of_losses.double(), float(of_losses.double().square().sum())
     if not square or actual.shape != expected.shape:
         return
@@ -169,7 +169,7 @@ def _mistakes(definitions: Definitions, others: Mapping[str, Tensor]) -> Iterato
 
 
 def other_documents(ids: Mapping[RecordScope, Tensor], scope: RecordScope) -> dict[str, Tensor]:
-    """Return document ids that a mistake may give a micro-batch: the previous one's, or the last step's."""
+    """Return document ids after a mistake: of the previous micro-batch, or of the last step."""
     others = {}
     last = ids.get(scope._replace(microbatch=scope.microbatch - 1))
     if last is not None:

@@ -1,4 +1,4 @@
-"""The optimizer of the reference run, of whole parameters: for Muon, one written apart from plait's own."""
+"""The reference run's optimizer, on whole parameters; Muon is written anew, apart from plait's own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def whole_optimizer(
     sequence: LayerSequence,
     rules: Rules | None,
 ) -> Optimizer:
-    """Return the optimizer of whole parameters that equals what `make` makes on the ranks of a plan."""
+    """Return an optimizer of whole parameters that equals the plan's optimizer, which `make` makes."""
     if class_of(make) is Owned:
         kind, settings = of_owners(make)
         return kind(list(groups), **settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.app.cli.main import main
-from plait.schedules.search.api import POLICY_NAMES, schedule
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES, schedule
 
 DEMO = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "4"]
 
@@ -115,11 +115,11 @@ def test_plait_schedule_refuses_in_one_sentence(capsys: pytest.CaptureFixture[st
         ("1f2b", "there is no schedule policy '1f2b': did you mean 1f1b?"),
         (
             "1f1b --ranks 2 --microbatches 4 --chunks 2",
-            "1f1b has chunks = 1 and no other: chunks is 2.",
+            "chunks is 2, but 1f1b takes 1 only: set it to that.",
         ),
         (
             "auto --ranks 4 --microbatches 8 --limit 0.5",
-            "a limit of 0.5 is below what any schedule needs: let each rank hold at least 1.",
+            "limit is 0.5, less than any schedule needs: give at least 1.",
         ),
         ("auto --ranks 2 --microbatches 4 --limit -1", "limit is -1: give the most that a rank may hold"),
         ("auto --ranks 2 --microbatches 4 --limit nan", "argument --limit: 'nan' is not a number; see"),
@@ -199,7 +199,7 @@ def test_auto_prints_the_chosen_policy_and_the_bound(capsys: pytest.CaptureFixtu
 def test_auto_prints_how_far_the_schedule_is_from_the_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.schedules.search.auto.EXACT_SIZE", 0)
+    monkeypatch.setattr("plait.schedules.search.auto_search.EXACT_SIZE", 0)
     arguments = ["schedule", "auto", "--ranks", "3", "--microbatches", "4", "--chunks", "1", "--limit", "2"]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

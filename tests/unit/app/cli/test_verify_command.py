@@ -17,7 +17,7 @@ from plait.app.cli.main import main
 from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
 from plait.plan.plan import Plan
-from plait.schedules.search.api import POLICY_NAMES
+from plait.schedules.search.schedule_by_policy import POLICY_NAMES
 from plait.verification.sweep import RefusedPlan, Sweep
 
 SETTINGS = {

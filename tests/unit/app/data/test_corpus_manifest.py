@@ -16,7 +16,7 @@ import pytest
 from in_process import in_one_process
 
 from plait.app.cli.main import main
-from plait.app.data import checked_files
+from plait.app.data import checksummed_files
 from plait.app.data.corpus_manifest import (
     CorpusIndex,
     ShardEntry,
@@ -163,13 +163,13 @@ def test_a_corpus_file_is_synced_before_it_is_renamed(
 
     monkeypatch.setattr(os, "fsync", synchronised)
     monkeypatch.setattr(Path, "replace", renamed)
-    with checked_files.whole_file(path) as file:
+    with checksummed_files.whole_file(path) as file:
         for data in (b"ab", b"c"):
             file.write(data)
     assert done == [(3, False), ("a.partial", "a"), ("folder", True)]
-    assert file.checksum == checked_files.file_checksum(path) == f"{zlib.crc32(b'abc'):08x}"
-    monkeypatch.setattr(checked_files, "_READ_AT_ONCE", 1)
-    assert checked_files.file_checksum(path) == file.checksum
+    assert file.checksum == checksummed_files.file_checksum(path) == f"{zlib.crc32(b'abc'):08x}"
+    monkeypatch.setattr(checksummed_files, "_READ_AT_ONCE", 1)
+    assert checksummed_files.file_checksum(path) == file.checksum
 
 
 def test_a_corpus_of_an_earlier_version_opens_without_checksums(corpus: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_write_error_of_data_prepare_is_one_sentence_and_a_second_run_finishes
     (corpus / "00001.tokens.bin").unlink()
     with monkeypatch.context() as patched:
         if call == "write":
-            patched.setattr(checked_files.ChecksumWriter, "write", fails)
+            patched.setattr(checksummed_files.ChecksumWriter, "write", fails)
         elif call == "fsync":
             patched.setattr(os, "fsync", fails)
         else:

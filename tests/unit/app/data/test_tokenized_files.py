@@ -48,7 +48,7 @@ def test_token_arrays_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     refused("several.npy", r"several\.npy is an archive of arrays: save the tokens as one \.npy array")
     header = np.array([20240801, 1, 0, *[0] * 253], dtype=np.int32).tobytes()
     (tmp_path / "none.bin").write_bytes(header + bytes(8))
-    refused("none.bin", r"none\.bin announces 0 tokens: it is damaged")
+    refused("none.bin", r"none\.bin has 0 tokens by its header, which is damaged")
     (tmp_path / "none.bin").write_bytes(header[:-1])
     refused("none.bin", r"none\.bin ends within its header")
     (tmp_path / "short.bin").write_bytes(np.array([20240801, 1, 1, *[0] * 253], dtype=np.int32).tobytes())
@@ -74,7 +74,7 @@ def test_a_token_file_with_the_header_of_gpt2_trainers_is_read(
     (tmp_path / "a.bin").write_bytes(header.tobytes() + tokens.tobytes())
     assert open_tokens(str(tmp_path / "a.bin"), "uint16").read(0, 40).tolist() == list(range(40))
     (tmp_path / "a.bin").write_bytes(header.tobytes() + tokens[:39].tobytes())
-    with pytest.raises(DataError, match="has fewer than the 40 tokens that it announces"):
+    with pytest.raises(DataError, match="has fewer than the 40 tokens of its header"):
         open_tokens(str(tmp_path / "a.bin"), "uint16")
 
 
@@ -120,9 +120,9 @@ def test_tokens_of_more_bytes_than_their_dtype_are_refused(tmp_path: Path) -> No
     tokens.astype(np.uint32).tofile(tmp_path / "32.bin")
     tokens.tofile(tmp_path / "64.bin")
     for dtype, file, remedy in (
-        ("uint16", "32.bin", r'32-bit numbers have: set data\.dtype to "uint32"'),
+        ("uint16", "32.bin", r'32-bit numbers: set data\.dtype to "uint32"'),
         ("uint16", "64.bin", r'set data\.dtype to "uint32"'),
-        ("uint32", "64.bin", "64-bit numbers have: write the tokens again as uint32"),
+        ("uint32", "64.bin", "64-bit numbers: write the tokens again as uint32"),
     ):
         with pytest.raises(DataError, match=remedy):
             open_tokens(str(tmp_path / file), dtype)

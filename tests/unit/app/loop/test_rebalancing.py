@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from plait.app.loop.rebalancing import StepSimulation
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 from plait.schedules.search.stage_cuts import LayerCosts
 
 LAYERS = 24

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from train_runs import make, rows, run
 
 import plait
-from plait.app.loop import stragglers
+from plait.app.loop import straggler_callback
 from plait.app.loop import training_loop as training
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.errors import NonFiniteError
@@ -131,6 +131,6 @@ def test_a_norm_that_is_not_finite_on_one_replica_is_told_on_every_rank(
 def test_ranks_are_compared_a_step_late_with_numbers_for_which_no_host_waits(
     thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str]
 ) -> None:
-    monkeypatch.setattr(stragglers, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(straggler_callback, "is_accelerator", lambda device: True)
     run(thread_ranks, make(tmp_path, dp=2, steps=10))
     assert [row["step"] for row in rows(tmp_path) if "slowness" in row] == [5, 9]

@@ -14,7 +14,7 @@ from plait.app.config.config import Config
 from plait.app.train.predicted_run import predicted_step, step_lines
 from plait.errors import ConfigError
 from plait.pictures.report.run_record import read_run
-from plait.pictures.report.step_file import RecordedRank, RecordedStep, write_step
+from plait.pictures.report.step_json import RecordedRank, RecordedStep, write_step
 from plait.ranks.launch.rank_pool import RankPool
 
 

@@ -13,7 +13,7 @@ import plait.app.train.train_run as train_run
 from parity.slowed import Slowed
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.loop.stragglers import Stragglers
+from plait.app.loop.straggler_callback import Stragglers
 from plait.app.loop.training_loop import TrainingLoop
 from plait.app.train.train_run import train
 from plait.errors import ConfigError

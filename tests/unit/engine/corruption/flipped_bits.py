@@ -13,7 +13,7 @@ from torch import Tensor
 
 import plait
 from plait.engine import Engine
-from plait.engine.corruption.word_sums import WordSums
+from plait.engine.corruption.word_checksums import WordChecksums
 from plait.plan.plan import Plan
 
 Optimizer = torch.optim.Optimizer
@@ -41,13 +41,13 @@ def flipped(tensor: Tensor, byte: int, bit: int) -> Iterator[None]:
 def counted_sums() -> Iterator[list[int]]:
     """Yield a list of the bytes that each computation of sums reads within the context, on all threads."""
     counts: list[int] = []
-    compute = WordSums.compute
+    compute = WordChecksums.compute
 
-    def counting(self: WordSums) -> Tensor:
+    def counting(self: WordChecksums) -> Tensor:
         counts.append(self.bytes)
         return compute(self)
 
-    with patch.object(WordSums, "compute", counting):
+    with patch.object(WordChecksums, "compute", counting):
         yield counts
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import plait
 from plait.engine import Engine
 from plait.engine.corruption.corruption_checks import CorruptionChecks
-from plait.engine.corruption.replica_sums import unlike
+from plait.engine.corruption.replica_checksums import unlike
 from plait.errors import CorruptionError
 from plait.plan.plan import Plan
 from plait.ranks.consistency_check import all_numbers

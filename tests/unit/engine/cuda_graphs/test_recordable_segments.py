@@ -9,7 +9,7 @@ from plait.plan.parameter_units import UnitTiming
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import LayerIndex, LoweringSpec, segments_of
 from plait.schedules.named_schedules import forward_only
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 
 def placed(rank: int, policy: str, spec: LoweringSpec, **options: Any) -> list[tuple[Any, ...]]:

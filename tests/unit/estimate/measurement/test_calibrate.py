@@ -14,7 +14,14 @@ from plait.errors import ConfigError
 from plait.estimate.measurement import calibrate as module
 from plait.estimate.measurement.calibrate import RankMeasurement, calibrate, hardware_of, knows_links
 from plait.estimate.measurement.machine_rates import DeviceRates, LinkRates
-from plait.estimate.measurement.model_steps import LARGE, MIDDLE, PLAN, SMALL, StepSeconds, predicted_seconds
+from plait.estimate.measurement.measured_model_steps import (
+    LARGE,
+    MIDDLE,
+    PLAN,
+    SMALL,
+    StepSeconds,
+    predicted_seconds,
+)
 from plait.estimate.time.hardware import Efficiency, Hardware, Link, hardware_text, load_hardware
 from plait.estimate.time.operation_times import Product, product_efficiency
 from plait.ranks.launch.rank_pool import RankPool

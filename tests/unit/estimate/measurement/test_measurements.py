@@ -13,9 +13,9 @@ import torch
 
 from plait.estimate.measurement import machine_rates as device_rates
 from plait.estimate.measurement import machine_rates as link_rates
-from plait.estimate.measurement import model_steps, timer
+from plait.estimate.measurement import measured_model_steps, timer
 from plait.estimate.measurement.machine_rates import DeviceRates, LinkRates, measure_device, measure_links
-from plait.estimate.measurement.model_steps import (
+from plait.estimate.measurement.measured_model_steps import (
     LARGE,
     MIDDLE,
     PLAN,
@@ -187,8 +187,10 @@ def test_one_rank_has_no_links() -> None:
 def test_models_are_divided_and_piped_over_the_ranks_where_they_can_be(
     monkeypatch: pytest.MonkeyPatch, size: int, divides: bool, cores: int, divided: bool, pipelined: bool
 ) -> None:
-    monkeypatch.setattr(model_steps.os, "sched_getaffinity", lambda _: range(cores), raising=False)
-    monkeypatch.setattr(model_steps, "model_step", lambda sizes, group, plan=PLAN: lambda: (sizes, plan))
+    monkeypatch.setattr(measured_model_steps.os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.setattr(
+        measured_model_steps, "model_step", lambda sizes, group, plan=PLAN: lambda: (sizes, plan)
+    )
     steps = [
         *([(MIDDLE, replace(PLAN, tp=size), 25)] if divided else []),
         *(

@@ -26,7 +26,7 @@ from plait.plan.decoder_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.held_microbatches import ActionStart, HeldCounts, HeldMicrobatches
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, "context": 128}
 # Layers on the CPU: RMS norms and rotations are not fused there, and keep copies.

@@ -11,7 +11,7 @@ from plait.estimate.memory.graph_pools import slots_of
 from plait.plan.plan import Plan
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import LoweringSpec
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 WIDTH, ROWS = 16, 3
 

@@ -21,7 +21,7 @@ from plait.estimate.time.operation_times import Elementwise, Product
 from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 
 FOLDER = Path(__file__).parents[4] / "benchmarks" / "planner"
 LLAMA = Decoder(

@@ -98,7 +98,7 @@ def test_a_layer_that_fails_is_named_with_what_it_was_given() -> None:
 
 @pytest.mark.parametrize("output", [None, "text", (1, 2)])
 def test_a_layer_that_gives_no_tensor_is_named(output: object) -> None:
-    with pytest.raises(ModelError, match="layer '0' gives no tensor: a layer maps tensors to tensors"):
+    with pytest.raises(ModelError, match="layer '0' gives no tensor: return one"):
         infos_of(Call(lambda x: output), batch=torch.zeros(3, 2))
 
 

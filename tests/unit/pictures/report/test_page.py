@@ -12,7 +12,7 @@ from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorde
 
 from plait.pictures.quantities import bytes_text
 from plait.pictures.report.page import draw_report, read_runs
-from plait.pictures.report.run_file import PredictedRank, write_description
+from plait.pictures.report.run_json import PredictedRank, write_description
 from plait.pictures.report.run_record import read_run, write_event
 
 

@@ -9,7 +9,7 @@ import pytest
 from synthetic_runs import write_plan
 
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
-from plait.pictures.report.run_file import read_description
+from plait.pictures.report.run_json import read_description
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from plait.errors import ConfigError, DataError
 from plait.pictures.quantities import bytes_text
 from plait.pictures.report.charts import figures_of
 from plait.pictures.report.page import read_runs, write_report
-from plait.pictures.report.run_file import PlannedTensor, PredictedRank, TensorShard, write_description
+from plait.pictures.report.run_json import PlannedTensor, PredictedRank, TensorShard, write_description
 from plait.pictures.report.run_record import read_run, write_event
 from plait.pictures.report.sections import samples_section
-from plait.pictures.report.step_file import RecordedRank, write_step
+from plait.pictures.report.step_json import RecordedRank, write_step
 from plait.pictures.report.warnings import stragglers, warnings_of
 
 
@@ -80,7 +80,7 @@ def test_failed_checkpoints_slow_ranks_and_loss_spikes_are_warnings(tmp_path: Pa
     assert [text.split(":")[0] for text in told] == [
         "After step 20",
         "1 steps changed no parameter, because gradients overflowed in fp16",
-        "Rank 6 is slower than its like",
+        "Rank 6 is slower than its peers",
         "1 damaged lines of the metrics were left out.",
     ]
     for world, slow in ((8, None), (4, 3)):  # of 8 ranks nobody is slow; 4 are those of another plan

@@ -175,7 +175,7 @@ class TestLayout:
         assert layout.sizes((3,)) == layout.local_shape((3,)) == (2, 6)
         assert layout.blocked_dim == 1
         for ask in (layout.box, layout.region):
-            with pytest.raises(LayoutError, match="is no box but 3: take the boxes"):
+            with pytest.raises(LayoutError, match="is 3 boxes, not one: call boxes"):
                 ask((3,))
 
     @given(layouts())

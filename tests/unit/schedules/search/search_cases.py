@@ -14,10 +14,10 @@ from plait.schedules.action import Kind
 from plait.schedules.check import check
 from plait.schedules.costs import Cost, Costs
 from plait.schedules.schedule import Placement, Schedule
-from plait.schedules.search import auto
-from plait.schedules.search.api import schedule
+from plait.schedules.search import auto_search
 from plait.schedules.search.limits import least_memory
 from plait.schedules.search.problem import Orders, Problem, StageLayout
+from plait.schedules.search.schedule_by_policy import schedule
 
 LINEAR: StageLayout = (Placement.LINEAR, 1)
 V: StageLayout = (Placement.V, 2)
@@ -72,15 +72,15 @@ def searched(
     costs: Costs | None = None,
     limit: float | None = None,
     chunks: int | None = None,
-    measure: auto.Measure = "makespan",
+    measure: auto_search.Measure = "makespan",
     budget: int = 2000,
     nodes: int = 300,
 ) -> Timeline:
     """What `auto` finds, in time, with so little budget that properties can be tested on many cases."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "BUDGET", budget)
-        patch.setattr(auto, "PER_START", 2)
-        patch.setattr(auto, "EXACT_NODES", nodes)
+        patch.setattr(auto_search, "BUDGET", budget)
+        patch.setattr(auto_search, "PER_START", 2)
+        patch.setattr(auto_search, "EXACT_NODES", nodes)
         made = schedule(
             "auto",
             ranks=ranks,

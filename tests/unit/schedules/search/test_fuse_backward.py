@@ -15,7 +15,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Placement, Schedule
-from plait.schedules.search.auto import fuse_backward
+from plait.schedules.search.auto_search import fuse_backward
 from plait.schedules.search.initial_orders import initial_orders, orders_from
 
 

@@ -10,10 +10,10 @@ from search_cases import LINEAR, LOOP, ROOMY, V, problem_of, require_legal, sche
 
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.costs import Costs
-from plait.schedules.search.api import schedule
-from plait.schedules.search.auto import Measure
+from plait.schedules.search.auto_search import Measure
 from plait.schedules.search.exact_search import exact_search
 from plait.schedules.search.problem import StageLayout
+from plait.schedules.search.schedule_by_policy import schedule
 
 EXACT_OPTIMA = [
     # Layout, ranks, micro-batches; F, I and W of a chunk, and comm; the limit in chunks; the least makespan,

@@ -20,7 +20,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
 from plait.schedules.search import stage_cuts as module
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 from plait.schedules.search.stage_cuts import (
     CutSimulation,
     LayerCosts,
@@ -270,7 +270,7 @@ def test_a_number_of_chunks_that_does_not_keep_the_limit_is_passed_over(
 
 
 def test_auto_is_refused_where_no_number_of_chunks_keeps_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ScheduleError, match=r"^a limit of 0\.5 is below .* hold at least 1\.$"):
+    with pytest.raises(ScheduleError, match=r"^limit is 0\.5, less than .* give at least 1\.$"):
         schedule_and_cut("auto", COSTS, ranks=2, microbatches=2, limit=0.5)
     refuse_chunks({1, 2, 3, 4}, monkeypatch)
     with pytest.raises(ScheduleError, match=r"^4 chunks do not keep the limit"):

@@ -16,7 +16,7 @@ from parity.pairs import in_quick
 from plait.errors import ModelError
 from plait.plan.plan import Plan
 from plait.ranks.group import alone
-from plait.tensor.autograd import cast_inputs
+from plait.tensor.autograd import float8_inputs
 from plait.tensor.autograd.float8_linear import float8_linear
 from plait.tensor.autograd.float8_operands import LinearCasts, cast_together, transposed
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
@@ -75,12 +75,12 @@ def test_inputs_of_linears_are_kept_in_eight_bits_beside_no_sixteen(recipe: str)
 def test_linears_of_one_input_cast_it_once_and_sum_its_gradients_in_fp32(monkeypatch: Any) -> None:
     pair, casts = nn.ModuleList([nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2)]).bfloat16(), []
 
-    class Counted(cast_inputs.CastInput):
+    class Counted(float8_inputs.CastInput):
         def __init__(self, *arguments: Any) -> None:
             casts.append(arguments)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(cast_inputs, "CastInput", Counted)
+    monkeypatch.setattr(float8_inputs, "CastInput", Counted)
     twin, queue = in_float8(pair, "float8", "0", "1")
     given, gradients = (
         values(2, 16, HIDDEN).requires_grad_(),
@@ -212,10 +212,10 @@ def test_compiled_linears_with_transposed_weights_equal_eager_ones(recipe: Any) 
 
 
 def test_the_carrier_of_a_region_is_left_when_its_input_has_been_written_to() -> None:
-    inputs, casts = cast_inputs.CastInputs(), LinearCasts(RECIPES["float8"])
+    inputs, casts = float8_inputs.CastInputs(), LinearCasts(RECIPES["float8"])
     entered = torch.randn(2, 16, requires_grad=True) * 1
-    carrier = cast_inputs.carrier_like(entered)
-    inputs.enter(entered, carrier, cast_inputs.InputGradient())
+    carrier = float8_inputs.carrier_like(entered)
+    inputs.enter(entered, carrier, float8_inputs.InputGradient())
     assert inputs.of(entered, casts).carrier is carrier
     entered.relu_()
     later = inputs.of(entered, casts).carrier

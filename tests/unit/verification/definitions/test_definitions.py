@@ -18,8 +18,8 @@ from plait.models.layers.layer_sequence import sequence_of
 from plait.tensor.attention.attention import attend, share_keys
 from plait.tensor.proof_marks import Replaceable, replacing
 from plait.tensor.running_sequence import ContextParallelism, running
-from plait.verification.definitions import functions
-from plait.verification.definitions.functions import (
+from plait.verification.definitions import attention_and_dropout
+from plait.verification.definitions.attention_and_dropout import (
     Definitions,
     Visibility,
     numbers_of,
@@ -66,7 +66,7 @@ def test_attention_is_that_of_torch_also_in_blocks_of_queries(monkeypatch: pytes
     query, key, value = drawn(2, 4, 6, 3), drawn(2, 2, 6, 3), drawn(2, 2, 6, 5)
     expected = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     for most in (1 << 25, 100):
-        monkeypatch.setattr(functions, "MOST_SCORES", most)
+        monkeypatch.setattr(attention_and_dropout, "MOST_SCORES", most)
         leaves = [one.clone().requires_grad_() for one in (query, key, value)]
         found = softmax_attention(*leaves, Visibility(True, None, None), 1 / math.sqrt(3))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)

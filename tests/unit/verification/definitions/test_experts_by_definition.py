@@ -11,8 +11,8 @@ from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.routing import Routing
+from plait.verification.definitions.attention_and_dropout import Definitions
 from plait.verification.definitions.experts import FORWARDS, experts_of_largest
-from plait.verification.definitions.functions import Definitions
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 8, 12, 3, 40
 ROUTINGS = {

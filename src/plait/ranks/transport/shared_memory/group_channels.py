@@ -130,7 +130,7 @@ class Channels:
             self.acknowledge(sequence)
 
     def _compare_before(self, sequence: int) -> None:
-        """Compare the calls announced before `sequence`, which all have announced: those it was received of.
+        """Compare the calls announced before number `sequence`, as far as the other ranks' have arrived.
 
         So an operation that nobody waits for holds up no acknowledgement.
         """
@@ -161,7 +161,7 @@ class Channels:
         return f"{told}: make the same call with the same shapes on each."
 
     def acknowledge(self, *sequences: int) -> None:
-        """Mark the messages with these sequence numbers as read: this rank needs them no more.
+        """Mark the messages with these sequence numbers as read by this rank.
 
         The next message carries the acknowledgement; where later operations are pending, so that none may
         follow, it is sent at once.
