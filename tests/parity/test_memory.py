@@ -352,7 +352,7 @@ def cached_in_a_rank(plan: Plan) -> list[int]:
     ((inputs, targets),) = LLAMA.batches(plan.microbatches, 1, torch.float32)
     for _ in range(2):
         engine.forward_backward(inputs, targets)
-    caches = {id(cache): cache for module in engine._runner.modules for cache in result_caches(module)}
+    caches = {id(cache): cache for module in engine._runner.modules for *_, cache in result_caches(module)}
     return [cache.nbytes for cache in caches.values()]
 
 

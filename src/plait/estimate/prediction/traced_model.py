@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from torch import nn
 from plait.engine.blueprint import assumed_costs, build_blueprint
 from plait.errors import ModelError, PlaitError
 from plait.estimate.memory.memory_report import Category, RankMemory
-from plait.estimate.memory.model_traces import ModelTraces
 from plait.estimate.memory.owner_needs import (
     Moments,
     OwnerNeeds,
@@ -101,7 +101,7 @@ class TracedModel(PredictedModel):
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError or ModelError where the model cannot be divided as the plan says."""
-        build_blueprint(self.layers.module, plan, self.layers.rules)
+        build_blueprint(self.layers.module, plan, self.layers.rules, known=self.layers.parts)
 
     def undivided(self, plan: Plan) -> str | None:
         """Return in words why the model cannot be divided over the plan's tp, cp, ep and etp, or None."""
@@ -130,7 +130,7 @@ class TracedModel(PredictedModel):
         key = degrees, kind, plan.schedule, plan.chunks, tuple(cut)
         if key not in self._owners:
             made = replace(plan, layers_per_stage=tuple(cut))
-            blueprint = build_blueprint(self.layers.module, made, self.layers.rules)
+            blueprint = build_blueprint(self.layers.module, made, self.layers.rules, known=self.layers.parts)
             stages = by_stage(blueprint, owner_needs(blueprint, moments))
             self._owners[key] = [_owners_of(ranks, muon_of(moments)) for ranks in stages]
         return self._owners[key]
@@ -242,7 +242,7 @@ class TracedMemories(PlanMemories):
         """Return a lower bound of the largest rank's bytes: the ranks' mean of state and saved tensors."""
         assert isinstance(sizes, TracedSizes)
         plan = sizes.plan
-        saved = sizes.extrapolated(_saved) if plan.recompute == "none" else 0.0
+        saved = sizes.extrapolated(attrgetter("saved_bytes")) if plan.recompute == "none" else 0.0
         if plan.offload != "none":
             return saved / plan.pp
         kinds = self.layers.kinds
@@ -282,12 +282,6 @@ class TracedMemories(PlanMemories):
         plan = replace(sizes.plan, microbatches=microbatches, layers_per_stage=pipeline.cut)
         estimator = self.layers.estimator(round(sizes.rows * microbatches), on_cpu=sizes.on_cpu)
         return tuple(_predicted(rank, reserved) for rank in estimator.ranks(plan))
-
-
-def _saved(traces: ModelTraces) -> float:
-    """Return the bytes that layers allocate in a forward and save for its backward."""
-    forwards = (trace.forward for trace in traces.layers)
-    return sum(one.allocated.get(number, 0) for one in forwards for number in one.saved)
 
 
 def _predicted(rank: RankMemory, reserved: float) -> PredictedMemory:
