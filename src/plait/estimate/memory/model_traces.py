@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.engine.blueprint import Blueprint
 from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
-from plait.engine.pipeline.loss_stage import ChunkedLossStage, build_loss_stage
+from plait.engine.pipeline.loss_stage import build_loss_stage
 from plait.engine.pipeline.stage import Stage
 from plait.estimate.memory.context_inputs import (
     ContextShare,
@@ -24,14 +24,8 @@ from plait.estimate.memory.context_inputs import (
     method_choices,
     result_bytes,
 )
-from plait.estimate.memory.layer_traces import (
-    Trace,
-    meta_leaf,
-    trace_chunked_loss,
-    trace_layer,
-    trace_loss,
-    whole_backward_peak,
-)
+from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_layer, whole_backward_peak
+from plait.estimate.memory.loss_traces import TracedLoss, traced_loss
 from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta, with_loss
 from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
@@ -131,11 +125,7 @@ def trace_model(
     classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
     key = traced[-1].described, _described(classes)
     if key not in known.losses:
-        if isinstance(end, ChunkedLossStage):
-            of_loss = trace_chunked_loss(end, queue, value, classes, recorder)
-        else:
-            of_loss = trace_loss(end, value, classes, recorder)
-        known.losses[key] = of_loss, None if recorder is None else recorder.take(fuses=False)
+        known.losses[key] = traced_loss(end, queue, value, classes, recorder)
     of_loss, loss_work = known.losses[key]
     works = [one.work for one in traced if one.work is not None]
     if loss_work is not None:
@@ -190,7 +180,7 @@ class KnownTraces:
     """Traces of layers and losses that several traces of a model share."""
 
     layers: dict[Hashable, TracedLayer] = field(default_factory=dict)
-    losses: dict[Hashable, tuple[Trace, LayerWork | None]] = field(default_factory=dict)
+    losses: dict[Hashable, TracedLoss] = field(default_factory=dict)
 
 
 def _trace_layers(

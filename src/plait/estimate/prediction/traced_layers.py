@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache, cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from math import ceil, gcd
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -17,7 +17,7 @@ from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, KnownTraces, ModelTraces
 from plait.estimate.memory.owner_needs import Moments, muon_of, tensor_counts
 from plait.estimate.memory.predicted_memory import MemoryEstimator
-from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
+from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, extrapolated
 from plait.optimizers.owner_work import found_matrices
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import FLOAT8, ModelParameter, kind_of
@@ -191,7 +191,7 @@ class TracedSizes(MicrobatchSizes):
             return self._work(kind, ceil(self.rows))
         few, more = (self._work(kind, rows) for rows in FEW_ROWS)
         try:
-            return cast(LayerWork, _extrapolated(few, more, self.rows - FEW_ROWS[0]))
+            return cast(LayerWork, extrapolated(few, more, self.rows - FEW_ROWS[0]))
         except ValueError:  # it does something else with more rows
             return self._work(kind, ceil(self.rows))
 
@@ -264,26 +264,3 @@ def of_rows(batch: Value, rows: int) -> Value:
     if isinstance(ids, Tensor) and not ids.is_meta:
         made[DOCUMENT_IDS] = ids[torch.arange(rows) % len(ids)]
     return made
-
-
-def _extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return what `few` is with `rows` rows more, if `more` has one more: numbers grow linearly.
-
-    Raises ValueError where the two have other parts.
-    """
-    kind = type(few)
-    if kind is not type(more):
-        raise ValueError
-    if kind is float or kind is int:
-        return few + rows * (more - few)
-    if kind is tuple:
-        return tuple([_extrapolated(one, two, rows) for one, two in zip(few, more, strict=True)])
-    if is_dataclass(kind):
-        names = _field_names(kind)
-        return kind(*[_extrapolated(getattr(few, name), getattr(more, name), rows) for name in names])
-    return few
-
-
-@lru_cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
