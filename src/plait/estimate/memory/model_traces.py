@@ -80,6 +80,11 @@ class ModelTraces:
         forwards = (trace.forward for trace in self.layers)
         return sum(one.allocated.get(number, 0) for one in forwards for number in one.saved)
 
+    @property
+    def loss_bytes(self) -> int:
+        """The most bytes that the loss allocates beside what layers save."""
+        return self.output_copy + self.loss.forward.peak
+
     @cached_property
     def largest_output(self) -> int:
         """The most bytes that a layer hands to the next one."""
@@ -115,7 +120,7 @@ def trace_model(
         blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets, recorder
     )
     known = KnownTraces() if known is None else known
-    traced = _trace_layers(copies, share, known.layers)
+    traced = _trace_layers(copies, share, known)
     value = traced[-1].output
     traces = [one.trace for one in traced]
     is_copied = end.writes_output and traces[-1].output_is_read
@@ -180,12 +185,11 @@ class KnownTraces:
     """Traces of layers and losses that several traces of a model share."""
 
     layers: dict[Hashable, TracedLayer] = field(default_factory=dict)
+    runs: dict[Hashable, InferredLayer] = field(default_factory=dict)
     losses: dict[Hashable, TracedLoss] = field(default_factory=dict)
 
 
-def _trace_layers(
-    copies: MetaCopies, share: ContextShare, known: dict[Hashable, TracedLayer]
-) -> list[TracedLayer]:
+def _trace_layers(copies: MetaCopies, share: ContextShare, known: KnownTraces) -> list[TracedLayer]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
     blueprint = copies.blueprint
     meta_layers = blueprint.meta_layers(copies.tensor_parallel, FIRST, {})
@@ -200,15 +204,20 @@ def _trace_layers(
     traced: list[TracedLayer] = []
     for number, structure in enumerate(structures):
         recompute = blueprint.recompute[number]
-        key = structure, recompute, given.length, given.repeats, described, held
-        if key not in known:
+        alike = structure, given.length, given.repeats, described, held
+        key = alike, recompute
+        if key not in known.layers:
             layer = copies.layer(number)
+            if alike not in known.runs or any(_caches(layer)):
+                with running(share.sequence):
+                    known.runs[alike], _ = run_on_meta(layer, given)  # fills the layer's caches, too
+            run = known.runs[alike]
             compiled = None if compiler is None else compiler.compiled(layer, structure, recompute)
-            regions = meta_layers.regions_in_float8(number, given)
-            known[key] = _traced_layer(copies, layer, recompute, compiled, given, value, regions, share)
-        traced.append(known[key])
-        given, value = known[key].run.next_input(), known[key].output
-        described = known[key].described
+            info = replace(run.info, regions_in_float8=meta_layers.regions_in_float8(number, given))
+            known.layers[key] = _traced_layer(copies, layer, recompute, compiled, run, info, value, share)
+        traced.append(known.layers[key])
+        given, value = traced[-1].run.next_input(), traced[-1].output
+        described = traced[-1].described
     return traced
 
 
@@ -217,21 +226,16 @@ def _traced_layer(
     layer: NamedLayer,
     recompute: Recompute,
     compiled: CompiledLayer | None,
-    given: LayerInput,
+    run: InferredLayer,
+    info: LayerInfo,
     value: Value,
-    regions: tuple[bool, ...],
     share: ContextShare,
 ) -> TracedLayer:
-    """Run a layer on the meta device, and return what its run showed.
+    """Run a layer for the input `value`, forward and backward, and return what it allocates and saves.
 
-    `given`, `value`: its input without and with the strides of the layer before's output. `regions`: see
-    `LayerInfo.regions_in_float8`.
+    `run`: a run of it before; `info`: its own, as a stage needs it.
     """
-    recorder = copies.recorder
-    with running(share.sequence):
-        run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
-    sequence = share.new_sequence()
-    info = replace(run.info, regions_in_float8=regions)
+    recorder, sequence = copies.recorder, share.new_sequence()
     stage = Stage(0, [layer], copies.queue, [[info]], [recompute], sequences=[sequence])
     by_graphs = compiled is not None and _run_compiled(stage, compiled, value)
     if recompute == "selective" and not by_graphs:

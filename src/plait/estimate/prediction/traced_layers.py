@@ -243,6 +243,11 @@ class TracedSizes(MicrobatchSizes):
         """Bytes of a message between stages: the most between two layers."""
         return self.extrapolated(attrgetter("largest_output"))
 
+    @cached_property
+    def loss_bytes(self) -> float:
+        """Bytes that the loss allocates at least beside what layers save: those of few rows, of many."""
+        return self._traces(self.plan, ceil(min(self.rows, FEW_ROWS[0]))).loss_bytes
+
     def _traces(self, plan: Plan, rows: int) -> ModelTraces:
         return self.layers.traces(plan, rows, on_cpu=self.on_cpu)
 
