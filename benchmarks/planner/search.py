@@ -1,4 +1,9 @@
-"""Seconds and memory of a search for plans, by the number of ranks. Each runs in a process of its own."""
+"""Seconds and memory of a search for plans, by the number of ranks. Each runs in a process of its own.
+
+    .venv/bin/python benchmarks/planner/search.py [--traced] [RANKS ...]
+
+With `--traced` of models whose layers run on the meta device, as those of folders do.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +39,23 @@ CASES = {
     16384: ("405 B", LLAMA_405B, 2048),
 }
 """By ranks: the model, and the sequences of a step."""
+LLAMA_8B = Decoder(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    inner=14336,
+    vocab=128256,
+    context=8192,
+    gated=True,
+    rotary=True,
+)
+TRACED = {
+    8: ("8 B, traced", LLAMA_8B, 64),
+    64: ("8 B, traced", LLAMA_8B, 256),
+    1024: ("8 B, traced", LLAMA_8B, 1024),
+}
+"""Likewise, for `--traced`."""
 HEAD = (
     "ranks",
     "model",
@@ -48,9 +70,17 @@ HEAD = (
 )
 
 
-def row(ranks: int) -> tuple[str, ...]:
-    """Return the figures of the search for a number of ranks."""
-    name, model, batch = CASES[ranks]
+def row(ranks: int, traced: bool) -> tuple[str, ...]:
+    """Return the figures of the search for a number of ranks; `traced`: of a model whose layers run."""
+    name, sizes, batch = (TRACED if traced else CASES)[ranks]
+    model: object = sizes
+    if traced:
+        import torch
+
+        from plait.estimate.prediction.traced_model import traced_model
+
+        torch.set_num_threads(1)
+        model = traced_model(sizes)
     before = process_time()
     base = Plan(precision="bf16", master_precision="fp32")
     found = search(model, load_hardware("h100-sxm"), ranks, batch, base=base)
@@ -72,9 +102,11 @@ def row(ranks: int) -> tuple[str, ...]:
 def main() -> None:
     """Print the table for the numbers of ranks that are given, or for all."""
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|")
-    for ranks in map(int, sys.argv[1:] or CASES):
+    given = sys.argv[1:]
+    traced = "--traced" in given
+    for ranks in map(int, [one for one in given if one != "--traced"] or (TRACED if traced else CASES)):
         with get_context("spawn").Pool(1) as pool:
-            print("| " + " | ".join(pool.apply(row, (ranks,))) + " |", flush=True)
+            print("| " + " | ".join(pool.apply(row, (ranks, traced))) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,9 @@ def sgd_with_momentum(engine: Engine) -> torch.optim.Optimizer:
 MakeOfEngine = Callable[[Engine], torch.optim.Optimizer]
 
 
-def count_in_a_rank(case: Case, plan: Plan, make: MakeOfEngine, rows: int = ROWS) -> Counted:
+def count_in_a_rank(
+    case: Case, plan: Plan, make: MakeOfEngine, rows: int = ROWS, *, observes: bool = True
+) -> Counted:
     live = LiveBytes()
     remembered_plan.cache_clear()
     with live:
@@ -188,7 +190,8 @@ def count_in_a_rank(case: Case, plan: Plan, make: MakeOfEngine, rows: int = ROWS
         optimizer.zero_grad()
         after: list[tuple[str, int]] = []
         count = live.settled if plan.cp > 1 else live.count
-        engine.observe(lambda instruction, _: after.append((str(instruction), count())))
+        if observes:
+            engine.observe(lambda instruction, _: after.append((str(instruction), count())))
         live.most = 0
         engine.forward_backward(inputs, targets)
         most = live.most
@@ -235,6 +238,18 @@ def test_predicted_memory_of_gpt2_is_what_ranks_allocate_in_six_configurations(
     rank_pool: Any, name: str
 ) -> None:
     check(rank_pool, GPT2, SIX[name])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_logits_are_freed_before_the_other_layers_backward_also_where_layers_share_a_graph(
+    recompute: Any,
+) -> None:
+    """An observer would look between layers, which then run one by one."""
+    case = Case("many classes", partial(plait.models.gpt2, **SIZES | {"vocab": 1024, "tied": False}), draw)
+    plan = make(recompute=recompute)
+    counted = count_in_a_rank(case, plan, adamw, observes=False)
+    ((foreseen,), _) = foretold(case, plan, 2)
+    assert foreseen.most == pytest.approx(counted.most, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", in_quick(OTHERS, "offload-full"))
@@ -352,7 +367,7 @@ def cached_in_a_rank(plan: Plan) -> list[int]:
     ((inputs, targets),) = LLAMA.batches(plan.microbatches, 1, torch.float32)
     for _ in range(2):
         engine.forward_backward(inputs, targets)
-    caches = {id(cache): cache for module in engine._runner.modules for cache in result_caches(module)}
+    caches = {id(cache): cache for module in engine._runner.modules for *_, cache in result_caches(module)}
     return [cache.nbytes for cache in caches.values()]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -54,6 +54,8 @@ from plait.tensor.parallel.tensor_parallelism import (
     sequence_dims,
     summed_over_tp,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,21 @@ class StepPrograms:
         return programs
 
 
+class KnownParts:
+    """Parts that blueprints of one model under many plans share, computed once; the model must not change."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Hashable, Any] = {}
+
+    def part(self, make: Callable[..., T], *arguments: Any, key: Hashable = ()) -> T:
+        """Return `make(*arguments)`; a later call with an equal `key` returns the same result."""
+        known = make, key
+        if known not in self._parts:
+            self._parts[known] = make(*arguments)
+        found: T = self._parts[known]
+        return found
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """Stages, layouts, flat buffers and schedule of a whole model under a plan; the same on every rank."""
@@ -131,6 +148,8 @@ class Blueprint:
     """The name, within the last layer, of the linear whose logits the loss computes in chunks; None: none."""
     float8: LinearChoice
     """The linears that multiply in float8, and why the others do not; both empty without `plan.linears`."""
+    known: KnownParts = field(default_factory=KnownParts, compare=False, repr=False)
+    """What it has in common with blueprints of the same model under other plans."""
 
     @cached_property
     def buffer_specs(self) -> BufferSpecs:
@@ -197,7 +216,7 @@ class Blueprint:
     @cached_property
     def structures(self) -> tuple[Hashable, ...]:
         """A key per layer, equal for layers whose runs on the meta device give the same results."""
-        return tuple(structure_of(layer.module) for layer in self.sequence.layers)
+        return self.known.part(structures_of, self.sequence)
 
     @cached_property
     def owners(self) -> Owners:
@@ -279,6 +298,14 @@ class Blueprint:
         recipe, compute = RECIPES[self.plan.linears], DTYPES[self.plan.precision]
         return Float8Layers(recipe, names, tp, cp, etp, compute, compiled=bool(self.plan.compile))
 
+    def recomputing(self, recompute: Recompute | tuple[Recompute, ...]) -> Blueprint:
+        """Return the blueprint of the same model and plan with another recomputation.
+
+        Nothing else in a blueprint depends on that.
+        """
+        plan = replace(self.plan, recompute=recompute)
+        return replace(self, plan=plan, recompute=recompute_per_layer(plan, len(self.sequence.layers)))
+
     def meta_layers(
         self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
     ) -> MetaLayers:
@@ -325,7 +352,8 @@ def shared_blueprint(
     key = plan, paths, whole, tuple(chosen.items()) if isinstance(chosen, Mapping) else chosen
     known, blueprint = results.get(Blueprint, (None, None))
     if known != key:
-        blueprint = replace(build_blueprint(model, plan, rules), sequence=without_values(sequence))
+        built = build_blueprint(model, plan, rules)
+        blueprint = replace(built, sequence=without_values(sequence), known=KnownParts())
         results[Blueprint] = key, blueprint
     return cast(Blueprint, blueprint)
 
@@ -335,32 +363,38 @@ def build_blueprint(
     plan: Plan,
     rules: Rules | None = None,
     order_of: Callable[..., tuple[Schedule, StageCut]] = schedule_and_cut,
+    known: KnownParts | None = None,
 ) -> Blueprint:
     """Return the blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError.
 
-    `order_of` is `schedule_and_cut`, or a cached version of it for many plans.
+    `order_of` is `schedule_and_cut`, or a cached version of it for many plans. `known`: what blueprints of
+    this model and these rules under other plans have computed, to which this one adds.
     """
-    sequence = sequence_of(model)
+    known = KnownParts() if known is None else known
+    sequence = known.part(sequence_of, model)
     if plan.pp > 1 and len(sequence.layers) == 1 and sequence.layers[0].module is model:
         raise PlanError(
             f"plan.pp is {plan.pp}, but the model is a {type(model).__name__}, one layer for plait: give "
             f"{_as_layers(model) or 'an nn.Sequential of its parts, which run one after the other'}."
         )
-    refuse_compiled_modules(model)
+    known.part(refuse_compiled_modules, model)
     recompute = recompute_per_layer(plan, len(sequence.layers))
-    refuse_layout_dependence(sequence)
-    module_rules = rules_of_partitioned_modules(model, rules, plan, sequence)
-    whole_layouts, summed = parameter_layouts(sequence, module_rules, plan)
-    dims = sequence_dims(named(sequence.layers), module_rules)
-    float8 = float8_linears(sequence, chosen_rules(model, rules), plan, whole_layouts)
-    units = units_of(sequence, summed, plan, weights_cast_once(float8, plan))
+    known.part(refuse_layout_dependence, sequence)
+    cut = plan.tp > 1, plan.cuts_sequence
+    module_rules = known.part(rules_of_partitioned_modules, model, rules, plan, sequence, key=cut)
+    sizes = tuple(size for axis, size in sizes_of_plan(plan).items() if axis != "pp")
+    whole_layouts, summed = known.part(parameter_layouts, sequence, module_rules, plan, key=(cut, sizes))
+    dims = known.part(sequence_dims, named(sequence.layers), module_rules, key=cut)
+    chosen, of_linears = chosen_rules(model, rules), (plan.linears, plan.precision, cut, sizes)
+    float8 = known.part(float8_linears, sequence, chosen, plan, whole_layouts, key=of_linears)
+    units = units_of(sequence, summed, plan, weights_cast_once(float8, plan), known)
     output_linear = None
     if plan.loss_rows is not None:
         last, in_parts = sequence.layers[-1], dims[-1].output is not None
         output_linear = output_linear_name(last, module_rules, plan.loss_rows, ends_in_parts=in_parts)
     schedule, counts = order_of(
         plan.schedule,
-        assumed_costs(sequence, output_linear).with_messages(plan.pp),
+        known.part(assumed_costs, sequence, output_linear, key=output_linear).with_messages(plan.pp),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,
@@ -370,7 +404,7 @@ def build_blueprint(
     return Blueprint(
         plan,
         sequence,
-        chosen_rules(model, rules) or {},
+        chosen or {},
         module_rules,
         whole_layouts,
         dims,
@@ -380,7 +414,15 @@ def build_blueprint(
         recompute,
         output_linear,
         float8,
+        known,
     )
+
+
+def structures_of(sequence: LayerSequence) -> tuple[Hashable, ...]:
+    """Return a key per layer, equal for layers whose runs on the meta device give the same results."""
+    first: dict[Hashable, Hashable] = {}
+    structures = (structure_of(layer.module) for layer in sequence.layers)
+    return tuple(first.setdefault(one, one) for one in structures)
 
 
 def float8_linears(
@@ -435,18 +477,15 @@ def units_of(
     summed: Mapping[str, int],
     plan: Plan,
     cast_once: Collection[str] = (),
+    known: KnownParts | None = None,
 ) -> dict[str, UnitSpec]:
     """Return how each unit (parameters gathered together) of a model is stored, gathered and reduced.
 
     `summed`: over how many `tp` ranks each gradient is summed. `cast_once`: the weights that linears take in
-    float8 with one scale.
+    float8 with one scale. `known`: see `build_blueprint`.
     """
-    of_experts = {
-        id(parameter): name in module.summed_over_etp
-        for layer in sequence.layers
-        for _, module in experts_in(layer.module)
-        for name, parameter in module.named_parameters()
-    }
+    known = KnownParts() if known is None else known
+    of_experts = known.part(parameters_of_experts, sequence)
     if plan.divides_experts and not of_experts:
         raise PlanError(
             f"plan.ep is {plan.ep} and plan.etp {plan.etp}, but the model has no experts "
@@ -467,6 +506,16 @@ def units_of(
     members = sequence.units
     users = {unit: sequence.users[names[0]] for unit, names in members.items()}
     return resolve_units(plan, parameters, members, users)
+
+
+def parameters_of_experts(sequence: LayerSequence) -> dict[int, bool]:
+    """Return by the `id` of each parameter of experts whether its gradient is summed over `etp`."""
+    return {
+        id(parameter): name in module.summed_over_etp
+        for layer in sequence.layers
+        for _, module in experts_in(layer.module)
+        for name, parameter in module.named_parameters()
+    }
 
 
 def rules_of_partitioned_modules(

@@ -156,7 +156,21 @@ def structure_of(*modules: nn.Module) -> Hashable:
     count. Attributes other than numbers, strings, functions, tensors, modules and containers of these compare
     by identity.
     """
-    return _described(modules, {})
+    return _Structure(_described(modules, {}))
+
+
+class _Structure:
+    """A description whose hash is computed once."""
+
+    def __init__(self, described: Hashable) -> None:
+        self._described = described
+        self._hash = hash(described)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Structure) and self._described == other._described)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class _Same:

@@ -57,10 +57,15 @@ class ResultCache:
         return ResultCache, ()
 
 
-def result_caches(module: nn.Module) -> Iterator[ResultCache]:
-    """Yield the caches that are attributes of `module` and the modules in it, each as often as it occurs."""
-    for one in module.modules():
-        yield from (value for value in vars(one).values() if isinstance(value, ResultCache))
+def result_caches(module: nn.Module) -> Iterator[tuple[str, str, ResultCache]]:
+    """Yield the caches that are attributes of `module` and the modules in it, each as often as it occurs.
+
+    With the module's name and the attribute's.
+    """
+    for path, one in module.named_modules():
+        for name, value in vars(one).items():
+            if isinstance(value, ResultCache):
+                yield path, name, value
 
 
 Angles = tuple[Tensor, Tensor]

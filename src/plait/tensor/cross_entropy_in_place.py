@@ -63,7 +63,7 @@ class CrossEntropyInPlace:
         require_target_of_each_row(targets, logits.shape)
         rows = logits.detach().reshape(-1, logits.shape[-1]).contiguous()
         overwrite, losses = self._overwrite(logits.shape, targets, scale), []
-        for start in range(0, max(len(rows), 1), step := self._rows_at_once(rows)):
+        for start in range(0, max(len(rows), 1), step := self.rows_at_once(rows)):
             chunk = slice(start, start + step)
             part = wide(rows[chunk])
             losses.append(overwrite(part, chunk))
@@ -82,8 +82,8 @@ class CrossEntropyInPlace:
         found = local_targets(targets, shape, vocabulary, terms.ignore_index)
         return lambda part, chunk: overwrite_logits(part, found.rows(chunk), vocabulary, terms, scale)
 
-    def _rows_at_once(self, rows: Tensor) -> int:
-        """Return how many rows are computed at once: all, if nothing is copied, or each has an all-reduce."""
+    def rows_at_once(self, rows: Tensor) -> int:
+        """Return how many `rows` of logits are computed at once: all where none is copied, or all-reduced."""
         if self.vocabulary is not None or wide(rows[:0]).dtype == rows.dtype:
             return max(len(rows), 1)
         return max(LOSS_CHUNK_BYTES // (torch.float32.itemsize * max(rows.shape[1], 1)), 1)

@@ -71,10 +71,21 @@ class PipelineRank:
         """Return whether a layer may run in one autograd graph with others: if it shares no parameter.
 
         Else autograd would add up the parameter's gradients in another order than layer by layer. Compiled
-        layers have no autograd graph.
+        layers have no autograd graph. The model's last layer runs alone where its output is larger than its
+        input, as logits are: the gradient of a graph's output is alive until the whole graph has run.
         """
-        stage = self.stages[instruction.action.stage]
-        return not stage.compiled and instruction.layer not in stage.sharing
+        stage, layer = self.stages[instruction.action.stage], instruction.layer
+        number = self._ends[stage.number] - len(stage.layers) + layer
+        grows = number == self._ends[-1] - 1 and self._last_layer_grows
+        return not stage.compiled and layer not in stage.sharing and not grows
+
+    @property
+    def _last_layer_grows(self) -> bool:
+        """Whether the output of the model's last layer takes more bytes than that of the layer before."""
+        if not self._infos or len(self._infos[0]) == 1:
+            return False
+        before, last = (sum(one.nbytes for one in info.tensors) for info in self._infos[0][-2:])
+        return last > before
 
     def bind_layers(self, instructions: Sequence[RunLayer]) -> Callable[[], None]:
         """Return a function that runs the layers of `instructions`, all of one action, in one graph."""

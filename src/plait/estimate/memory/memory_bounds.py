@@ -18,7 +18,7 @@ WHOLE = ("1f1b", "gpipe", "interleaved")
 see `Plan.sends_inputs_first`."""
 LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Policies of one stage on each rank."""
-_WARM = ("1f1b", "zb-h1", "zb-h2")
+WARM = ("1f1b", "zb-h1", "zb-h2")
 """Policies in which rank r holds p − r micro-batches or more at once."""
 
 
@@ -113,7 +113,7 @@ class MemoryBounds:
         if after_backward and (policy not in LINEAR or held == 0):
             return state + every
         least = state + (activations.kept + one) / ranks
-        if policy in _WARM:
+        if policy in WARM:
             at_once = [min(held, ranks - rank) for rank in range(ranks)]
             whole = activations.kept + (state * ranks + one) / at_once[0]
             least = max(least, whole / sum(1 / count for count in at_once))

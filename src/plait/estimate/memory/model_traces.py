@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from plait.engine.blueprint import Blueprint
 from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
-from plait.engine.pipeline.loss_stage import ChunkedLossStage, build_loss_stage
+from plait.engine.pipeline.loss_stage import build_loss_stage
 from plait.engine.pipeline.stage import Stage
 from plait.estimate.memory.context_inputs import (
     ContextShare,
@@ -22,20 +24,15 @@ from plait.estimate.memory.context_inputs import (
     method_choices,
     result_bytes,
 )
-from plait.estimate.memory.layer_traces import (
-    Trace,
-    meta_leaf,
-    trace_chunked_loss,
-    trace_layer,
-    trace_loss,
-    whole_backward_peak,
-)
+from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_layer, whole_backward_peak
+from plait.estimate.memory.loss_traces import TracedLoss, traced_loss
 from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta, with_loss
 from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
 from plait.models.rotary import ResultCache, result_caches
 from plait.plan.axes import AXES, EXPERTS_ONLY
+from plait.plan.plan import Recompute
 from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.float8_operands import LinearCasts
@@ -44,7 +41,7 @@ from plait.tensor.experts.expert_casts import MatrixCasts
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
-from plait.tensor.parallel.apply_float8 import casts_in
+from plait.tensor.parallel.apply_float8 import Float8Layers, casts_of
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import LocalSequence, running
 
@@ -77,6 +74,22 @@ class ModelTraces:
     works: Sequence[LayerWork]
     """Operations and collectives of each layer, of the last with the loss; empty without a recorder."""
 
+    @cached_property
+    def saved_bytes(self) -> int:
+        """The bytes that layers allocate in a forward and save for its backward."""
+        forwards = (trace.forward for trace in self.layers)
+        return sum(one.allocated.get(number, 0) for one in forwards for number in one.saved)
+
+    @property
+    def loss_bytes(self) -> int:
+        """The most bytes that the loss allocates beside what layers save."""
+        return self.output_copy + self.loss.forward.peak
+
+    @cached_property
+    def largest_output(self) -> int:
+        """The most bytes that a layer hands to the next one."""
+        return max((sum(one.nbytes for one in info.tensors) for info in self.infos[:-1]), default=0)
+
 
 def trace_model(
     blueprint: Blueprint,
@@ -84,7 +97,7 @@ def trace_model(
     targets: Value | None,
     loss: Loss,
     recorder: OperationRecorder | None = None,
-    known: dict[Hashable, TracedLayer] | None = None,
+    known: KnownTraces | None = None,
     *,
     takes_all: bool = False,
 ) -> ModelTraces:
@@ -94,38 +107,39 @@ def trace_model(
     rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
     `known`: traces of plans that differ in `ep`, `etp`, `recompute` and rows only; those of layers that run
-    alike are taken from it, and others added. `takes_all`: whether all tokens have the experts of this rank;
-    else as many as under uniform routing.
+    alike, and of losses of equal outputs, are taken from it, and others added. `takes_all`: whether all
+    tokens have the experts of this rank; else as many as under uniform routing.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = _tensor_parallel(blueprint, recorder, takes_all=takes_all)
-    layers = _layers_on_meta(blueprint, tensor_parallel, queue, recorder)
-    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
-    end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
+    layers = blueprint.sequence.layers
+    copies = MetaCopies(blueprint, tensor_parallel, queue, recorder)
+    vocabulary = tensor_parallel.vocabulary_of(layers[-1])
+    end = build_loss_stage(blueprint, loss, vocabulary, copies.layer(len(layers) - 1), queue)
     share = context_share(
         blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets, recorder
     )
-    known = {} if known is None else known
-    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share, recorder, known)
+    known = KnownTraces() if known is None else known
+    traced = _trace_layers(copies, share, known)
     value = traced[-1].output
     traces = [one.trace for one in traced]
-    copies = end.writes_output and traces[-1].output_is_read
+    is_copied = end.writes_output and traces[-1].output_is_read
     classes = share.targets
     if classes is None:
         classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
     classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
-    if isinstance(end, ChunkedLossStage):
-        of_loss = trace_chunked_loss(end, queue, value, classes, recorder)
-    else:
-        of_loss = trace_loss(end, value, classes, recorder)
+    key = traced[-1].described, _described(classes)
+    if key not in known.losses:
+        known.losses[key] = traced_loss(end, queue, value, classes, recorder)
+    of_loss, loss_work = known.losses[key]
     works = [one.work for one in traced if one.work is not None]
-    if recorder is not None:
-        works[-1] = with_loss(works[-1], recorder.take(fuses=False))
+    if loss_work is not None:
+        works[-1] = with_loss(works[-1], loss_work)
     return ModelTraces(
         traces,
         [one.run.info for one in traced],
         of_loss,
-        sum(_bytes(value)) if copies else 0,
+        sum(_bytes(value)) if is_copied else 0,
         _bytes(share.inputs),
         _bytes(classes),
         [_cache_bytes(layer, one) for layer, one in zip(layers, traced, strict=True)],
@@ -137,6 +151,16 @@ def trace_model(
     )
 
 
+class CachedBytes(NamedTuple):
+    """The bytes of results that an attribute of a module of a layer holds after a step."""
+
+    module: str
+    """The module's name in the layer."""
+    name: str
+    """The attribute's."""
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class TracedLayer:
     """What a run of a layer on the meta device showed; layers of equal structure and inputs share it."""
@@ -144,58 +168,88 @@ class TracedLayer:
     run: InferredLayer
     trace: Trace
     output: Value
-    cached: Sequence[int]
-    """The bytes of each of its caches, in the order of `_caches`."""
+    cached: Sequence[CachedBytes]
     sequence: LocalSequence | None
     """The sequence for which it ran, with what it computed to share."""
     work: LayerWork | None
     """None where operations are not recorded."""
 
+    @cached_property
+    def described(self) -> str:
+        """What the traces of the next layer depend on: see `_described`."""
+        return _described(self.output)
 
-def _trace_layers(
-    blueprint: Blueprint,
-    tensor_parallel: TensorParallelism,
-    layers: Sequence[NamedLayer],
-    queue: WeightGradientQueue,
-    share: ContextShare,
-    recorder: OperationRecorder | None,
-    known: dict[Hashable, TracedLayer],
-) -> list[TracedLayer]:
+
+@dataclass(frozen=True)
+class KnownTraces:
+    """Traces of layers and losses that several traces of a model share."""
+
+    layers: dict[Hashable, TracedLayer] = field(default_factory=dict)
+    runs: dict[Hashable, InferredLayer] = field(default_factory=dict)
+    losses: dict[Hashable, TracedLoss] = field(default_factory=dict)
+
+
+def _trace_layers(copies: MetaCopies, share: ContextShare, known: KnownTraces) -> list[TracedLayer]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
-    meta_layers = blueprint.meta_layers(tensor_parallel, FIRST, {})
+    blueprint = copies.blueprint
+    meta_layers = blueprint.meta_layers(copies.tensor_parallel, FIRST, {})
     structures = [
         (structure, blueprint.float8.within(layer.path))
-        for structure, layer in zip(meta_layers.structures, layers, strict=True)
+        for structure, layer in zip(meta_layers.structures, blueprint.sequence.layers, strict=True)
     ]
-    compiled = _compiled_layers(blueprint, structures, layers, queue)
+    compiler = LayerCompiler.for_estimates(copies.queue) if blueprint.plan.compile else None
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
+    described = _described(value)
     held = _held(share.sequence)
     traced: list[TracedLayer] = []
-    for number, layer in enumerate(layers):
+    for number, structure in enumerate(structures):
         recompute = blueprint.recompute[number]
-        key = structures[number], recompute, given.length, given.repeats, _described(value), held
-        if key not in known:
-            with running(share.sequence):
-                run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
-                regions = meta_layers.regions_in_float8(number, given)
-            sequence = share.new_sequence()
-            info = replace(run.info, regions_in_float8=regions)
-            stage = Stage(0, [layer], queue, [[info]], [recompute], sequences=[sequence])
-            by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
-            if recompute == "selective" and not by_graphs:
-                trace_layer(stage, value)  # what to keep is known from the first backward
-            trace, output = trace_layer(stage, value, recorder)
-            if any(experts_in(layer.module)):  # whose operands and gradients are large
-                trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
-            work = None if recorder is None else recorder.take(recompute)
-            # Graphs compute what eager layers cache, but for factors of weights.
-            cached = [
-                0 if by_graphs and isinstance(one, ResultCache) else one.nbytes for one in _caches(layer)
-            ]
-            known[key] = TracedLayer(run, trace, output, cached, sequence, work)
-        traced.append(known[key])
-        given, value = known[key].run.next_input(), known[key].output
+        alike = structure, given.length, given.repeats, described, held
+        key = alike, recompute
+        if key not in known.layers:
+            layer = copies.layer(number)
+            if alike not in known.runs or any(_caches(layer)):
+                with running(share.sequence):
+                    known.runs[alike], _ = run_on_meta(layer, given)  # fills the layer's caches, too
+            run = known.runs[alike]
+            compiled = None if compiler is None else compiler.compiled(layer, structure, recompute)
+            info = replace(run.info, regions_in_float8=meta_layers.regions_in_float8(number, given))
+            known.layers[key] = _traced_layer(copies, layer, recompute, compiled, run, info, value, share)
+        traced.append(known.layers[key])
+        given, value = traced[-1].run.next_input(), traced[-1].output
+        described = traced[-1].described
     return traced
+
+
+def _traced_layer(
+    copies: MetaCopies,
+    layer: NamedLayer,
+    recompute: Recompute,
+    compiled: CompiledLayer | None,
+    run: InferredLayer,
+    info: LayerInfo,
+    value: Value,
+    share: ContextShare,
+) -> TracedLayer:
+    """Run a layer for the input `value`, forward and backward, and return what it allocates and saves.
+
+    `run`: a run of it before; `info`: its own, as a stage needs it.
+    """
+    recorder, sequence = copies.recorder, share.new_sequence()
+    stage = Stage(0, [layer], copies.queue, [[info]], [recompute], sequences=[sequence])
+    by_graphs = compiled is not None and _run_compiled(stage, compiled, value)
+    if recompute == "selective" and not by_graphs:
+        trace_layer(stage, value)  # what to keep is known from the first backward
+    trace, output = trace_layer(stage, value, recorder)
+    if any(experts_in(layer.module)):  # whose operands and gradients are large
+        trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
+    work = None if recorder is None else recorder.take(recompute)
+    # Graphs compute what eager layers cache, but for factors of weights.
+    cached = [
+        CachedBytes(module, name, 0 if by_graphs and isinstance(cache, ResultCache) else cache.nbytes)
+        for module, name, cache in _caches(layer)
+    ]
+    return TracedLayer(run, trace, output, cached, sequence, work)
 
 
 def _held(sequence: LocalSequence | None) -> Hashable:
@@ -203,31 +257,24 @@ def _held(sequence: LocalSequence | None) -> Hashable:
     return None if sequence is None else (sequence.layout, sequence.documents, sequence.group.index)
 
 
-def _caches(layer: NamedLayer) -> list[ResultCache | LinearCasts | MatrixCasts]:
-    """Return what holds results of a layer after a step: rotary angles, factors of weights in float8."""
-    return [*result_caches(layer.module), *casts_in(layer.module)]
+def _caches(layer: NamedLayer) -> Iterator[tuple[str, str, ResultCache | LinearCasts | MatrixCasts]]:
+    """Yield what holds results of a layer after a step, with the names of its module and attribute.
+
+    That is rotary angles, and factors of weights in float8.
+    """
+    yield from result_caches(layer.module)
+    for path, module in layer.module.named_modules():
+        yield from ((path, f"casts {number}", one) for number, one in enumerate(casts_of(module)))
 
 
 def _cache_bytes(layer: NamedLayer, traced: TracedLayer) -> dict[Hashable, int]:
-    """Return the bytes that a layer's caches hold, by a number of the cache."""
-    caches = _caches(layer) if traced.cached else ()
-    return {id(cache): nbytes for cache, nbytes in zip(caches, traced.cached, strict=True)}
-
-
-def _compiled_layers(
-    blueprint: Blueprint,
-    structures: Sequence[Hashable],
-    layers: Sequence[NamedLayer],
-    queue: WeightGradientQueue,
-) -> list[CompiledLayer]:
-    """Return a compiled layer for each layer; an empty list where the plan compiles nothing."""
-    if not blueprint.plan.compile:
-        return []
-    compiler = LayerCompiler.for_estimates(queue)
-    return [
-        compiler.compiled(layer, structure, recompute)
-        for layer, structure, recompute in zip(layers, structures, blueprint.recompute, strict=True)
-    ]
+    """Return the bytes that a layer's caches hold, by a key that is the same for layers that share one."""
+    found: dict[Hashable, int] = {}
+    for path, name, nbytes in traced.cached:
+        module = layer.module.get_submodule(path)
+        held = vars(module).get(name)
+        found[id(held) if isinstance(held, ResultCache) else (id(module), name)] = nbytes
+    return found
 
 
 def _described(value: Value) -> str:
@@ -269,35 +316,50 @@ def _tensor_parallel(
     return replace(made, experts=replace(made.experts, takes_all=True))
 
 
-def _layers_on_meta(
-    blueprint: Blueprint,
-    tensor_parallel: TensorParallelism,
-    queue: WeightGradientQueue,
-    recorder: OperationRecorder | None,
-) -> list[NamedLayer]:
-    """Return copies of all layers on the meta device, with a rank's shapes and allocated gradients."""
-    shapes = {name: layout.local_shape(FIRST) for name, layout in blueprint.whole_layouts.items()}
-    empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
-    scales = dict[int, Tensor]()
-    for name, parameter in blueprint.sequence.parameters.items():
-        meta, kind = empty[id(parameter)], blueprint.kinds[name]
-        if kind.scaled:
-            meta.data = meta.data.to(torch_dtype(kind.gather))
-            scales[id(meta)] = torch.empty((), device="meta")
-        if parameter.requires_grad:
-            meta.grad_dtype = None
-            meta.grad = torch.empty_like(meta, dtype=torch_dtype(kind.gradient))
-    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
-    float8 = blueprint.float8_layers(
-        tensor_parallel.group,
-        *(group_on_meta(axis, getattr(blueprint.plan, axis), 0, recorder) for axis in ("cp", "etp")),
-    )
-    for layer in layers:
-        if float8 is not None:
-            on_parts = tensor_parallel.sequence_dims[layer.path].input is not None
-            float8.apply(layer, queue, scales, on_parts=on_parts)
+@dataclass(frozen=True)
+class MetaCopies:
+    """Makes copies of a model's layers on the meta device, each by itself, with a rank's shapes."""
+
+    blueprint: Blueprint
+    tensor_parallel: TensorParallelism
+    queue: WeightGradientQueue
+    recorder: OperationRecorder | None
+    _copies: dict[int, NamedLayer] = field(default_factory=dict)
+
+    def layer(self, number: int) -> NamedLayer:
+        """Return the copy of layer `number`, with gradients allocated."""
+        if number not in self._copies:
+            self._copies[number] = self._made(self.blueprint.sequence.layers[number])
+        return self._copies[number]
+
+    def _made(self, original: NamedLayer) -> NamedLayer:
+        blueprint, sequence, queue = self.blueprint, self.blueprint.sequence, self.queue
+        own = {id(one) for one in original.module.parameters()}
+        parameters = {name: one for name, one in sequence.parameters.items() if id(one) in own}
+        shapes = {name: blueprint.whole_layouts[name].local_shape(FIRST) for name in parameters}
+        alone = replace(sequence, layers=(original,), parameters=parameters)
+        empty = on_meta(alone, DTYPES[blueprint.plan.precision], shapes)
+        scales = dict[int, Tensor]()
+        for name, parameter in parameters.items():
+            meta, kind = empty[id(parameter)], blueprint.kinds[name]
+            if kind.scaled:
+                meta.data = meta.data.to(torch_dtype(kind.gather))
+                scales[id(meta)] = torch.empty((), device="meta")
+            if parameter.requires_grad:
+                meta.grad_dtype = None
+                meta.grad = torch.empty_like(meta, dtype=torch_dtype(kind.gradient))
+        (layer,) = self.tensor_parallel.apply(private_copy([original], empty), queue)
+        if self._float8 is not None:
+            on_parts = self.tensor_parallel.sequence_dims[layer.path].input is not None
+            self._float8.apply(layer, queue, scales, on_parts=on_parts)
         defer_weight_gradients(layer.module, queue)
-    return layers
+        return layer
+
+    @cached_property
+    def _float8(self) -> Float8Layers | None:
+        plan = self.blueprint.plan
+        groups = (group_on_meta(axis, getattr(plan, axis), 0, self.recorder) for axis in ("cp", "etp"))
+        return self.blueprint.float8_layers(self.tensor_parallel.group, *groups)
 
 
 def _bytes(value: Value) -> list[int]:

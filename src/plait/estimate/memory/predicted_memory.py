@@ -5,7 +5,7 @@ The program of a rank runs on a ledger that records each allocation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
 from plait.engine.pipeline.exchange import Crossing
 from plait.engine.pipeline.executor import Executor
 from plait.errors import PlanError
@@ -28,7 +28,7 @@ from plait.estimate.memory.memory_report import (
     MemorySnapshot,
     RankMemory,
 )
-from plait.estimate.memory.model_traces import ModelTraces, TracedLayer, trace_model
+from plait.estimate.memory.model_traces import KnownTraces, ModelTraces, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.optimizer_state import OptimizerState, optimizer_state
 from plait.estimate.memory.owner_needs import Moments, require_moments
@@ -110,7 +110,9 @@ class MemoryEstimator:
     moments: Moments = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
-    layer_traces: dict[Any, dict[Hashable, TracedLayer]] = field(default_factory=dict)
+    layer_traces: dict[Any, KnownTraces] = field(default_factory=dict)
+    parts: KnownParts = field(default_factory=KnownParts)
+    """What blueprints of the model have in common."""
     records: bool = False
     """Whether traces have the operations of layers, too."""
     order_of: Callable[..., tuple[Schedule, StageCut]] = field(
@@ -128,7 +130,7 @@ class MemoryEstimator:
         """Return the predicted memory of a plan."""
         whole = replace(plan, strategy="none", offload="none", reduce="last")
         unsharded = max(rank.peak for rank in self.ranks(whole))
-        traces = self.known_traces(build_blueprint(self.model, plan, self.rules, self.order_of))
+        traces = self.known_traces(build_blueprint(self.model, plan, self.rules, self.order_of, self.parts))
         attention = () if traces is None else tuple(sorted(traces.attention, key=str))
         worst = None
         if plan.ep > 1 and traces is not None:
@@ -143,7 +145,7 @@ class MemoryEstimator:
 
         `takes_all`: of ranks whose experts all tokens of the ranks of `ep` have.
         """
-        blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
+        blueprint = build_blueprint(self.model, plan, self.rules, self.order_of, self.parts)
         traces = self.known_traces(blueprint, takes_all=takes_all)
         state = optimizer_state(blueprint, self.moments)
         return tuple(
@@ -193,7 +195,7 @@ class MemoryEstimator:
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
             recorder = None if fuses is None else OperationRecorder(fuses=fuses)
-            known = self.layer_traces.setdefault(alike, {})
+            known = self.layer_traces.setdefault(alike, KnownTraces())
             self.traces[key] = trace_model(
                 blueprint, microbatch, targets, self.loss, recorder, known, takes_all=takes_all
             )

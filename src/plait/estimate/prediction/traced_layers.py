@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from math import ceil, gcd
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
-from plait.estimate.memory.model_traces import FIRST, ModelTraces, TracedLayer
+from plait.estimate.memory.model_traces import FIRST, KnownTraces, ModelTraces
 from plait.estimate.memory.owner_needs import Moments, muon_of, tensor_counts
 from plait.estimate.memory.predicted_memory import MemoryEstimator
-from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
+from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, extrapolated
 from plait.optimizers.owner_work import found_matrices
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import FLOAT8, ModelParameter, kind_of
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
+from plait.schedules.schedule import Schedule
+from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import Experts
 from plait.tensor.layer_values import Value, map_tensors
@@ -49,8 +52,14 @@ class TracedLayers:
     rules: Rules | None
     moments: Moments
     """How many tensors of a parameter's size the optimizer keeps for it."""
+    parts: KnownParts = field(default_factory=KnownParts)
+    """What blueprints of the model have in common."""
+    _order_of: Callable[..., tuple[Schedule, StageCut]] = field(
+        default_factory=lambda: cache(schedule_and_cut)
+    )
     _traces: dict[Any, ModelTraces] = field(default_factory=dict)
-    _layer_traces: dict[Any, dict[Hashable, TracedLayer]] = field(default_factory=dict)
+    _layer_traces: dict[Any, KnownTraces] = field(default_factory=dict)
+    _by_rows: dict[tuple[Plan, int, bool], ModelTraces] = field(default_factory=dict)
     _blueprints: dict[Plan, Blueprint] = field(default_factory=dict)
     _counts: dict[tuple[object, ...], int] = field(default_factory=dict)
 
@@ -101,15 +110,22 @@ class TracedLayers:
             offload="none",
         )
         if alone not in self._blueprints:
-            self._blueprints[alone] = build_blueprint(self.module, alone, self.rules)
+            kept = replace(alone, recompute="none")
+            if kept not in self._blueprints:
+                self._blueprints[kept] = build_blueprint(self.module, kept, self.rules, known=self.parts)
+            self._blueprints[alone] = self._blueprints[kept].recomputing(alone.recompute)
         self._blueprints[plan] = self._blueprints[alone]
         return self._blueprints[plan]
 
     def traces(self, plan: Plan, rows: int, *, on_cpu: bool) -> ModelTraces:
         """Return what each layer computes, allocates and saves for a micro-batch of `rows` rows."""
-        found = self.estimator(rows, on_cpu=on_cpu).known_traces(self.blueprint(plan))
-        assert found is not None
-        return found
+        blueprint = self.blueprint(plan)
+        key = blueprint.plan, rows, on_cpu
+        if key not in self._by_rows:
+            found = self.estimator(rows, on_cpu=on_cpu).known_traces(blueprint)
+            assert found is not None
+            self._by_rows[key] = found
+        return self._by_rows[key]
 
     def estimator(self, rows: int, *, on_cpu: bool) -> MemoryEstimator:
         """Return an estimator of memory for `rows` rows per data-parallel rank; traces are shared."""
@@ -124,7 +140,9 @@ class TracedLayers:
             torch.device("cpu" if on_cpu else "cuda"),
             self._traces,
             self._layer_traces,
+            self.parts,
             records=True,
+            order_of=self._order_of,
         )
 
     def parameters(
@@ -173,7 +191,7 @@ class TracedSizes(MicrobatchSizes):
             return self._work(kind, ceil(self.rows))
         few, more = (self._work(kind, rows) for rows in FEW_ROWS)
         try:
-            return cast(LayerWork, _extrapolated(few, more, self.rows - FEW_ROWS[0]))
+            return cast(LayerWork, extrapolated(few, more, self.rows - FEW_ROWS[0]))
         except ValueError:  # it does something else with more rows
             return self._work(kind, ceil(self.rows))
 
@@ -223,7 +241,12 @@ class TracedSizes(MicrobatchSizes):
     @cached_property
     def message_bytes(self) -> float:
         """Bytes of a message between stages: the most between two layers."""
-        return self.extrapolated(_largest_output)
+        return self.extrapolated(attrgetter("largest_output"))
+
+    @cached_property
+    def loss_bytes(self) -> float:
+        """Bytes that the loss allocates at least beside what layers save: those of few rows, of many."""
+        return self._traces(self.plan, ceil(min(self.rows, FEW_ROWS[0]))).loss_bytes
 
     def _traces(self, plan: Plan, rows: int) -> ModelTraces:
         return self.layers.traces(plan, rows, on_cpu=self.on_cpu)
@@ -236,11 +259,6 @@ class TracedSizes(MicrobatchSizes):
         return few + (self.rows - FEW_ROWS[0]) * (more - few)
 
 
-def _largest_output(traces: ModelTraces) -> float:
-    """Return the most bytes that a layer hands to the next one."""
-    return max((sum(one.nbytes for one in info.tensors) for info in traces.infos[:-1]), default=0)
-
-
 def of_rows(batch: Value, rows: int) -> Value:
     """Return empty tensors on the meta device like a batch's, with `rows` rows.
 
@@ -251,21 +269,3 @@ def of_rows(batch: Value, rows: int) -> Value:
     if isinstance(ids, Tensor) and not ids.is_meta:
         made[DOCUMENT_IDS] = ids[torch.arange(rows) % len(ids)]
     return made
-
-
-def _extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return `few` extrapolated linearly by `rows` rows; `more`: the same for one row more.
-
-    Raises ValueError where the two have other parts.
-    """
-    if type(few) is not type(more):
-        raise ValueError
-    if is_dataclass(few):
-        names = [field.name for field in fields(few)]
-        parts = {name: _extrapolated(getattr(few, name), getattr(more, name), rows) for name in names}
-        return replace(cast(Any, few), **parts)
-    if isinstance(few, tuple):
-        return tuple(_extrapolated(one, two, rows) for one, two in zip(few, more, strict=True))
-    if isinstance(few, int | float) and not isinstance(few, bool):
-        return few + rows * (more - few)
-    return few

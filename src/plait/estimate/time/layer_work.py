@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation
 from plait.plan.decoder_sizes import LayerKind
@@ -137,3 +138,27 @@ class MicrobatchSizes(ABC):
     def gradient_item(self) -> int:
         """Bytes of an element in which gradients are accumulated."""
         return self.kind.gradient.itemsize
+
+
+def extrapolated(few: Any, more: Any, rows: float) -> Any:
+    """Return what operations `few` are with `rows` rows more, if `more` has one more: numbers grow linearly.
+
+    Or any other things of which there are more, instead of rows. Raises ValueError where the two have other
+    parts.
+    """
+    kind = type(few)
+    if kind is not type(more):
+        raise ValueError
+    if kind is float or kind is int:
+        return few + rows * (more - few)
+    if kind is tuple:
+        return tuple([extrapolated(one, two, rows) for one, two in zip(few, more, strict=True)])
+    if is_dataclass(kind):
+        names = _field_names(kind)
+        return kind(*[extrapolated(getattr(few, name), getattr(more, name), rows) for name in names])
+    return few
+
+
+@lru_cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -124,14 +124,15 @@ def float8_linears_in(layer: nn.Module) -> list[Any]:
 
 def casts_in(layer: nn.Module) -> list[LinearCasts | MatrixCasts]:
     """Return the casts of the linears in `layer` that multiply in float8, and of its experts' matrices."""
-    found = list[LinearCasts | MatrixCasts]()
-    for module in layer.modules():
-        casts = getattr(module, CASTS, None)
-        if isinstance(casts, ExpertCasts):
-            found += [casts.gate_up, casts.down]
-        elif casts is not None:
-            found.append(casts)
-    return found
+    return [one for module in layer.modules() for one in casts_of(module)]
+
+
+def casts_of(module: nn.Module) -> Sequence[LinearCasts | MatrixCasts]:
+    """Return the casts of `module` itself: one of a float8 linear, two of experts, else none."""
+    casts = getattr(module, CASTS, None)
+    if isinstance(casts, ExpertCasts):
+        return casts.gate_up, casts.down
+    return () if casts is None else (casts,)
 
 
 def _without_fast_path(module: nn.Module) -> None:

@@ -153,6 +153,12 @@ FEW = PlanChoices(
 )
 
 
+def least_memory(model: TracedModel, found: Prediction) -> float:
+    """The larger of the bounds of a plan's memory before and after its schedule is chosen."""
+    sizes = model.sizes(found.plan, found.rows / found.plan.microbatches, on_cpu=not found.hardware.overlaps)
+    return max(model.memories().least(sizes, policy) for policy in (None, found.plan.schedule))
+
+
 def search_and_predict_all(
     model: TracedModel, ranks: int, batch: int, choices: PlanChoices = FEW, base: Plan | None = None
 ) -> list[Prediction]:
@@ -164,6 +170,8 @@ def search_and_predict_all(
         for plan in division.options(base, choices)
         for policy, chunks in division.schedules(len(model.kinds), choices)
     ]
+    for one in every:
+        assert least_memory(model, one) <= one.peak_memory, one.plan
     peaks = sorted(one.peak_memory for one in every)
     for room in (peaks[-1], peaks[len(peaks) // 2], peaks[len(peaks) // 8]):
         machine = replace(h100, memory=room + h100.reserved)
@@ -179,6 +187,25 @@ def test_a_search_returns_what_predicting_every_plan_does(moments: Any) -> None:
     layers = perceptron(wide=256 if moments == "muon" else 16)  # which takes Muon longer than the layers
     model = traced_model(layers, torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss(), moments=moments)
     search_and_predict_all(model, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "close"),
+    [
+        ({"dp": 2, "strategy": "full", "microbatches": 3}, 0.8),  # whole gradients beside the next loss
+        ({"dp": 2, "strategy": "gradients", "reduce": "each", "microbatches": 2}, 0.7),
+        ({"pp": 3, "microbatches": 6, "recompute": "selective"}, 0.7),
+        ({"pp": 2, "microbatches": 2, "schedule": "zb-h1", "recompute": "full"}, 0.7),
+        ({"pp": 2, "dp": 2, "microbatches": 1, "strategy": "full"}, 0.5),
+    ],
+    ids=str,
+)
+def test_memory_of_a_plan_is_at_least_its_bound_and_not_far_above_it(
+    plan: dict[str, Any], close: float
+) -> None:
+    model = traced_model(llama(layers=4, vocab=640))
+    found = predict(model, Plan(**plan, **MIXED), "h100-sxm", rows=4 * plan["microbatches"])
+    assert close * found.peak_memory < least_memory(model, found) <= found.peak_memory
 
 
 IN_FLOAT8 = Plan(precision="bf16", linears="float8")
