@@ -71,3 +71,18 @@ def test_a_folder_of_temporary_files_with_too_long_a_path_is_named(monkeypatch: 
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/long")
     with pytest.raises(MeshError, match="the folder of temporary files, /tmp/long, has too long a path"):
         fork_server.start_process(print, "one", "plait.ranks", None)
+
+
+def test_a_process_is_started_again_where_the_fork_server_was_killed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+
+    def start(process: ForkServerProcess) -> None:
+        started.append(process.name)
+        if len(started) == 1:
+            raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    fork_server.start_process(print, "one", "plait.ranks", None)[1].close()
+    assert started == ["one", "one"]

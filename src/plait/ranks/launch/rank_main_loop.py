@@ -71,9 +71,7 @@ def serve(connection: Connection) -> None:
     while True:
         job = jobs.get()
         report = _run(job)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # what reads it is gone, or the function has closed it
-                stream.flush()
+        _flush_output()
         data = pickle.dumps(report)
         has_to_leave = job.goes_on and isinstance(report, RankFailure)
         if not has_to_leave:
@@ -84,6 +82,13 @@ def serve(connection: Connection) -> None:
                 _leave_failed_world(connection)
                 busy.clear()
                 connection.send_bytes(pickle.dumps(READY))
+
+
+def _flush_output() -> None:
+    """Flush stdout and stderr, as far as possible: what reads them may be gone, or they may be closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _leave_failed_world(connection: Connection) -> None:
