@@ -86,6 +86,15 @@ class Member:
         self.report = RankFailure(rank, summary, _stack(folder, rank), at=time.monotonic())
         self.kill()
 
+    def send_kill(self) -> None:
+        """Send SIGKILL to the process, without waiting for its end.
+
+        By its pidfd: multiprocessing takes all processes for ended once the one that they were forked from is
+        gone, and then kills none.
+        """
+        with suppress(OSError):  # it has ended
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     def kill(self) -> None:
         """Kill the process, also where it is stopped; it counts as ended even if the system takes longer."""
         self._kill(_MOST_TO_END)
@@ -144,13 +153,8 @@ class Member:
         self._send(END)
 
     def _kill(self, seconds: float) -> None:
-        """Kill the process by its pidfd, and wait at most so many seconds for its end.
-
-        multiprocessing takes all processes for ended once the one that they were forked from is gone, and
-        then kills none.
-        """
-        with suppress(OSError):  # it has ended
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        """Kill the process, and wait at most so many seconds for its end."""
+        self.send_kill()
         self.process.join(_GRACE if wait([self._pidfd], seconds) else 0)
 
     def _send(self, message: RankJob | str | None) -> None:

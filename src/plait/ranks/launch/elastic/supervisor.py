@@ -176,6 +176,8 @@ class Supervisor(SimpleElasticAgent):
             self._update(min(_PERIOD, deadline - time.monotonic()), busy)
         for member in busy:
             self._tell(f"process {member.process.pid} does not leave the failed run, and is killed")
+            member.send_kill()
+        for member in busy:
             member.kill()
         self._note_wrong_bits()
         self._update(0.0, self._spares)
@@ -372,6 +374,8 @@ class Supervisor(SimpleElasticAgent):
             for member in members:
                 member.process.join(max(0.0, deadline - time.monotonic()))
         finally:  # also after a second Ctrl-C: ranks ignore SIGTERM, and this process would wait for them
+            for member in members:
+                member.send_kill()
             for member in members:
                 member.close()
 
