@@ -53,6 +53,8 @@ class Case:
     """Whether checkpoints on disk take the place of snapshots."""
     grows_before: int | None = None
     """The step before which the smallest world waits until there are processes for all ranks."""
+    checks: bool = False
+    """Whether memory is compared in each step, and before a run moves."""
 
     @property
     def ranks(self) -> int:
@@ -95,15 +97,16 @@ def train(folder: Path, case: Case, injector: Injector | None = None) -> dict[st
         found = snapshots.restore()
         first = found.step if found else 0
         _write(folder / f"ready-{mesh.rank}.jsonl", first, mesh.world, moved is not None, time.monotonic())
-        for step in range(first, case.steps):
-            if step == case.grows_before and plan == PLANS[case.plans[-1]]:
-                _wait_for_processes(case.ranks)
-            injector.begin(step)
-            _write(folder / f"samples-{mesh.rank}.jsonl", step, hashes_of(step, *rows_of(mesh)))
-            loss = train_step(engine, optimizer, step)
-            injector.at("optimizer")
-            _write(folder / f"steps-{mesh.rank}.jsonl", step, loss.hex(), time.monotonic())
-            snapshots.step(step + 1)
+        with plait.CorruptionChecks(engine, optimizer, memory=case.checks):
+            for step in range(first, case.steps):
+                if step == case.grows_before and plan == PLANS[case.plans[-1]]:
+                    _wait_for_processes(case.ranks)
+                injector.begin(step)
+                _write(folder / f"samples-{mesh.rank}.jsonl", step, hashes_of(step, *rows_of(mesh)))
+                loss = train_step(engine, optimizer, step)
+                injector.at("optimizer")
+                _write(folder / f"steps-{mesh.rank}.jsonl", step, loss.hex(), time.monotonic())
+                snapshots.step(step + 1)
         result = outcome(engine, optimizer)
     injector.begin(case.steps - 1)
     injector.at("end")

@@ -13,9 +13,10 @@ import os
 import stat
 import time
 import tomllib
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -101,8 +102,9 @@ def make_folder(path: Path) -> None:
 def try_lock(path: Path) -> BinaryIO | None:
     """Lock a file (flock) without waiting, and return it open; None if another process holds the lock.
 
-    The file then contains this process's id and host, and the time; the lock ends with the process. Raises
-    OSError where the folder of `path` takes no files or locks, and where `path` is a link.
+    The file then contains this process's id and host, and the time; the lock ends with the process, also
+    where processes that it has forked go on, such as workers of a `DataLoader`. Raises OSError where the
+    folder of `path` takes no files or locks, and where `path` is a link.
     """
     while True:
         file = os.fdopen(_opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW), "a+b")
@@ -123,7 +125,14 @@ def try_lock(path: Path) -> BinaryIO | None:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     file.write(f"process {os.getpid()} on {os.uname().nodename} since {since}".encode())
     file.flush()
+    os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
     return file
+
+
+def _close(reference: weakref.ref[BinaryIO]) -> None:
+    """Close a file, if it is still open somewhere in this process."""
+    if (file := reference()) is not None:
+        file.close()
 
 
 def unlock(path: Path, file: BinaryIO) -> None:

@@ -188,7 +188,7 @@ def test_no_step_is_computed_again_where_replicas_hold_the_whole_state(
 ) -> None:
     """Snapshots are further apart than the run is long; a spare joins those that are left."""
     kills = tuple(survive.Injection("kill", "norm", step, rank) for step, rank in ((3, 1), (5, 2)))
-    case = survive.Case((name,), STEPS, STEPS + 1, kills)
+    case = survive.Case((name,), STEPS, STEPS + 1, kills, checks=True)
     results = plait.launch(
         survive.train, tmp_path, case, ranks=4, device="cpu", timeout=LIMIT, elastic=Elastic(spares=1)
     )

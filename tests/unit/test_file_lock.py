@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,26 @@ def test_a_killed_process_holds_no_file_lock(tmp_path: Path) -> None:
     file = try_lock(path)
     assert file is not None
     unlock(path, file)
+
+
+def test_a_process_that_the_owner_has_forked_does_not_hold_its_file_lock(tmp_path: Path) -> None:
+    """As a worker of a `DataLoader`, which outlives a killed rank by seconds."""
+    file = try_lock(tmp_path / "a.lock")
+    assert file is not None
+    forked = os.fork()
+    if not forked:
+        signal.pause()
+    try:
+        file.close()
+        again = None
+        for _ in range(500):  # until it has run what it runs first
+            again = again or try_lock(tmp_path / "a.lock")
+            time.sleep(0 if again else 0.01)
+        assert again is not None
+        again.close()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
 
 
 def test_a_lock_in_a_missing_folder_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def remove_at_end(path: Path) -> bool:
     if not supervisor_of_rank():
         return False
     with Path(os.environ[_FOLDER], _REMOVED_AT_END).open("a") as file:
-        file.write(f"{path.absolute()}\n")
+        file.write(f"{json.dumps(str(path.absolute()))}\n")
     return True
 
 
@@ -141,8 +142,9 @@ def newest_good_step() -> int | None:
 def removed_at_end(folder: str) -> Iterator[Path]:
     """Yield the folders that ranks gave to `remove_at_end`."""
     file = Path(folder, _REMOVED_AT_END)
-    if file.exists():
-        yield from map(Path, dict.fromkeys(file.read_text().splitlines()))
+    for line in dict.fromkeys(file.read_text().splitlines()) if file.exists() else ():
+        with suppress(ValueError):  # cut by a full disk: what is left could name a folder above
+            yield Path(json.loads(line))
 
 
 def _write(path: Path, text: str) -> None:

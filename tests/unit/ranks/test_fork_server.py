@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 
 import pytest
 
@@ -59,3 +61,28 @@ def test_the_main_module_and_the_signals_are_put_back() -> None:
         raise ZeroDivisionError
     assert sys.modules["__main__"] is main
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_a_folder_of_temporary_files_with_too_long_a_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: ForkServerProcess) -> None:
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr(ForkServerProcess, "start", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/long")
+    with pytest.raises(MeshError, match="the folder of temporary files, /tmp/long, has too long a path"):
+        fork_server.start_process(print, "one", "plait.ranks", None)
+
+
+def test_a_process_is_started_again_where_the_fork_server_was_killed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+
+    def start(process: ForkServerProcess) -> None:
+        started.append(process.name)
+        if len(started) == 1:
+            raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    fork_server.start_process(print, "one", "plait.ranks", None)[1].close()
+    assert started == ["one", "one"]

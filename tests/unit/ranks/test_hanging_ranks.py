@@ -46,7 +46,7 @@ class OtherHosts:
         self.told.append((some, each))
         return self._waiting
 
-    def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int]) -> None:
+    def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int] = ()) -> None:
         self.told.append((failure.summary, last_good_step, list(ranks)))
 
     def ranks(self, here: int) -> tuple[Sequence[int], int]:
@@ -132,6 +132,7 @@ def test_after_wrong_bits_ranks_go_on_from_the_last_good_step_without_the_wrong_
         _running=[SimpleNamespace(kill=partial(lost.append, rank)) for rank in range(2)],
     )  # fmt: skip
     fake._replace_wrong = partial(Supervisor._replace_wrong, fake)
+    fake._leave_out_wrong = partial(Supervisor._leave_out_wrong, fake)
     Supervisor._note(fake, from_exception(1, CorruptionError("a bit flipped", 7, wrong)))
     expected = tmp_path / "expected"
     expected.mkdir()

@@ -93,11 +93,12 @@ def test_launch_without_a_gpu_starts_one_rank_by_default():
     assert launch(dist.get_world_size, device="cpu") == [1]
 
 
-def inside(asked: int | None) -> Any:
+def inside(asked: int | None, elastic: bool = False) -> Any:
+    def found(rank: int) -> tuple[int, int, int]:
+        return rank, current_ranks().rank, torch.get_num_threads()
+
     try:
-        return launch(
-            lambda rank: (rank, current_ranks().rank, torch.get_num_threads()), 7, ranks=asked, threads=2
-        )
+        return launch(found, 7, ranks=asked, threads=2, elastic=elastic)
     except MeshError as error:
         return str(error)
 
@@ -111,6 +112,8 @@ def test_launch_inside_a_rank_calls_the_function_there(kind: str, request: pytes
     assert ranks.run(inside, 1, ranks=1) == [[(7, 0, 2)]]
     told = ranks.run(inside, 3, ranks=2)
     assert "launch was called inside rank 1 of 2, for 3 ranks" in told[1]
+    told = ranks.run(inside, 2, True, ranks=2)
+    assert "launch was called for elastic ranks inside rank 1 of 2, which another program" in told[1]
 
 
 def test_launch_inside_a_rank_refuses_another_device(rank_pool):

@@ -47,6 +47,7 @@ def test_the_earliest_failure_that_is_no_consequence_is_the_cause() -> None:
             -signal.SIGKILL,
             "was killed by SIGKILL (when it was not you: the system may have run out of memory)",
         ),
+        (-37, "was killed by signal 37"),
         (0, "ended with exit code 0 before its function returned"),
         (
             255,
@@ -124,3 +125,9 @@ def test_another_error_is_text_with_its_traceback() -> None:
         assert type(told) is RankError
         assert str(told) == f"rank 3 failed: {name}\n\n{found.traceback.rstrip()}"
         assert (told.rank, told.traceback) == (3, found.traceback)
+
+
+def test_an_error_whose_class_cannot_be_imported_here_is_told_with_its_traceback() -> None:
+    found = RankFailure(2, "failed: mine.Error: no", "Traceback: no", error=b"cmine\nError\n.").exception()
+    assert isinstance(found, RankError)
+    assert str(found) == "rank 2 failed: mine.Error: no\n\nTraceback: no"

@@ -9,6 +9,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -83,3 +84,15 @@ def test_a_rank_ends_when_it_is_told_to_or_its_parent_is_gone(
     assert run.exists() == (state != "busy")
     assert jobs.empty() == (state == "idle")
     assert jobs.empty() or jobs.get() == job
+
+
+def test_a_rank_whose_output_nobody_reads_still_sends_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+
+    def refuse() -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=refuse))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(flush=lambda: flushed.append(1)))
+    rank_main_loop._flush_output()
+    assert flushed == [1]

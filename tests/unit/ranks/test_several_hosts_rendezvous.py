@@ -178,6 +178,8 @@ def test_a_host_that_ends_by_an_error_ends_the_others() -> None:
         one.finish([pickle.dumps(0), pickle.dumps(1)])
         with pytest.raises(PlaitError, match="rank 2's result is a Fraction"):
             two.finish([pickle.dumps(Fraction(1, 2)), pickle.dumps(3)])
+        with pytest.raises(PlaitError, match="rank 3's result cannot be read here"):
+            two.finish([pickle.dumps(2), b"cmine\nResult\n."])
         two.end("rank 3 failed")
         assert wait_for(one.reason) == "host 1 ends the run: rank 3 failed"
         assert not one.finish([])
@@ -202,6 +204,8 @@ def test_all_hosts_learn_which_of_them_wait_in_vain() -> None:
         wait_for(lambda: two.exchange_waiting(False, False) == (True, False))
         wait_for(lambda: two.exchange_waiting(True, True) == (True, False))
         wait_for(lambda: one.exchange_waiting(True, True) == (True, True))
+        one.exchange_waiting(False, True)  # its ranks have ended
+        wait_for(lambda: two.exchange_waiting(True, True) == (False, True))
 
 
 def test_hosts_that_do_not_come_and_runs_of_others_are_named() -> None:

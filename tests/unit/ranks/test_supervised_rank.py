@@ -49,7 +49,11 @@ def test_folders_to_remove_and_the_restored_step_reach_the_supervisor(
     assert remove_at_end(tmp_path / "one")
     assert remove_at_end(tmp_path / "one")
     assert remove_at_end(tmp_path / "two")
-    assert [*removed_at_end(str(tmp_path))] == [tmp_path / "one", tmp_path / "two"]
+    assert remove_at_end(tmp_path / "three\nlines\u2028")
+    with (tmp_path / "removed_at_end").open("a") as file:
+        file.write(f'"{tmp_path}')  # a full disk has cut the rest
+    folders = [tmp_path / name for name in ("one", "two", "three\nlines\u2028")]
+    assert [*removed_at_end(str(tmp_path))] == folders
     note_restored(3)
     note_restored(7)
     assert restored_step(str(tmp_path)) == 7

@@ -12,6 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -94,6 +96,26 @@ def test_without_replacements_the_ranks_become_fewer(tmp_path: Path) -> None:
     assert results[0][1] == first_processes(tmp_path)[2]
 
 
+def summing_on_gpus(folder: Path, failures: Failures) -> tuple[int, int, float]:
+    """Return what `summing` does, in a process that cannot leave a failed world, as those that use GPUs."""
+    patch("plait.ranks.launch.rank_main_loop.has_used_accelerator", lambda: True).start()
+    return summing(folder, failures)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("replace", "spares", "ranks"), [("later", 1, 3), (False, 0, 2)])
+def test_ranks_that_can_only_end_are_started_again_as_many_as_were_not_lost_or_all(
+    tmp_path: Path, replace: bool | Literal["later"], spares: int, ranks: int
+) -> None:
+    settings = Elastic(replace=replace, spares=spares)
+    results = plait.launch(
+        summing_on_gpus, tmp_path, {(0, 1): die}, ranks=3, threads=1, device="cpu", timeout=30.0,
+        elastic=settings,
+    )  # fmt: skip
+    assert [total for _, _, total in results] == [ranks] * ranks
+    assert not {process for _, process, _ in results} & {*first_processes(tmp_path)}
+
+
 @pytest.mark.full
 def test_processes_that_a_smaller_world_leaves_out_become_spares(tmp_path: Path) -> None:
     settings = Elastic(replace=False, ranks_of=lambda ready: {4: 4, 3: 2, 2: 2}.get(ready, 0))
@@ -131,6 +153,7 @@ def fails_by_a_bug(folder: Path, count: int) -> object:
         file.write("called\n")
     if mesh.rank == 1 and len((folder / "rank-1").read_text().splitlines()) <= count:
         raise ValueError("a bug of the user's own")
+    all_reduce(torch.ones(1), mesh.group("world")).wait()  # no rank returns where the other fails
     return CannotBeSent()
 
 

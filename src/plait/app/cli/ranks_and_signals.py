@@ -58,7 +58,8 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
         name = signal.Signals(number).name
         print(f"plait: {name}: stops after this step; once more stops at once.", file=sys.stderr)
         for child in children:
-            os.kill(child, STOP_SIGNAL)
+            with suppress(ProcessLookupError):  # lost just now: the others stop, or the one in its place
+                os.kill(child, STOP_SIGNAL)
 
     with GracefulStop((signal.SIGINT, signal.SIGTERM) if local else (), forward) as stop:
         yield received

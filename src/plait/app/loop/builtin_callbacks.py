@@ -62,12 +62,10 @@ class WrongBits(Callback):
             self.begin(run)
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Compare memory a last time, unless an error ended the run, and close the checks."""
+        """End the checks, as `CorruptionChecks` do: without an error they compare memory a last time."""
         if self._checks is not None:
             checks, self._checks = self._checks, None
-            if error is None:
-                checks.compare()
-            checks.close()
+            checks.__exit__(None if error is None else type(error), error, None)
 
 
 class Log(Callback):

@@ -25,6 +25,7 @@ from plait.plan.argument_checks import require_flag, require_instance, require_p
 from plait.ranks.device import is_accelerator
 from plait.ranks.group import Counts, Wait
 from plait.ranks.point_to_point import clock_offset
+from plait.ranks.supervised_rank import WorldChange
 from plait.ranks.text_collectives import all_gather_text
 
 _SHORTEST = 20_000
@@ -279,6 +280,9 @@ class Report(Callback):
         self._metrics.close(error)
         self._ranks.close(error)
         self._experts.close(error)
+        if isinstance(error, WorldChange):  # the run goes on, on more ranks, which write the page
+            write_event(self._folder, "resized", run.done, str(error))
+            return
         if error is not None:
             write_event(self._folder, "failed", run.done, str(error) or type(error).__name__)
         else:

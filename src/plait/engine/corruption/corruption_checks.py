@@ -15,6 +15,7 @@ from plait.engine.engine import Engine
 from plait.engine.runner import Runner
 from plait.errors import PlanError
 from plait.plan.argument_checks import require_flag, require_instance, require_number
+from plait.ranks.kept_run import keeps_runs
 
 
 class CorruptionChecks:
@@ -49,6 +50,8 @@ class CorruptionChecks:
         optimizers = _checked(engine, optimizer, memory, recheck_rate)
         self._engine = engine
         self._memory = MemoryCheck(engine.runtime, optimizers) if memory else None
+        self._kept_memory: MemoryCheck | None = None
+        """What still compares the memory of a run that this process keeps after an error."""
         self._layers = LayerRecheck(engine.runtime, recheck_rate) if recheck_rate else None
         self._hooks: list[RemovableHandle] = []
         for one in optimizers if memory else ():
@@ -62,10 +65,17 @@ class CorruptionChecks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Compare memory a last time, unless an error is raised, and close the checks."""
+        """Compare memory a last time, and close the checks; after an error, check no more steps.
+
+        Where this process keeps the run for `plait.reshard_kept`, that compares the memory before it moves.
+        """
         if error is None:
             self.compare()
-        self.close()
+        if error is None or not keeps_runs():
+            self.close()
+        else:
+            self._remove_hooks()
+            self._kept_memory, self._memory, self._layers = self._memory, None, None
 
     @property
     def rechecked(self) -> int:
@@ -82,16 +92,21 @@ class CorruptionChecks:
 
     def compare(self) -> None:
         """Raise CorruptionError where memory has changed since the last update. On a GPU the host waits."""
-        if self._memory is not None:
-            self._memory.compare_now()
+        memory = self._memory or self._kept_memory
+        if memory is not None:
+            memory.compare_now()
 
     def close(self) -> None:
         """Remove the checks' hooks, and stop comparing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._memory, self._layers = [], None, None
+        self._remove_hooks()
+        self._memory = self._kept_memory = self._layers = None
         if self in self._engine.watches:
             self._engine.watches.remove(self)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def begin_pass(self, runner: Runner) -> None:
         """Called by the engine when `forward_backward` begins."""

@@ -14,7 +14,7 @@ from plait.engine.engine import Engine
 from plait.engine.resharding.optimizer_of_new_engine import OptimizerMaker
 from plait.engine.resharding.planned_transfers import PlacedBlueprint, lost_parameter
 from plait.engine.resharding.reshard import reshard
-from plait.errors import PlanError
+from plait.errors import CorruptionError, PlanError
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.ranks.kept_run import KeptRun, keep_run, take_kept_run
@@ -42,7 +42,8 @@ def reshard_kept(
     the run of `Snapshots` when their world changes, if the function calls this. `Snapshots.restore` of the
     engine then returns its number of steps, and loads nothing. `model` returns the model (best on the meta
     device) and `optimizer` makes the optimizer of a list of parameter groups, on ranks that have kept
-    nothing; `loss` and `rules` as to `parallelize`. Communication: two texts of each rank, and that of
+    nothing; `loss` and `rules` as to `parallelize`. Raises CorruptionError on a rank whose memory
+    `CorruptionChecks` find changed: it does not move. Communication: two texts of each rank, and that of
     `reshard`.
     """
     kept = take_kept_run()
@@ -65,9 +66,13 @@ def _moved(
     rules: Rules | None,
 ) -> tuple[Engine, Any] | None:
     """Return the engine and optimizer of the run that ranks have kept, moved; None as `reshard_kept`."""
-    own = "" if kept is None else json.dumps([kept.step, kept.state, kept.engine.mesh.rank])
+    own = ""
     if newest_good_step() is not None:  # wrong bits may be in memory; not each host may know
         own = _WRONG
+    elif kept is not None:
+        _go_back(kept)
+        _compare_memory(kept.engine, mesh)  # that of the new engine counts as right
+        own = json.dumps([kept.step, kept.state, kept.engine.mesh.rank])
     texts = all_gather_text(own, mesh.all_ranks, mesh.device)
     if _WRONG in texts:
         return None
@@ -81,7 +86,6 @@ def _moved(
             if kept is None or kept.step != step:
                 moved = reshard(model(), optimizer, plan, mesh, loss=loss, rules=rules)
             else:
-                _go_back(kept)
                 moved = reshard(kept.engine, kept.optimizer, plan, mesh)
         except PlanError:  # on all ranks, before anything has moved: the optimizer's state cannot be moved
             return None
@@ -90,6 +94,16 @@ def _moved(
         keep_run(KeptRun(engine, made, step, states[step], engine.run_state))
         return engine, made
     return None
+
+
+def _compare_memory(engine: Engine, mesh: Mesh) -> None:
+    """Raise CorruptionError where the engine's memory has changed by itself, as that of a rank of `mesh`."""
+    try:
+        engine.compare_memory()
+    except CorruptionError as error:
+        rank = mesh.all_ranks.index  # which may have had another number when the engine was made
+        text = f"rank {rank} of {mesh.world} cannot go on with the run that it has kept: {error}"
+        raise CorruptionError(text, error.last_good_step, [rank]) from None
 
 
 def _is_whole(kept: KeptRun | None, members: Mapping[int, int], mesh: Mesh) -> bool:

@@ -189,13 +189,13 @@ class RankFailure:
 
         `others` describes what the other ranks were doing, for the message.
         """
+        error = None if self.error is None else _unpickled(self.error)
         parts = (f"rank {self.rank} {self.summary}", self.traceback.rstrip(), others)
-        if self.error is not None and not self.secondary:  # its message is not repeated here
+        if error is not None and not self.secondary:  # its message is not repeated here
             parts = (f"rank {self.rank} raised the error that follows", self.frames.rstrip(), others)
         report = RankError("\n\n".join(filter(None, parts)), self.rank, self.traceback)
-        if self.error is None:
+        if error is None:
             return report
-        error: PlaitError = pickle.loads(self.error)
         error.__cause__ = report
         return error
 
@@ -217,7 +217,7 @@ def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
     if code is None:
         summary = "closed its pipe"
     elif code < 0:
-        summary = f"was killed by {signal.Signals(-code).name}"
+        summary = f"was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL:
             summary += " (when it was not you: the system may have run out of memory)"
     else:
@@ -241,6 +241,23 @@ def _pickled(error: BaseException) -> bytes | None:
     except Exception:
         return None  # the traceback holds its text
     return data
+
+
+def _unpickled(error: bytes) -> PlaitError | None:
+    """Return a rank's error; None where its class cannot be imported in this process."""
+    try:
+        found = pickle.loads(error)
+    except Exception:  # of the user's class
+        return None
+    return found if isinstance(found, PlaitError) else None
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal; its number where it has none, as most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def is_secondary(error: BaseException) -> bool:

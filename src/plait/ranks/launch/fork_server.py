@@ -10,6 +10,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -31,7 +32,8 @@ def start_process(
 
     A fork server starts it, not this process, which may have threads. It imports what every rank needs,
     `module` if that is plait's, and the modules `preloaded`, before it forks, and lasts as long as this
-    process. `library`: a shared library that it loads in place of another of that name.
+    process. `library`: a shared library that it loads in place of another of that name. Raises MeshError
+    where the folder of temporary files cannot have its socket.
     """
     context = multiprocessing.get_context("forkserver")
     ours = [module] if module.startswith("plait.") else []
@@ -39,7 +41,17 @@ def start_process(
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there,), name=name, daemon=True)
     with _preloaded(library), _without_main(), _blocked_signal(signal.SIGTERM):
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError):  # the server was killed meanwhile: another one starts
+            process.start()
+        except OSError as error:
+            if "AF_UNIX path too long" not in str(error):
+                raise
+            raise MeshError(
+                f"the folder of temporary files, {tempfile.gettempdir()}, has too long a path for a socket: "
+                "set TMPDIR to a shorter one."
+            ) from None
     there.close()
     return process, here
 

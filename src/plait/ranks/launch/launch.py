@@ -22,6 +22,7 @@ from plait.ranks.launch.rank_threads import run_threads
 from plait.ranks.launch.result_exchange import all_gather_results
 from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.rank_device import explained_sharing
+from plait.ranks.supervised_rank import supervisor_of_rank
 from plait.ranks.transport.interface import RankTransports
 from plait.ranks.transport.process_ranks import current_ranks, joined_processes
 from plait.ranks.world import World, find_world
@@ -76,7 +77,7 @@ def launch(
     _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu, elastic)
     call, settings = partial(function, *arguments), _elastic_settings(elastic)
     if (inside := current_ranks()) is not None:
-        _require_world_inside(inside, ranks, device)
+        _require_world_inside(inside, ranks, device, settings)
         return _results(inside, call, threads, timeout)
     options: dict[str, Any] = {"timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
     if (world := find_world()) is not None and settings is not None:
@@ -166,8 +167,16 @@ def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
         )
 
 
-def _require_world_inside(inside: RankTransports, ranks: int | None, device: str) -> None:
+def _require_world_inside(
+    inside: RankTransports, ranks: int | None, device: str, elastic: Elastic | None
+) -> None:
     """Raise MeshError where `launch`, called in a rank of an existing world, asks for another one."""
+    if elastic is not None and not supervisor_of_rank():
+        raise MeshError(
+            f"launch was called for elastic ranks inside rank {inside.rank} of {inside.size}, which another "
+            "program has started, and would have to replace: leave elastic out, or call launch in a process "
+            "that is no rank."
+        )
     if ranks not in (None, inside.size):
         raise MeshError(
             f"launch was called inside rank {inside.rank} of {inside.size}, for {ranks} ranks: give that "

@@ -44,6 +44,8 @@ STOP = "stop"
 """Sent by a supervisor to end the job that runs: waits for other ranks raise errors from then on."""
 READY = "ready"
 """Sent by a rank that has failed, once it has left its world and can take another job."""
+LEAVES_BY_ENDING = "leaves by ending"
+"""Sent by a rank that has failed, and cannot leave its world but by the end of its process."""
 PING = "ping"
 """Sent by a supervisor to a new process, which sends it back once it can take a job."""
 _SECONDS_TO_LEAVE = 2.0
@@ -70,8 +72,7 @@ def serve(connection: Connection) -> None:
     while True:
         job = jobs.get()
         report = _run(job)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush_output()
         data = pickle.dumps(report)
         has_to_leave = job.goes_on and isinstance(report, RankFailure)
         if not has_to_leave:
@@ -79,18 +80,27 @@ def serve(connection: Connection) -> None:
         with suppress(OSError):  # the parent is gone: `_listen` ends this process
             connection.send_bytes(data)
             if has_to_leave:
-                _leave_failed_world()
+                _leave_failed_world(connection)
                 busy.clear()
                 connection.send_bytes(pickle.dumps(READY))
 
 
-def _leave_failed_world() -> None:
+def _flush_output() -> None:
+    """Flush stdout and stderr, as far as possible: what reads them may be gone, or they may be closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _leave_failed_world(connection: Connection) -> None:
     """Leave the process group and free memory after a failed job; end this process if that takes too long.
 
-    A GPU may still wait for a lost rank: then too.
+    A GPU may still wait for a lost rank: then too. The supervisor may start another process in its place.
     """
     is_kept = forget_connections_of_kept_run()
     if has_used_accelerator() or not leave_world(_SECONDS_TO_LEAVE):
+        with suppress(OSError):
+            connection.send_bytes(pickle.dumps(LEAVES_BY_ENDING))
         end_process(1)
     if not is_kept:  # what takes it, or drops it, collects
         gc.collect()

@@ -63,10 +63,17 @@ def test_a_first_import_is_left_out_of_garbage_collection(monkeypatch: pytest.Mo
 def test_the_first_signal_to_the_command_is_sent_on_to_the_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also to those after one that has ended meanwhile."""
     sent: list[tuple[int, int]] = []
-    children = [SimpleNamespace(pid=pid) for pid in (71, None, 72)]
+    children = [SimpleNamespace(pid=pid) for pid in (71, None, 70, 72)]
     monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 70:
+            raise ProcessLookupError
+        sent.append((pid, number))
+
+    monkeypatch.setattr(os, "kill", kill)
     for number in SIGNALS:
         sent.clear()
         with stoppable(local=True) as received:

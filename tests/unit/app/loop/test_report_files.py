@@ -21,8 +21,10 @@ from plait.engine import Recording
 from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
 from plait.package import version_of
 from plait.pictures.report.run_record import read_run
+from plait.pictures.report.warnings import warnings_of
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.supervised_rank import WorldChange
 
 PLAN = Plan(pp=2, dp=2, microbatches=2)
 
@@ -157,3 +159,21 @@ def test_a_resumed_run_goes_on_in_the_same_files(thread_ranks: RankPool, tmp_pat
     assert [(event.kind, event.step) for event in record.events if event.kind != "warning"] == [
         ("start", 0), ("finished", 2), ("start", 2), ("finished", 5),
     ]  # fmt: skip
+
+
+def test_a_run_that_goes_on_with_more_ranks_has_not_failed(tmp_path: Path) -> None:
+    class Leave(Callback):
+        def after_step(self, run: TrainingLoop) -> None:
+            raise WorldChange("leaves the world after step 1, for one of 2 ranks")
+
+    with torch.device("meta"):
+        model = nn.Linear(6, 2)
+    data = plait.Loader(TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.int64)), batch=8)
+    with pytest.raises(WorldChange):
+        plait.fit(nn.Sequential(model), Plan(), data, steps=4, callbacks=[Report(tmp_path), Leave()])
+    record = read_run(tmp_path)
+    assert [(event.kind, event.step) for event in record.events] == [("start", 0), ("resized", 1)]
+    assert record.events[1].text == "leaves the world after step 1, for one of 2 ranks"
+    assert record.state == "Running: step 1"
+    assert not any("failed" in warning for warning in warnings_of(record))
+    assert not (tmp_path / "report.html").exists()

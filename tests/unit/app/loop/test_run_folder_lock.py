@@ -30,7 +30,8 @@ import os, sys, time
 from pathlib import Path
 from plait.files import try_lock
 file = try_lock(Path(sys.argv[1]))
-if os.fork():  # a worker of a killed rank lives a little longer, and has the lock too
+copy = os.dup(file.fileno())
+if os.fork():  # a process of a killed rank lives a little longer, and has the lock too
     print(flush=True)
     time.sleep(60)
 time.sleep(float(sys.argv[2]))

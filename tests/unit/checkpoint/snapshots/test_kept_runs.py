@@ -14,7 +14,7 @@ from snapshot_runs import step_once
 
 import plait
 from plait.engine.resharding.reshard_kept import reshard_kept
-from plait.errors import CommunicationError, ReplicaError
+from plait.errors import CommunicationError, CorruptionError, ReplicaError
 from plait.ranks.kept_run import KeptRun, keep_run, take_kept_run
 from plait.ranks.supervised_rank import go_on_before, variables_of_supervisor
 
@@ -38,10 +38,11 @@ def kept_after(
     *,
     later: int = 1,
     error: Exception = LOST,
+    afterwards: Callable[[], object] = lambda: None,
 ) -> KeptRun | None:
     """What a process has kept, so many worlds later, of a run that ends by an error after two steps.
 
-    Something `happens` to engine and optimizer before.
+    Something `happens` to engine and optimizer before, and something `afterwards`.
     """
 
     def run() -> KeptRun | None:
@@ -55,11 +56,54 @@ def kept_after(
             snapshots.step(step + 1, {"seen": step})
         happens(engine, optimizer)
         snapshots.__exit__(type(error), error, None)
+        afterwards()
         for name, value in variables_of_supervisor(str(folder), 3 + later).items():
             patch.setenv(name, value)
         return take_kept_run()
 
     return copy_context().run(run)
+
+
+@pytest.mark.parametrize("first", ["checks", "snapshots"])
+@pytest.mark.parametrize("flips", [False, True])
+def test_a_kept_run_moves_only_if_its_memory_is_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, flips: bool
+) -> None:
+    """Whichever ends first when a rank is lost, and although the next step has begun; the bit flips later."""
+    checks: list[Any] = []
+
+    def end_checks() -> None:
+        checks.pop().__exit__(type(LOST), LOST, None) if checks else None
+
+    def begin(engine: Any, optimizer: Any) -> None:
+        checks.append(plait.CorruptionChecks(engine, optimizer))
+        begin_a_step(engine, optimizer)
+        if first == "checks":
+            end_checks()
+
+    def move() -> tuple[Any, Any] | None:
+        kept = kept_after(tmp_path, monkeypatch, begin, afterwards=end_checks)
+        assert kept is not None
+        if flips:
+            next(kept.engine.parameters()).detach().numpy().view("uint8").reshape(-1)[3] ^= 1
+        keep_run(kept)
+        for name, value in variables_of_supervisor(str(tmp_path), 5).items():
+            monkeypatch.setenv(name, value)
+        plan = plait.Plan()
+        return plait.reshard_kept(
+            no_model, torch.optim.AdamW, plan, plait.Mesh(plan), loss=plait.cross_entropy
+        )
+
+    if not flips:
+        assert copy_context().run(move) is not None
+        return
+    with pytest.raises(CorruptionError, match=r"rank 0 of 1 cannot go on .* changed in memory") as found:
+        copy_context().run(move)
+    assert (found.value.last_good_step, found.value.ranks) == (2, (0,))
+
+
+def no_model() -> Any:
+    raise AssertionError("the kept one moves")
 
 
 def begin_a_step(engine: Any, optimizer: Any) -> None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
+import signal
+import socket
+import struct
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from plait.ranks.failure.failure_log import RankFailure, from_exit
 from plait.ranks.failure.rank_activity import Activity, ActivityFile
 from plait.ranks.launch.rank_job import RankJob, stack_file
-from plait.ranks.launch.rank_main_loop import END, PING, READY, STOP
+from plait.ranks.launch.rank_main_loop import END, LEAVES_BY_ENDING, PING, READY, STOP
 from plait.ranks.world import is_stopped
 
 _GRACE = 1.0
 """Seconds for the exit code of a process that has ended, and for one that is told to end."""
+_MOST_TO_END = 10.0
+"""Seconds for a process that is killed: until its memory is freed, it has locks that another needs."""
+_MOST_STALLED = 30.0
+"""Seconds without progress of a message that has begun, after which the process is killed: it is stopped."""
 
 
 class Member:
@@ -27,13 +33,16 @@ class Member:
     def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
         assert process.pid is not None, "it has started"
         self.process, self._connection = process, connection
-        self._pidfd = os.pidfd_open(process.pid)
+        _limit_stalls(connection, _MOST_STALLED)
+        self._pidfd = _opened_pidfd(process.pid)
         self._job: RankJob | None = None
         self.report: bytes | RankFailure | None = None
         """The pickled result of its last job, or how that failed; None while it runs."""
         self.is_busy = False
         """Whether it has a job, or has not left the world of one that failed."""
         self.has_ended = False
+        self.left_by_ending = False
+        """Whether it ends only because it cannot leave a failed world otherwise: another may be started."""
         self.is_ready = False
         """Whether it has been seen to be able to take a job."""
         self._activity: ActivityFile | None = None
@@ -77,36 +86,63 @@ class Member:
         self.report = RankFailure(rank, summary, _stack(folder, rank), at=time.monotonic())
         self.kill()
 
+    def send_kill(self) -> None:
+        """Send SIGKILL to the process, without waiting for its end.
+
+        By its pidfd: multiprocessing takes all processes for ended once the one that they were forked from is
+        gone, and then kills none.
+        """
+        with suppress(OSError):  # it has ended
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     def kill(self) -> None:
-        """End the process, also where it is stopped; it counts as ended even if the system takes longer."""
-        self.process.kill()
-        self.process.join(_GRACE)
+        """Kill the process, also where it is stopped; it counts as ended even if the system takes longer."""
+        self._kill(_MOST_TO_END)
         self.has_ended, self.is_busy = True, False
 
     def update(self) -> None:
         """Read the messages that the process has sent, and whether it has ended, without waiting."""
+        if self.has_ended:
+            return
+        has_ended = bool(wait([self._pidfd], 0))  # looked up first: all that it has sent is there then
         with suppress(EOFError, OSError):
-            while self._connection.poll():
-                message: bytes | RankFailure | str = pickle.loads(self._connection.recv_bytes())
-                if message == PING:
-                    self.is_ready = True
-                elif isinstance(message, str):
-                    assert message == READY, message
-                    self.is_busy = False
-                else:
-                    self.report = message
-                    self.is_busy = isinstance(message, RankFailure)
-        if not self.has_ended and select.select([self._pidfd], [], [], 0)[0]:
+            self._receive()
+        if has_ended:
             self.process.join(_GRACE)
             self.has_ended, self.is_busy = True, False
             if self._job is not None and self.report is None:
                 rank = self._job.world.rank
                 self.report = from_exit(rank, self.process.exitcode, _stack(self._job.folder, rank))
 
+    def _receive(self) -> None:
+        """Take the messages that the process has sent. Raises EOFError or OSError at the end of its pipe."""
+        while self._connection.poll():
+            try:
+                message: bytes | RankFailure | str = pickle.loads(self._connection.recv_bytes())
+            except BlockingIOError:
+                self._fail_stalled("stopped while it sent a message")
+                return
+            if message == PING:
+                self.is_ready = True
+            elif message == LEAVES_BY_ENDING:
+                self.left_by_ending = True
+            elif isinstance(message, str):
+                assert message == READY, message
+                self.is_busy = False
+            else:
+                self.report = message
+                self.is_busy = isinstance(message, RankFailure)
+
+    def _fail_stalled(self, summary: str) -> None:
+        """Kill the process, whose messages cannot be told apart from here on."""
+        if self._job is not None and self.report is None:
+            self.fail(summary)
+        else:
+            self.kill()
+
     def close(self) -> None:
         """Kill the process, if it has not ended, and release what it takes here."""
-        self.process.kill()
-        self.process.join(_GRACE)
+        self._kill(_GRACE)
         if self.process.exitcode is not None:  # else the system does not end it
             self.process.close()
         self._connection.close()
@@ -116,9 +152,34 @@ class Member:
         """Tell the process to end."""
         self._send(END)
 
+    def _kill(self, seconds: float) -> None:
+        """Kill the process, and wait at most so many seconds for its end."""
+        self.send_kill()
+        self.process.join(_GRACE if wait([self._pidfd], seconds) else 0)
+
     def _send(self, message: RankJob | str | None) -> None:
-        with suppress(OSError):  # it has ended, which its handle shows
+        try:
             self._connection.send_bytes(pickle.dumps(message))
+        except BlockingIOError:
+            self._fail_stalled("stopped, and takes no message")
+        except OSError:  # it has ended, which its handle shows
+            return
+
+
+def _opened_pidfd(process: int) -> int:
+    """Return a pidfd, which is readable once the process has ended; for one that has, another such handle."""
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        return os.eventfd(1)
+
+
+def _limit_stalls(connection: Connection, seconds: float) -> None:
+    """Let reads and writes of a connection raise BlockingIOError after so many seconds without progress."""
+    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            own.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def activity_path(folder: str, rank: int) -> Path:

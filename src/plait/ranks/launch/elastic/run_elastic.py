@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 
-from plait.errors import MeshError
+from plait.errors import MeshError, PlaitError
 from plait.ranks.failure.process_watch import OrphanWatch
 from plait.ranks.failure.rank_activity import variables_of_activity
 from plait.ranks.launch.elastic.host_hub import HostRun
@@ -30,6 +31,7 @@ from plait.ranks.world import World, derived_ports
 
 Result = TypeVar("Result")
 
+_CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _PRELOADED = ("plait.checkpoint.snapshots.snapshots",)
 """What restarted ranks need: imported once, before there are ranks."""
 
@@ -133,7 +135,7 @@ def _supervised(
 
         def make_job(worker: Worker, generation: int) -> RankJob:
             own = Path(folder, str(generation))
-            own.mkdir(exist_ok=True)
+            own.mkdir(parents=True, exist_ok=True)  # systems clean their folder of temporary files
             rank, size, run = worker.global_rank, worker.world_size, rendezvous.get_run_id()
             place = worker.local_rank, len(rendezvous.ranks(size)[0])
             return RankJob.of_this_process(
@@ -152,6 +154,13 @@ def _supervised(
         supervisor = Supervisor(ranks, elastic, rendezvous, start_member, make_job, folder, limit)
         try:
             return supervisor.results()
+        except OSError as error:
+            if error.errno not in _CANNOT_BE_WRITTEN:
+                raise
+            raise PlaitError(
+                f"the supervisor cannot write to the run's folder {folder} ({error.strerror}): make room, or "
+                "set TMPDIR to another folder, and start the run again."
+            ) from None
         finally:
             for path in removed_at_end(folder):
                 shutil.rmtree(path, ignore_errors=True)

@@ -7,7 +7,6 @@ after 15 seconds, and lets both sides of a cut network go on.
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import socket
 import threading
@@ -32,6 +31,7 @@ from plait.ranks.json_values import NotPlainError
 from plait.ranks.launch.elastic.host_agreement import HostWorld
 from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, world_of
 from plait.ranks.launch.elastic.host_link import MOST_BYTES, SILENCE, HostLink, Message, connect_to_host
+from plait.ranks.launch.rank_job import unpickled_result
 from plait.ranks.run_store import is_loopback, listening_socket, require_known
 
 _PAUSE = 0.1
@@ -330,24 +330,27 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def exchange_waiting(self, some: bool, each: bool) -> tuple[bool, bool]:
         """Send whether some and all ranks here wait too long; return the same of the other hosts.
 
-        Returns whether some on other hosts do, and whether all do and this host is the first.
+        Returns whether some on other hosts do, and whether all do that have not ended, and no host before
+        this one has any: the first that has, chooses which of its ranks has failed.
         """
         with self._changed:
             own, link, told = self._place.number, self._link, self._waiting
         if link is not None:
             link.about = {"waits": (some, each)}
-        others = [told.get(host, (False, False)) for host in self.world.hosts if host != own]
-        is_first = own == min(self.world.hosts)
-        return any(one for one, _ in others), is_first and all(one for _, one in others)
+        others = {host: told.get(host, (False, False)) for host in self.world.hosts if host != own}
+        is_first = not any(some for host, (some, _) in others.items() if host < own)
+        return any(some for some, _ in others.values()), is_first and all(each for _, each in others.values())
 
     def finish(self, results: Sequence[bytes]) -> bool:
         """Send the pickled results of this host's ranks; return whether all hosts have sent theirs.
 
-        Raises PlaitError for a result that is no number, text, tensor, or container of them.
+        Raises PlaitError for a result that cannot be read here, or is no number, text, tensor, or container
+        of them.
         """
         if self._done < self.generation:
             texts = [
-                _plain(pickle.loads(one), rank) for one, rank in zip(results, self.ranks(0)[0], strict=True)
+                _plain(unpickled_result(one, rank), rank)
+                for one, rank in zip(results, self.ranks(0)[0], strict=True)
             ]
             if sum(map(len, texts)) > MOST_BYTES // 2:
                 raise PlaitError(

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from signal import SIGTERM, Signals
 from typing import Any
@@ -32,7 +33,8 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from plait.errors import CorruptionError
+from plait.errors import CorruptionError, MeshError, PlaitError
+from plait.plan.argument_checks import whole
 from plait.ranks.failure.failure_log import RankFailure, root_cause
 from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
@@ -90,7 +92,7 @@ class Supervisor(SimpleElasticAgent):
         self._patience = max(_LEAST_PATIENCE, share * limit)
         """Seconds for a rank to leave a failed world; then its process is killed."""
         self._started = 0
-        """The number of processes that were started."""
+        """The number of processes that were started, without those in the place of `left_by_ending` ones."""
         self._running: list[Member] = []
         """The processes of the ranks, by local rank."""
         self._ranks_here: list[int] = []
@@ -152,6 +154,7 @@ class Supervisor(SimpleElasticAgent):
         self._spares = [one for one in others if not one.has_ended]
         for lost in before:
             if lost.has_ended:
+                self._started -= lost.left_by_ending
                 lost.close()
 
     def _may_start(self, processes: int) -> bool:
@@ -173,18 +176,26 @@ class Supervisor(SimpleElasticAgent):
             self._update(min(_PERIOD, deadline - time.monotonic()), busy)
         for member in busy:
             self._tell(f"process {member.process.pid} does not leave the failed run, and is killed")
+            member.send_kill()
+        for member in busy:
             member.kill()
+        self._note_wrong_bits()
         self._update(0.0, self._spares)
         worker_group.spec.local_world_size = self._next_size()
 
     def _next_size(self) -> int:
-        """Return the number of ranks of the next generation. Raises the last failure for too few."""
-        alive = sum(not one.has_ended for one in (*self._running, *self._spares))
+        """Return the number of ranks of the next generation. Raises the last failure for too few.
+
+        Where no process goes on, as on GPUs, a smaller world would begin no earlier: new ones are awaited.
+        """
+        go_on = sum(not one.has_ended for one in self._running)
+        left = go_on + sum(one.left_by_ending for one in self._running)
+        left += sum(not one.has_ended for one in self._spares)
         ready = self._wanted
-        if self._grows_later:
-            ready = sum(not one.has_ended for one in self._running) + self._count_ready_spares()
+        if self._grows_later and go_on:
+            ready = go_on + self._count_ready_spares()
         elif not self._settings.replace:
-            ready = alive
+            ready = left
         if isinstance(self._host, SeveralHostsRendezvous):  # all hosts together choose it
             self._host.ready = min(ready, self._wanted)
             return self._host.ready
@@ -193,7 +204,7 @@ class Supervisor(SimpleElasticAgent):
             size = self._ranks_of(self._wanted)
         if not 0 < size <= self._wanted:
             assert self.cause is not None, "ranks were lost"
-            raise self.cause.exception(f"{alive} processes are left, too few to go on with.")
+            raise self.cause.exception(f"{left} processes are left, too few to go on with.")
         return size
 
     @property
@@ -203,8 +214,17 @@ class Supervisor(SimpleElasticAgent):
 
     def _ranks_of(self, processes: int) -> int:
         """Return how many ranks so many processes can be, by `Elastic.ranks_of`; 0: too few."""
-        most = min(processes, self._wanted)
-        count = most if self._settings.ranks_of is None or not most else self._settings.ranks_of(most)
+        most, ranks_of = min(processes, self._wanted), self._settings.ranks_of
+        if ranks_of is None or not most:
+            return most
+        try:
+            count = whole(f"Elastic's ranks_of({most})", ranks_of(most), MeshError, least=0)
+        except PlaitError:
+            raise
+        except Exception as error:
+            raise MeshError(
+                f"Elastic's ranks_of({most}) raised {error!r}: let it return a number of ranks, or 0."
+            ) from error
         return count if count <= most else 0
 
     def _count_ready_spares(self) -> int:
@@ -285,8 +305,8 @@ class Supervisor(SimpleElasticAgent):
             raise cause.exception()
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
         error = cause.exception()
-        last_good_step = error.last_good_step if isinstance(error, CorruptionError) else None
-        self._host.report(cause, last_good_step, error.ranks if isinstance(error, CorruptionError) else ())
+        if not isinstance(error, CorruptionError):
+            self._host.report(cause, None)
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
         self._seen[same] += 1
@@ -294,11 +314,24 @@ class Supervisor(SimpleElasticAgent):
             place = "" if step is None else f" after step {step}, from which the run went on"
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
         if isinstance(error, CorruptionError):
-            go_on_before(self._folder, error.last_good_step)
-            self._replace_wrong(error.ranks)
+            self._leave_out_wrong(cause, error)
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
         if cause.traceback and cause.error is None and not cause.secondary:  # a PlaitError is one sentence
-            print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
+            _print(cause.traceback.rstrip())
+
+    def _note_wrong_bits(self) -> None:
+        """Leave out the wrong bits that ranks have found besides the failure that ended the generation."""
+        for failure in self._failures():
+            error = failure.exception()
+            if failure is not self.cause and isinstance(error, CorruptionError):
+                self._tell(f"rank {failure.rank} {failure.summary.splitlines()[0]}")
+                self._leave_out_wrong(failure, error)
+
+    def _leave_out_wrong(self, failure: RankFailure, error: CorruptionError) -> None:
+        """Let no rank, on any host, go on from wrong bits, and replace the ranks here that are wrong."""
+        self._host.report(failure, error.last_good_step, error.ranks)
+        go_on_before(self._folder, error.last_good_step)
+        self._replace_wrong(error.ranks)
 
     def _replace_wrong(self, ranks: Sequence[int]) -> None:
         """Kill the processes of ranks that are wrong: others take their places, in other memory."""
@@ -329,7 +362,7 @@ class Supervisor(SimpleElasticAgent):
             member.update()
 
     def _tell(self, text: str) -> None:
-        print(f"plait: {text}.", file=sys.stderr, flush=True)
+        _print(f"plait: {text}.")
 
     def _shutdown(self, death_sig: Signals = SIGTERM, timeout: int = 30) -> None:
         """End all processes."""
@@ -342,4 +375,12 @@ class Supervisor(SimpleElasticAgent):
                 member.process.join(max(0.0, deadline - time.monotonic()))
         finally:  # also after a second Ctrl-C: ranks ignore SIGTERM, and this process would wait for them
             for member in members:
+                member.send_kill()
+            for member in members:
                 member.close()
+
+
+def _print(text: str) -> None:
+    """Print to stderr; what reads it may be gone, and the run goes on."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
