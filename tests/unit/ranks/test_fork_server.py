@@ -9,6 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 
 import pytest
 
@@ -63,13 +64,15 @@ def test_the_main_module_and_the_signals_are_put_back() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_a_folder_of_temporary_files_with_too_long_a_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_temporary_files_with_too_long_a_path_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(process: ForkServerProcess) -> None:
         raise OSError("AF_UNIX path too long")
 
     monkeypatch.setattr(ForkServerProcess, "start", refuse)
-    monkeypatch.setattr(tempfile, "tempdir", "long")
-    with pytest.raises(MeshError, match="the folder of temporary files, long, has too long a path"):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(MeshError, match=f"the folder of temporary files, {tmp_path}, has too long a path"):
         fork_server.start_process(print, "one", "plait.ranks", None)
 
 
