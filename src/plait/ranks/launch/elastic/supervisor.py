@@ -186,13 +186,14 @@ class Supervisor(SimpleElasticAgent):
     def _next_size(self) -> int:
         """Return the number of ranks of the next generation. Raises the last failure for too few.
 
-        Where no process goes on, as on GPUs, a smaller world would begin no earlier: new ones are awaited.
+        Where no rank's process goes on, as on GPUs, a smaller world would begin no earlier: new ones are
+        awaited. A host that had no ranks has its ready spares to offer.
         """
         go_on = sum(not one.has_ended for one in self._running)
         left = go_on + sum(one.left_by_ending for one in self._running)
         left += sum(not one.has_ended for one in self._spares)
         ready = self._wanted
-        if self._grows_later and go_on:
+        if self._grows_later and (go_on or not self._running):
             ready = go_on + self._count_ready_spares()
         elif not self._settings.replace:
             ready = left
