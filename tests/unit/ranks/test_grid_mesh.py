@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from plait.tensor import full_tensor, redistribute
 
 
 def of_two_by_three() -> dict[str, Any]:
-    mesh = GridMesh(rows=2, columns=3)
+    mesh = GridMesh(rows=2, columns=3, timeout=math.inf)  # no limit
     mine = torch.tensor([10.0**mesh.rank], dtype=torch.float64)
     groups = [mesh.group(axis) for axis in ("rows", "columns", "world")]
     pair = GridMesh(planes=3, depth=2).neighbours("planes", 1, "alone")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
 import threading
@@ -15,6 +14,7 @@ from plait.errors import CommunicationError, MeshError
 from plait.ranks.device import accelerator_of_rank, make_current, visible_accelerators
 from plait.ranks.launch.rendezvous import Meeting, meet
 from plait.ranks.rank_device import ranks_that_share, share_gpu
+from plait.ranks.transport.torch_distributed import torch_timeout
 from plait.ranks.world import World
 
 
@@ -44,7 +44,7 @@ def join_world(
         meeting = meet(world, timeout)
     if meeting.on_one_host:
         _communicate_within_host()
-    limit = datetime.timedelta(seconds=float(timeout))
+    limit = torch_timeout(timeout)
     meeting.store.set_timeout(limit)
     try:
         dist.init_process_group(

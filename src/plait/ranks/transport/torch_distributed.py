@@ -32,6 +32,8 @@ Algorithm = Literal["in place", "whole", "ranges", "exchange", "backend"]
 """The algorithm of a collective: in shared memory, in place; staged in shared memory, where each rank reduces
 all of it, or one range for all ranks; an all-to-all exchange that each rank reduces; the backend's own."""
 
+_LONGEST_TIMEOUT = 1e9
+"""Seconds: torch cannot take an infinite number of them."""
 _WARNS_OF_ORDER = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Whether torch warns that a group's messages, each by itself, are sent in the order of their calls.
 
@@ -203,6 +205,11 @@ def backends_of(process_group: dist.ProcessGroup | None) -> str:
     return dist.distributed_c10d.get_backend_config(process_group)
 
 
+def torch_timeout(seconds: float) -> timedelta:
+    """Return a timeout as torch takes it: of infinitely many seconds, the longest one."""
+    return timedelta(seconds=min(float(seconds), _LONGEST_TIMEOUT))
+
+
 def splits_communicators() -> bool:
     """Return whether new groups are split from the world's NCCL communicator: then all ranks must take part.
 
@@ -225,7 +232,7 @@ def new_process_group(
     world = c10d._get_default_group()
     backend, store = c10d._world.pg_map[world]
     index: Any = ranks.index(rank) if rank in ranks else None
-    options = _nccl_options(max_ctas, timedelta(seconds=timeout))
+    options = _nccl_options(max_ctas, torch_timeout(timeout))
     device = world.bound_device_id
     if options is not None:
         # Connected now, messages use the group's communicator; else each sender would make one of its own.
@@ -238,7 +245,7 @@ def new_process_group(
         dist.Backend(backend),
         store,
         cast(Any, name),
-        timeout=timedelta(seconds=timeout),
+        timeout=torch_timeout(timeout),
         backend_options=options,
         device_id=device,
         group_desc=description,
@@ -263,7 +270,7 @@ def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds:
     """Set the timeout, in seconds, of a process group's later operations by its backend for `device`."""
     backend = process_group._get_backend(device)
     change = getattr(backend, "set_timeout", None) or backend._set_default_timeout  # since 2.13, and before
-    change(timedelta(seconds=seconds))
+    change(torch_timeout(seconds))
 
 
 def _single(name: str, older: _Single) -> _Single:

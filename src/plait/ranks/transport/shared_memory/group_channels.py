@@ -30,6 +30,8 @@ from plait.ranks.transport.shared_memory.channel import (
 )
 from plait.ranks.transport.torch_distributed import TorchTransport
 
+_LONGEST_POLL = 3600.0
+"""Seconds: the system cannot wait for an unlimited number of them at once."""
 _SECONDS_BETWEEN_CONNECTS = 0.002
 """While the backlog of a peer is full."""
 
@@ -250,8 +252,9 @@ class Channels:
         if left <= 0:
             raise self._failed(TimeoutError("timed out"))
         connected = all(channel.connected for channel in channels)
-        ready = poll.poll(1000 * (left if connected else min(left, _SECONDS_BETWEEN_CONNECTS)))
-        if connected and not ready:
+        pause = min(left, _LONGEST_POLL if connected else _SECONDS_BETWEEN_CONNECTS)
+        ready = poll.poll(1000 * pause)
+        if connected and not ready and pause == left:
             raise self._failed(TimeoutError("timed out"))
         for channel in channels:
             channel.note_hang_up(ready)
