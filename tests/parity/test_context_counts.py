@@ -55,6 +55,7 @@ def test_a_ring_makes_the_computed_number_of_bytes_and_calls(
     assert sum(count.bytes for count in found) == 2 * 0.75 * kept_by_all * cp
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("recompute", "compile", "ring", "ulysses"),
     [

@@ -46,6 +46,7 @@ FACTORS: dict[str, Any] = {
 ROWS = covering_rows(FACTORS)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_predicted_memory_of_owners_is_what_ranks_allocate(rank_pool: Any, row: dict[str, Any]) -> None:
     dp, tp, pp = row["degrees"]
