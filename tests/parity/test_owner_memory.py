@@ -78,12 +78,5 @@ def check(rank_pool: Any, case: Case, plan: Plan, moments: Moments) -> None:
     of_stage = plan.world // plan.pp
     for rank, foreseen in enumerate(ranks):
         alive = counted[rank * of_stage : (rank + 1) * of_stage]
-        print(
-            "AT REST",
-            foreseen.at_rest,
-            [one.at_rest for one in alive],
-            foreseen.at_rest / max(one.at_rest for one in alive) - 1,
-            foreseen.peak / max(one.peak for one in alive) - 1,
-        )
         assert foreseen.at_rest == pytest.approx(max(one.at_rest for one in alive), rel=TOLERANCE)
         assert foreseen.peak == pytest.approx(max(one.peak for one in alive), rel=TOLERANCE)
