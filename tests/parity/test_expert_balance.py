@@ -230,7 +230,7 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize("name", in_quick(VERIFIED, "document"))
+@pytest.mark.parametrize("name", in_quick(VERIFIED, "previous"))
 def test_verify_computes_the_losses_of_routers_and_finds_them_equal(name: str) -> None:
     options, balance = VERIFIED[name]
     ids = document_ids(name == "document")

@@ -133,7 +133,7 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize(("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "shards")))
+@pytest.mark.parametrize(("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "ring")))
 def test_verify_finds_models_of_transformers_with_dropout_under_cp_equal(
     thread_ranks: Any, name: str, fields: str
 ) -> None:

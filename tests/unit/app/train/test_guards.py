@@ -108,7 +108,9 @@ def test_a_region_that_is_entered_with_something_else_ends_the_run(
 
     with patch.object(Trainer, "__init__", drifting):
         (message,) = set(thread_ranks.run(refusal, make(tmp_path, pp=1, guard=True), ranks=2))
-        told = r"CommunicationError: in 0F0: the ranks of tp do not agree \(rank 0: enter a region .*; rank 1: "
+        told = (
+            r"CommunicationError: in 0F0: the ranks of tp do not agree \(rank 0: enter a region .*; rank 1: "
+        )
         assert re.match(told, message)
         assert thread_ranks.run(refusal, make(tmp_path, pp=1), ranks=2) == ["none"] * 2  # nobody looks
 

@@ -91,9 +91,7 @@ def test_a_searched_schedule_is_reported_and_saved_with_its_costs(tmp_path: Path
         assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
-def test_without_reordering_the_schedule_is_saved_unchanged(
-    thread_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_without_reordering_the_schedule_is_saved_unchanged(thread_ranks: RankPool, tmp_path: Path) -> None:
     orders, step = list[Any](), Engine.forward_backward
 
     def forward_backward(self: Engine, *batch: Any) -> Any:
@@ -108,9 +106,7 @@ def test_without_reordering_the_schedule_is_saved_unchanged(
     assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
 
 
-def test_with_balance_stages_are_cut_by_measured_layer_times(
-    thread_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_with_balance_stages_are_cut_by_measured_layer_times(thread_ranks: RankPool, tmp_path: Path) -> None:
     with patch.object(trainer, "balance", side_effect=balance) as measured:
         reports = thread_ranks.run(train, make(tmp_path, balance="measured"), ranks=2)
     assert reports[0].matches
