@@ -126,7 +126,7 @@ def gpt_of_experts() -> nn.Module:
     return plait.models.llama(**sizes, experts=5, top_k=2, inner=8, shared=8)
 
 
-@pytest.mark.parametrize("strategy", ["none", "full"])
+@pytest.mark.parametrize("strategy", in_quick(("none", "full"), "full"))
 def test_ranks_whose_rows_have_ended_go_on_for_experts(thread_ranks: Any, strategy: Any) -> None:
     """Rows end after other numbers of tokens; ranks of `ep` make the same exchanges until all have."""
     alone = generated(Plan(precision="fp64"))
