@@ -101,8 +101,10 @@ def test_checkpoints_go_from_any_division_of_experts_to_any_other(thread_ranks: 
     assert losses == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", in_quick(("full", "tp 2 ep 4", "compiled"), "full"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["full", "tp 2 ep 4", "compiled"])
 def test_verify_finds_it_right(name: str) -> None:
+    """The quick run has `zoo/test_correct_runs.py`, whose plans divide experts."""
     model = build().to_empty(device="cpu")
     for number, parameter in enumerate(model.parameters()):
         nn.init.normal_(parameter, 0, 0.3, generator=torch.Generator().manual_seed(number))
