@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the workers run the tests
+    gc.disable()  # until all tests are collected: what is imported stays
     import hypothesis
     import torch
 
@@ -121,6 +122,7 @@ def pytest_collection_finish() -> None:
 
     Tests that need a collection call `gc.collect`.
     """
+    gc.enable()
     gc.freeze()
     gc.set_threshold(50_000)
 
