@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 ON_ONE_WORKER = ("transformers", "gpu")
 """Marks whose tests share an import of seconds, or devices."""
 RANKS = {"rank_pool", "thread_ranks"}
-MOST_CASES = 2
-"""Cases of a test that starts ranks which the quick run has; `quick_cases` sets another number."""
 MOST_YOUNG = 3
 """Collections of 50,000 new objects after which those that are left are taken for what stays."""
 STARTED, MOST_SECONDS = monotonic(), 170
@@ -37,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the workers run the tests
+    gc.disable()  # until all tests are collected: what is imported stays
     import hypothesis
     import torch
 
@@ -100,16 +99,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _beyond_quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield cases of tests with ranks that only the full run has; those of quick runs are evenly spread."""
+    """Yield cases of tests with ranks that only the full run has.
+
+    The quick run has the last of three or more cases, in which most factors are at work; with `quick_cases`
+    so many, evenly spread from the first on.
+    """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if RANKS & {*getattr(item, "fixturenames", ())} and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for own in cases.values():
         mark, last = own[0].get_closest_marker("quick_cases"), len(own) - 1
-        most = MOST_CASES if mark is None else mark.args[0]
-        quick = {round(last * turn / max(most - 1, 1)) for turn in range(most)}
-        yield from (item for number, item in enumerate(own) if last >= most and number not in quick)
+        if mark is None:
+            quick = {last} if last > 1 else {0, last}
+        else:
+            quick = {round(last * turn / max(mark.args[0] - 1, 1)) for turn in range(mark.args[0])}
+        yield from (item for number, item in enumerate(own) if number not in quick)
 
 
 def pytest_collection_finish() -> None:
@@ -117,6 +122,7 @@ def pytest_collection_finish() -> None:
 
     Tests that need a collection call `gc.collect`.
     """
+    gc.enable()
     gc.freeze()
     gc.set_threshold(50_000)
 

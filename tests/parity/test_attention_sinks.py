@@ -120,6 +120,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_runs_with_sinks_equal_a_softmax_with_one_more_score(

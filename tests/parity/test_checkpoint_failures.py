@@ -38,6 +38,7 @@ def save_twice(path: str, full: int, room: int, staged: bool) -> str:
         return str(told.value)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("full", "room", "staged"), in_quick(product((0, 1), (0, 1, 16), (False, True)), *FULL_DISKS)
 )

@@ -65,7 +65,7 @@ def identify(row):
     return "-".join(value if isinstance(value, str) else f"{name}{value}" for name, value in row.items())
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=identify)
 def test_loss_in_chunks_trains_as_one_rank_for_every_pair_of_factors(thread_ranks, row):
     one = LOSSES[row["loss"]](FAMILIES[row["family"]](tied=row["tied"]))

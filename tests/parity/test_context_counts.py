@@ -14,6 +14,7 @@ from parity import woven
 from parity.case import Recipe
 from parity.cases import gpt2, llama
 from parity.contexts import documents, mixing, packed
+from parity.pairs import in_quick
 from parity.sequence_parts import of_length
 from plait.plan.plan import Plan
 from plait.ranks import Count
@@ -55,6 +56,7 @@ def test_a_ring_makes_the_computed_number_of_bytes_and_calls(
     assert sum(count.bytes for count in found) == 2 * 0.75 * kept_by_all * cp
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("recompute", "compile", "ring", "ulysses"),
     [
@@ -160,7 +162,7 @@ def test_gradients_of_16_bits_are_summed_over_ranks_in_more(
         assert found.unique().tolist() == [260.0]
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", in_quick(("ring", "ulysses"), "ring"))
 def test_schedules_under_context_parallelism_give_the_same_bits(thread_ranks: Any, method: Any) -> None:
     case, runs = of_length(gpt2(heads=4), 7), []
     for schedule in ("gpipe", "1f1b", "zb-h1"):

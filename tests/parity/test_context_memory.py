@@ -13,6 +13,7 @@ from torch import nn
 
 import plait
 from parity.live_bytes import LiveBytes
+from parity.pairs import in_turns
 from plait.engine.blueprint import build_blueprint
 from plait.estimate.memory.model_traces import trace_model
 from plait.plan.plan import Plan
@@ -86,8 +87,10 @@ def counted_in_a_rank(make: Callable[..., nn.Module], plan: Plan) -> Bytes:
     return Bytes(kept, most[Kind.F, ATTENTION], most[Kind.I, ATTENTION])
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    in_turns({one: one for one in FAMILIES}, {one: one for one in ("zigzag", "striped", "contiguous")}),
+)
 def test_a_rank_keeps_its_share_of_a_long_sequence(family: str, layout: Any) -> None:
     """By default, where keys, or outputs, are sent again."""
     model = FAMILIES[family](context=LONG)

@@ -79,7 +79,7 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("row", a_third_compiled(COVERING), ids=name_of)
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_context_parallel_runs_equal_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:

@@ -94,7 +94,7 @@ def test_replayed_segments_train_as_one_rank_for_every_row_of_the_product(
     check_row(thread_ranks, row)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_replayed_segments_train_as_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
@@ -162,6 +162,7 @@ def test_replayed_segments_train_users_models_as_one_rank(thread_ranks: Any, cas
     check_replayed(thread_ranks, case, plan)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -232,7 +232,7 @@ LOSSES_AND_PLANS = {
 USUAL = Run({"config": SimpleNamespace(base=1e4, inner={"window": [1, 2]}), "mask": torch.zeros(3)})
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_with_different_models_losses_or_plans_are_found_at_parallelize(
     thread_ranks: Any, plan: str
@@ -331,7 +331,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_that_take_different_steps_are_found_in_the_first_two(

@@ -143,10 +143,8 @@ def two_halves(plan: Plan, balance: Balance, folder: Path | None, half: int) -> 
     return list(engine.state_dict(everywhere=True).values())
 
 
-@pytest.mark.parametrize("balance", [Balance(0.5, counts="previous"), Balance(0.2, bias_rate=0.05)], ids=str)
-def test_biases_and_counts_of_the_step_before_are_in_checkpoints(
-    thread_ranks: Any, tmp_path: Path, balance: Balance
-) -> None:
+def test_biases_and_counts_of_the_step_before_are_in_checkpoints(thread_ranks: Any, tmp_path: Path) -> None:
+    balance = Balance(0.5, counts="previous", bias_rate=0.05)
     plan = Plan(pp=2, dp=2, microbatches=2, precision="fp64")
     expected = thread_ranks.run(two_halves, plan, balance, None, 0, ranks=4)[0]
     thread_ranks.run(two_halves, plan, balance, tmp_path / "saved", 0, ranks=4)
@@ -230,7 +228,7 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize("name", in_quick(VERIFIED, "document"))
+@pytest.mark.parametrize("name", in_quick(VERIFIED, "previous"))
 def test_verify_computes_the_losses_of_routers_and_finds_them_equal(name: str) -> None:
     options, balance = VERIFIED[name]
     ids = document_ids(name == "document")

@@ -101,8 +101,10 @@ def test_checkpoints_go_from_any_division_of_experts_to_any_other(thread_ranks: 
     assert losses == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", in_quick(("full", "tp 2 ep 4", "compiled"), "full"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["full", "tp 2 ep 4", "compiled"])
 def test_verify_finds_it_right(name: str) -> None:
+    """The quick run has `zoo/test_correct_runs.py`, whose plans divide experts."""
     model = build().to_empty(device="cpu")
     for number, parameter in enumerate(model.parameters()):
         nn.init.normal_(parameter, 0, 0.3, generator=torch.Generator().manual_seed(number))
@@ -126,7 +128,7 @@ def gpt_of_experts() -> nn.Module:
     return plait.models.llama(**sizes, experts=5, top_k=2, inner=8, shared=8)
 
 
-@pytest.mark.parametrize("strategy", ["none", "full"])
+@pytest.mark.parametrize("strategy", in_quick(("none", "full"), "full"))
 def test_ranks_whose_rows_have_ended_go_on_for_experts(thread_ranks: Any, strategy: Any) -> None:
     """Rows end after other numbers of tokens; ranks of `ep` make the same exchanges until all have."""
     alone = generated(Plan(precision="fp64"))

@@ -156,13 +156,13 @@ def etp_bytes(plan: Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_etp_reduces_four_bytes_a_row_and_those_of_weights_once_a_step(
-    rank_pool: Any, microbatches: int
+    thread_ranks: Any, microbatches: int
 ) -> None:
     plan = Plan(tp=2, etp=2, linears=RECIPE, precision="bf16", microbatches=microbatches)
     layers, experts, hidden, rows = 2, 4, 32, 2 * GPT2_CONTEXT * 2
     per_row = 2 * rows  # of the inputs of `down`, and of the gradients of gate and up
     of_weights = experts * hidden + experts + experts  # rows of `down`; one of both for the input gradient
-    for found in rank_pool.run(etp_bytes, plan, ranks=2):
+    for found in thread_ranks.run(etp_bytes, plan, ranks=2):
         assert found == {"all_reduce": 4 * layers * (per_row + of_weights)}
 
 

@@ -129,7 +129,7 @@ SPARSE_QUICK = (
 )
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.usefixtures("norms_in_float64")
 @pytest.mark.parametrize(("name", "plan"), in_quick(product(cases.SPARSE, SPARSE_WOVEN), *SPARSE_QUICK))
 def test_mixtures_of_experts_of_transformers_train_as_one_rank(
@@ -203,6 +203,7 @@ def evaluated(
     return float(loss), engine.generate(inputs[:, :3], 5, temperature=0.0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("norms_in_float64")
 @pytest.mark.parametrize("name", in_quick(("gpt2", "mistral", *NEW, *cases.SPARSE), "mistral", "qwen2-moe"))
 def test_losses_and_likeliest_tokens_are_those_of_the_model(thread_ranks: RankPool, name: str) -> None:

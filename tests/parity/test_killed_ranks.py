@@ -244,7 +244,7 @@ CASES = [
     pytest.param(
         pair,
         id=" and ".join("-".join(map(str, case)) for case in pair),
-        marks=[pytest.mark.full] if number % 4 else [],
+        marks=[pytest.mark.full] if number % 8 else [],
     )
     for number, pair in enumerate(PAIRS)
 ] + [
@@ -278,15 +278,16 @@ def test_other_ranks_name_a_killed_rank_at_once(mortal_ranks: MortalRanks, cases
         check(endings, fate)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cases",
-    [STOPPED, pytest.param((Case("tp", 1, "RunLayer B", "inside"),), marks=pytest.mark.full)],
+    [STOPPED, (Case("tp", 1, "RunLayer B", "inside"),)],
     ids=lambda cases: " and ".join(f"{case.plan}-{case.kind}" for case in cases),
 )
 def test_other_ranks_name_a_stopped_rank_after_the_timeout(
     mortal_ranks: MortalRanks, cases: tuple[Case, ...]
 ) -> None:
-    """No connection is closed: only the timeout tells."""
+    """No connection is closed: only the timeout tells. `unit/ranks` has a quick test of each transport."""
     timeout = 3.0
     fates = [fate_of(case)._replace(signal=signal.SIGSTOP) for case in cases]
     for endings, fate in zip(fall_at_once(mortal_ranks, cases, fates, timeout), fates, strict=True):

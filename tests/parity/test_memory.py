@@ -259,8 +259,10 @@ def test_predicted_memory_of_gpt2_is_what_ranks_allocate_in_other_configurations
     check(rank_pool, GPT2, OTHERS[name])
 
 
-@pytest.mark.parametrize("name", in_quick(IN_FLOAT8, "full"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_FLOAT8)
 def test_predicted_memory_of_linears_in_float8_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
+    """`test_expert_memory.py` has a sparse model in the quick run."""
     check(rank_pool, WIDER, IN_FLOAT8[name])
 
 
@@ -312,7 +314,7 @@ def test_predicted_memory_with_packed_documents_is_what_ranks_allocate(
     check(rank_pool, case, make(cp=cp, context_parallel="ring", compile=compile))
 
 
-@pytest.mark.parametrize("settings", in_quick(DROPPING, DROPPING[-1]), ids=str)
+@pytest.mark.parametrize("settings", in_quick(DROPPING, DROPPING[0]), ids=str)
 def test_predicted_memory_with_dropout_is_what_ranks_allocate(
     rank_pool: Any, settings: dict[str, Any]
 ) -> None:

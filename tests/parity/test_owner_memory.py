@@ -46,6 +46,7 @@ FACTORS: dict[str, Any] = {
 ROWS = covering_rows(FACTORS)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_predicted_memory_of_owners_is_what_ranks_allocate(rank_pool: Any, row: dict[str, Any]) -> None:
     dp, tp, pp = row["degrees"]
@@ -77,12 +78,5 @@ def check(rank_pool: Any, case: Case, plan: Plan, moments: Moments) -> None:
     of_stage = plan.world // plan.pp
     for rank, foreseen in enumerate(ranks):
         alive = counted[rank * of_stage : (rank + 1) * of_stage]
-        print(
-            "AT REST",
-            foreseen.at_rest,
-            [one.at_rest for one in alive],
-            foreseen.at_rest / max(one.at_rest for one in alive) - 1,
-            foreseen.peak / max(one.peak for one in alive) - 1,
-        )
         assert foreseen.at_rest == pytest.approx(max(one.at_rest for one in alive), rel=TOLERANCE)
         assert foreseen.peak == pytest.approx(max(one.peak for one in alive), rel=TOLERANCE)

@@ -104,7 +104,7 @@ def on_ranks(name: str, form: str, average: bool) -> tuple[float, dict[str, Tens
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 def test_the_preference_loss_is_its_formula_written_out(thread_ranks: RankPool, name: str, form: str) -> None:
     average = form == "packed"
     loss, gradients = written_out(average)

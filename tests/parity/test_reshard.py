@@ -76,9 +76,9 @@ def check_trips(pool: RankPool, before: str, afters: list[str]) -> None:
 
 
 def test_exactly_the_bytes_that_differ_are_sent_and_the_way_back_gives_the_same_bits(
-    rank_pool: RankPool,
+    thread_ranks: RankPool,
 ) -> None:
-    check_trips(rank_pool, "pp", ["tp-gradients", "hybrid"])
+    check_trips(thread_ranks, "pp", ["tp-gradients", "hybrid"])
 
 
 @pytest.mark.full

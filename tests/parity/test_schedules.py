@@ -56,7 +56,7 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
     check_parity(thread_ranks, family(layers=3, tied=row["tied"]), plan, recipe)
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_schedules_train_as_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]

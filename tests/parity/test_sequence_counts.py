@@ -64,6 +64,7 @@ BLOCKS = {
 """By `sequence_parallel` and `recompute`."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compile", [False, "graphs"])
 @pytest.mark.parametrize(("mode", "recompute"), BLOCKS)

@@ -51,10 +51,10 @@ def traffic_of(plan: Plan) -> tuple[Any, list[int]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
 def test_gathers_and_scatters_of_each_strategy_send_the_bytes_of_the_formula(
-    rank_pool: Any, strategy: Any, ranks: int, reduce: Any
+    thread_ranks: Any, strategy: Any, ranks: int, reduce: Any
 ) -> None:
     plan = Plan(dp=ranks, strategy=strategy, reduce=reduce, microbatches=MICROBATCHES, precision="fp32")
-    for traffic, sizes in rank_pool.run(traffic_of, plan, ranks=ranks):
+    for traffic, sizes in thread_ranks.run(traffic_of, plan, ranks=ranks):
         shards = [size // ranks for size in sizes]
         if strategy == "full":
             # Twice a micro-batch; but the last layer's stay from F to B, and the first one's from B to F.
@@ -72,9 +72,9 @@ def test_gathers_and_scatters_of_each_strategy_send_the_bytes_of_the_formula(
         assert "replicate" not in traffic
 
 
-def test_gradients_of_replicated_shards_are_summed_once(rank_pool: Any) -> None:
+def test_gradients_of_replicated_shards_are_summed_once(thread_ranks: Any) -> None:
     plan = Plan(dp=4, replicate=2, strategy="full", reduce="each", microbatches=MICROBATCHES)
-    for traffic, sizes in rank_pool.run(traffic_of, plan, ranks=4):
+    for traffic, sizes in thread_ranks.run(traffic_of, plan, ranks=4):
         assert traffic["replicate"] == {"all_reduce": Count(len(sizes), 4 * sum(sizes) // 2)}
 
 

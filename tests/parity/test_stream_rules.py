@@ -70,7 +70,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
     return Plan(pp=pp, schedule=schedule, **fields, microbatches=4, precision="fp64")
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_runs_under_nccl_stream_rules_equal_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]

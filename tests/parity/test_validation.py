@@ -153,7 +153,7 @@ def can_run(row: dict[str, Any]) -> bool:
     return not (row.get("plan") == "chunks" and row.get("loss", "cross-entropy") != "cross-entropy")
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     "row",
     covering_rows(FACTORS, can_run, [FEWER_ROWS_THAN_RANKS]),

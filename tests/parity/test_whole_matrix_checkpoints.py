@@ -64,7 +64,7 @@ def train(name: str, kind: str, source: str | None, target: str, steps: tuple[in
     plait.save(engine, optimizer, target)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

@@ -184,7 +184,7 @@ FINE_TUNED = {"adapters": ADAPTED_AND_DROPPING, "documents": PACKED, "norms": NO
 @pytest.mark.parametrize(
     ("name", "turns"),
     [
-        ("adapters", slice(25, None, 40)),
+        pytest.param("adapters", slice(25, None, 40), marks=pytest.mark.full),
         ("norms", slice(3, None, 40)),
         pytest.param("adapters", slice(0, None, 3), marks=pytest.mark.full),
         pytest.param("documents", slice(1, None, 3), marks=pytest.mark.full),

@@ -162,6 +162,7 @@ def marks_of(row):
     return [missed] * bool(row.missed) + [pytest.mark.full] * (row.full or row not in QUICK)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=f"{row.name}-{row.plan.world}", marks=marks_of(row)) for row in ROWS]
 )

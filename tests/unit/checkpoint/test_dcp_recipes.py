@@ -246,7 +246,7 @@ def own_name(full: str, names: dict[str, str]) -> str:
 
 @pytest.mark.transformers
 @pytest.mark.parametrize(
-    ("kind", "tied"), in_quick(product(("own", "adapted"), (False, True)), ("own", True), ("adapted", False))
+    ("kind", "tied"), in_quick(product(("own", "adapted"), (False, True)), ("adapted", False))
 )
 def test_a_llama_of_transformers_brings_its_moments_and_goes_back(
     tmp_path: Path, kind: str, tied: bool

@@ -67,7 +67,7 @@ def started(program: str) -> Iterator[tuple[BaseProcess, BinaryIO, BinaryIO]]:
         errors.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_a_signal_ends_a_process_blocked_in_cpp(number):
     with started(BLOCKED) as (process, output, errors):
         assert output.readline() == b"ready\n"
@@ -86,7 +86,13 @@ GRACEFUL = BLOCKED.replace("import Watchdog", "import Watchdog, GracefulStop").r
 ASKED_AGAIN = GRACEFUL.replace("    store.wait", "    time.sleep(0.3)\n    store.wait")
 
 
-@pytest.mark.parametrize("program", [GRACEFUL, ASKED_AGAIN], ids=["in C++", "in Python, then in C++"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(GRACEFUL, id="in C++", marks=pytest.mark.full),
+        pytest.param(ASKED_AGAIN, id="in Python, then in C++"),
+    ],
+)
 def test_a_first_signal_waits_for_a_graceful_stop_and_a_second_ends_the_process(program):
     with started(program) as (process, output, errors):
         assert output.readline() == b"ready\n"

@@ -372,13 +372,6 @@ def test_plait_verify_exits_with_1_on_a_defect(
     assert json.loads(capsys.readouterr().out)["first"]["phase"] == "clip"
 
 
-def test_plait_verify_over_two_ranks_prints_equal(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", *TINY, "--parallel.pp", "2", "--mode", "exact"]) == 0
-    out, err = capfd.readouterr()
-    assert out.startswith("EQUAL to one rank, bit by bit: ")
-    assert err == ""
-
-
 @pytest.mark.full
 def test_plait_verify_as_a_process_over_two_ranks_prints_equal() -> None:
     command = [sys.executable, "-m", "plait", "verify", *TINY, "--parallel.pp", "2", "--mode", "exact"]
@@ -404,12 +397,16 @@ def test_plait_verify_all_as_a_process_verifies_every_layout_of_four_ranks() -> 
     assert set(by_heads) == {4}  # two heads
 
 
-def test_plait_verify_with_ranks_as_threads_gives_the_report_of_processes(
-    capsys: pytest.CaptureFixture[str],
+def test_plait_verify_over_two_ranks_gives_the_same_report_for_processes_and_threads(
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     reports = []
     for ranks_as in ("processes", "threads"):
-        assert main(["verify", "--json", "--parallel.pp", "2", "--run.ranks_as", ranks_as, *TINY]) == 0
-        reports.append(json.loads(capsys.readouterr().out) | {"seconds": None})
+        options = ["--json", "--parallel.pp", "2", "--run.ranks_as", ranks_as, "--mode", "exact"]
+        assert main(["verify", *options, *TINY]) == 0
+        out, err = capfd.readouterr()
+        assert err == ""
+        reports.append(json.loads(out) | {"seconds": None})
+    assert (reports[0]["equal"], reports[0]["mode"]) == (True, "exact")
     assert reports[0]["compared"]
     assert reports[0] == reports[1]

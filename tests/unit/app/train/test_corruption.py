@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,8 +42,8 @@ def flip(engine: Engine) -> None:
         ctypes.c_uint8.from_address(parameter.data_ptr() + 6).value ^= 4
 
 
-def flip_before_step(config: Config, step: int) -> None:
-    """Train, and flip a bit before step number `step`, counted from 0."""
+def flipping_before_step(step: int) -> AbstractContextManager[Any]:
+    """Context in which a bit of rank 1 flips before step number `step`, counted from 0."""
     original = TrainingLoop.run_step
 
     def run_step(self: TrainingLoop) -> None:
@@ -50,8 +51,7 @@ def flip_before_step(config: Config, step: int) -> None:
             flip(self.engine)
         original(self)
 
-    with patch.object(TrainingLoop, "run_step", run_step):
-        train(config)
+    return patch.object(TrainingLoop, "run_step", run_step)
 
 
 def flip_before_saving(config: Config) -> None:
@@ -73,12 +73,12 @@ TOLD = (
 )
 
 
-def test_a_checked_run_is_the_same_and_a_flipped_bit_ends_it(rank_pool: Any, tmp_path: Path) -> None:
-    rank_pool.run(train, make(tmp_path / "off"), ranks=2)
-    rank_pool.run(train, make(tmp_path / "on", **CHECKS), ranks=2)
+def test_a_checked_run_is_the_same_and_a_flipped_bit_ends_it(thread_ranks: Any, tmp_path: Path) -> None:
+    thread_ranks.run(train, make(tmp_path / "off"), ranks=2)
+    thread_ranks.run(train, make(tmp_path / "on", **CHECKS), ranks=2)
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
-    with pytest.raises(CorruptionError, match=TOLD):
-        rank_pool.run(flip_before_step, make(tmp_path / "next", **CHECKS), 2, ranks=2)
+    with pytest.raises(CorruptionError, match=TOLD), flipping_before_step(2):
+        thread_ranks.run(train, make(tmp_path / "next", **CHECKS), ranks=2)
 
 
 @pytest.mark.full

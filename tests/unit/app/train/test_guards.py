@@ -96,25 +96,23 @@ def test_a_parameter_that_drifts_on_one_rank_ends_the_run(rank_pool: RankPool, t
 
 
 def test_a_region_that_is_entered_with_something_else_ends_the_run(
-    rank_pool: RankPool, tmp_path: Path
+    thread_ranks: RankPool, tmp_path: Path
 ) -> None:
     """The norm before a region is whole on both ranks of tp; on one of them it drifts."""
+    original = Trainer.__init__
 
-    def body(config: Config) -> str:
-        original = Trainer.__init__
+    def drifting(self: Trainer, *arguments: Any) -> None:
+        original(self, *arguments)
+        if self.engine.mesh.rank == 1:
+            dict(self.engine.named_parameters())["blocks.0.attention.norm.weight"].data[0] += 1e-6
 
-        def drifting(self: Trainer, *arguments: Any) -> None:
-            original(self, *arguments)
-            if torch.distributed.get_rank() == 1:
-                dict(self.engine.named_parameters())["blocks.0.attention.norm.weight"].data[0] += 1e-6
-
-        with patch.object(Trainer, "__init__", drifting):
-            return refusal(config)
-
-    (message,) = set(rank_pool.run(body, make(tmp_path, pp=1, guard=True), ranks=2))
-    told = r"CommunicationError: in 0F0: the ranks of tp do not agree \(rank 0: enter a region .*; rank 1: "
-    assert re.match(told, message)
-    assert rank_pool.run(body, make(tmp_path, pp=1), ranks=2) == ["none"] * 2  # nobody looks
+    with patch.object(Trainer, "__init__", drifting):
+        (message,) = set(thread_ranks.run(refusal, make(tmp_path, pp=1, guard=True), ranks=2))
+        told = (
+            r"CommunicationError: in 0F0: the ranks of tp do not agree \(rank 0: enter a region .*; rank 1: "
+        )
+        assert re.match(told, message)
+        assert thread_ranks.run(refusal, make(tmp_path, pp=1), ranks=2) == ["none"] * 2  # nobody looks
 
 
 def test_the_fields_guard_and_check_replicas_are_read_and_checked() -> None:

@@ -91,15 +91,26 @@ def test_a_searched_schedule_is_reported_and_saved_with_its_costs(tmp_path: Path
         assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
-def test_without_reordering_the_schedule_is_saved_unchanged(rank_pool: RankPool, tmp_path: Path) -> None:
-    _, orders, _ = rank_pool.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
+def test_without_reordering_the_schedule_is_saved_unchanged(thread_ranks: RankPool, tmp_path: Path) -> None:
+    orders, step = list[Any](), Engine.forward_backward
+
+    def forward_backward(self: Engine, *batch: Any) -> Any:
+        if self.plan.pp == 2:
+            orders.append(self.schedule.order)
+        return step(self, *batch)
+
+    with patch.object(Engine, "forward_backward", forward_backward):
+        assert thread_ranks.run(train, make(tmp_path, schedule="zb-h1"), ranks=2)[0].matches
     kept = json.loads((tmp_path / SCHEDULE_FILE).read_text())
     assert kept["policy"] == "zb-h1"
     assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
 
 
-def test_with_balance_stages_are_cut_by_measured_layer_times(rank_pool: RankPool, tmp_path: Path) -> None:
-    assert sum(rank_pool.run(balanced, make(tmp_path, balance="measured"), ranks=2)) == 2
+def test_with_balance_stages_are_cut_by_measured_layer_times(thread_ranks: RankPool, tmp_path: Path) -> None:
+    with patch.object(trainer, "balance", side_effect=balance) as measured:
+        reports = thread_ranks.run(train, make(tmp_path, balance="measured"), ranks=2)
+    assert reports[0].matches
+    assert measured.call_count == 2
 
 
 def test_layers_are_measured_on_the_rows_of_each_rank(thread_ranks: RankPool, tmp_path: Path) -> None:
@@ -127,18 +138,6 @@ def test_layers_are_measured_on_the_rows_of_each_rank(thread_ranks: RankPool, tm
             assert found == (29, True, "inputs of 0", slice(2 * index, 2 * index + 2))
         for how, layers in (("counted", None), ("measured", (2,))):
             assert {found for _, found in thread_ranks.run(cut, how, layers, ranks=4)} == {None}
-
-
-def balanced(config: Config) -> int:
-    calls = []
-
-    def counted(model: Any, plan: plait.Plan, *given: Any) -> plait.Plan:
-        calls.append(given)
-        return balance(model, plan, *given)
-
-    with patch.object(trainer, "balance", counted):
-        assert train(config).matches
-    return len(calls)
 
 
 def test_a_step_that_is_never_made_is_refused(tmp_path: Path) -> None:

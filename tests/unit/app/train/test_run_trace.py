@@ -68,9 +68,11 @@ def test_a_traced_step_is_drawn_and_its_file_named(rank_pool: RankPool, tmp_path
     assert "step 2 as it was" in (tmp_path / "trace.html").read_text()
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for(rank_pool: RankPool, tmp_path: Path) -> None:
-    lines = rank_pool.run(told, make(tmp_path), ranks=4)[0]
-    assert not [line for line in lines if line.startswith("Trace")]
+def test_nothing_is_recorded_unless_it_is_asked_for(
+    thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread_ranks.run(train, make(tmp_path), ranks=4)
+    assert "Trace" not in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.glob("trace*")) == []
 
 

@@ -130,7 +130,13 @@ def test_each_host_keeps_what_its_ranks_hold(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("plan", [plait.Plan(dp=4), plait.Plan(pp=2, dp=2)], ids=["replicas", "stages"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plait.Plan(dp=4), id="replicas", marks=pytest.mark.full),
+        pytest.param(plait.Plan(pp=2, dp=2), id="stages"),
+    ],
+)
 def test_a_host_that_lost_its_memory_gets_its_part_from_another(
     thread_ranks: Any, whole: list[Ended], tmp_path: Path, plan: plait.Plan
 ) -> None:

@@ -96,6 +96,7 @@ def test_runs_on_other_documents_have_the_same_bits(thread_ranks: Any, plan: Pla
     assert all(torch.equal(found[key], one) for key, one in expected.items())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_runs_that_are_computed_again_have_the_same_bits(thread_ranks: Any, name: str) -> None:
     plan, build = PLANS[name]

@@ -103,7 +103,6 @@ def require_good(case: Case, found: Timeline) -> None:
             assert max(other.peak) > case.limit or value <= case.value(other), name
 
 
-@settings(max_examples=40)
 @given(cases(ranks=4, microbatches=6))
 def test_auto_finds_a_legal_schedule_within_the_limit_not_longer_than_any_policy(case: Case) -> None:
     require_good(case, case.search())
