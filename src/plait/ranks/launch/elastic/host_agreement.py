@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,61 @@ class HostWorld:
         return range(first, first + self.sizes[place])
 
 
-def missing_for_majority(lasts: Collection[HostWorld], present: Collection[int], hub: int) -> list[int]:
-    """Return the hosts that the `present` ones must wait for; empty where these are a majority.
+@dataclass(frozen=True)
+class KnownWorlds:
+    """The newest worlds that a host knows; none after a start with empty memory."""
 
-    `lasts`: the newest worlds that they were in. Of each a majority has to be there; or half of it, if they
-    meet where that world has met, `hub`: two halves that do not reach each other would both go on.
+    begun: HostWorld | None = None
+    """The newest that all its hosts have accepted, so that their ranks may have started."""
+    accepted: HostWorld | None = None
+    """The newest that this host has accepted: the others may have started their ranks, or not."""
+
+    @property
+    def generation(self) -> int:
+        """The number of the newest; 0: it knows none."""
+        return max(_generation(self.begun), _generation(self.accepted))
+
+    def merged(self, other: KnownWorlds) -> KnownWorlds:
+        """Return what two hosts know together, or a host and its hub."""
+        begun = max(self.begun, other.begun, key=_generation)
+        return KnownWorlds(begun, max(self.accepted, other.accepted, key=_generation))
+
+
+def _generation(world: HostWorld | None) -> int:
+    return 0 if world is None else world.generation
+
+
+def newest_worlds(known: Iterable[KnownWorlds]) -> list[HostWorld]:
+    """Return the worlds of the newest generation that hosts know; several where none of these has begun.
+
+    One that has begun is then the only one of its generation that can have: others were proposed in vain.
     """
-    newest = max((last.generation for last in lasts), default=0)
-    for last in lasts:
-        there = len(set(last.hosts) & set(present))
-        enough = 2 * there > len(last.hosts) or (2 * there == len(last.hosts) and hub == last.hub)
-        if last.generation == newest and not enough:
-            return [host for host in last.hosts if host not in present]
-    return []
+    known = list(known)
+    newest = max((one.generation for one in known), default=0)
+    begun = {one.begun for one in known if one.begun is not None and one.begun.generation == newest}
+    accepted = {one.accepted for one in known if one.accepted is not None}
+    return [*begun] or [one for one in accepted if one.generation == newest]
+
+
+def missing_for_majority(present: Mapping[int, KnownWorlds], everyone: Collection[int]) -> list[int]:
+    """Return the hosts that the `present` ones must wait for; empty where these may go on.
+
+    `present`: what each of them knows. `everyone`: all hosts of the run. Of the newest worlds that are known
+    a majority has to be present, or a half with the host of its hub. A host that knows no world was started
+    again: it may have gone on with others, and forgotten it, so it does not count. Only where all hosts are
+    present, nobody else can have gone on.
+    """
+    worlds = newest_worlds(present.values())
+    everyone = {*everyone, *chain.from_iterable(world.hosts for world in worlds)}
+    absent = sorted(everyone - set(present))
+    if not absent:
+        return []
+    for world in worlds:
+        count = [host for host in world.hosts if host in present and present[host].generation]
+        of_half = 2 * len(count) == len(world.hosts) and world.hub in count
+        if 2 * len(count) <= len(world.hosts) and not of_half:
+            return [host for host in world.hosts if host not in present] or absent
+    return [] if worlds else absent
 
 
 def sizes_of_hosts(
