@@ -391,9 +391,9 @@ class OtherSide:
     def join(self, number: int, **changed: Any) -> None:
         """Join as a host that was started anew."""
         about = {"addresses": ["127.0.0.1"], "hub": ["127.0.0.1", 1]}
-        known = {"begun": None, "accepted": None, "ready": 2, "most": 2, "about": about, "name": ""}
-        told = {"kind": "join", "job": "a job", "host": number, "token": str(number)}
-        self.link.send(told | known | changed)
+        told = {"kind": "join", "job": "a job", "host": number, "token": str(number), "name": ""}
+        known = {"begun": None, "accepted": []}
+        self.link.send(told | {"known": known, "ready": 2, "most": 2, "about": about} | changed)
 
 
 def other_side(hosts: Hosts) -> OtherSide:
@@ -416,7 +416,7 @@ def test_a_world_begins_when_all_its_hosts_have_accepted_it() -> None:
         other = other_side(hosts)
         joined = hosts.join(one, two)
         other.join(2)
-        proposed = other.next("propose")
+        (proposed,) = other.next("propose")["known"]["accepted"]
         assert (proposed["generation"], proposed["hosts"]) == (1, [0, 1, 2])
         time.sleep(0.2)
         assert not any(each.done() for each in joined)
@@ -435,13 +435,19 @@ def test_a_host_whose_hub_is_lost_after_it_has_accepted_a_world_says_so_at_the_n
         with socket.create_server(("127.0.0.1", hosts.port)) as server:
             joined = hosts.join(two)
             other, told = joining(server)
-            assert told["accepted"] is None
-            world = {"hosts": [0, 1], "sizes": [2, 2], "hub": 0, "store": "tcp://127.0.0.1:1"}
-            other.link.send({"kind": "propose", "generation": 1, **world})
+            assert told["known"] == {"begun": None, "accepted": []}
+            world = {
+                "generation": 1,
+                "hosts": [0, 1],
+                "sizes": [2, 2],
+                "hub": 0,
+                "store": "tcp://127.0.0.1:1",
+            }
+            other.link.send({"kind": "propose", "known": {"begun": None, "accepted": [world]}})
             assert other.next("accept")["generation"] == 1
             other.link.close()
             other, told = joining(server)
-            assert (told["begun"], told["accepted"]["generation"]) == (None, 1)
+            assert told["known"] == {"begun": None, "accepted": [world]}
             other.link.send({"kind": "end", "why": "it was a test"})
             with pytest.raises(RankError, match="it was a test"):
                 joined[0].result(LIMIT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -36,53 +36,47 @@ class HostWorld:
 
 @dataclass(frozen=True)
 class KnownWorlds:
-    """The newest worlds that a host knows; none after a start with empty memory."""
+    """The worlds that a host knows; none after a start with empty memory."""
 
     begun: HostWorld | None = None
     """The newest that all its hosts have accepted, so that their ranks may have started."""
-    accepted: HostWorld | None = None
-    """The newest that this host has accepted: the others may have started their ranks, or not."""
+    accepted: tuple[HostWorld, ...] = ()
+    """Those that hosts have accepted since: they may have begun, or were proposed in vain."""
+
+    @property
+    def worlds(self) -> tuple[HostWorld, ...]:
+        """All of them: one is the current one."""
+        return self.accepted if self.begun is None else (self.begun, *self.accepted)
 
     @property
     def generation(self) -> int:
         """The number of the newest; 0: it knows none."""
-        return max(_generation(self.begun), _generation(self.accepted))
+        return max(map(_generation, self.worlds), default=0)
 
-    def merged(self, other: KnownWorlds) -> KnownWorlds:
-        """Return what two hosts know together, or a host and its hub."""
-        begun = max(self.begun, other.begun, key=_generation)
-        return KnownWorlds(begun, max(self.accepted, other.accepted, key=_generation))
+    def merged(self, *others: KnownWorlds) -> KnownWorlds:
+        """Return what several hosts know together."""
+        every = (self, *others)
+        begun = max((one.begun for one in every), key=_generation)
+        accepted = {world for one in every for world in one.accepted}
+        since = [world for world in accepted if world.generation > _generation(begun)]
+        return KnownWorlds(begun, tuple(sorted(since, key=_generation)))
 
 
 def _generation(world: HostWorld | None) -> int:
     return 0 if world is None else world.generation
 
 
-def newest_worlds(known: Iterable[KnownWorlds]) -> list[HostWorld]:
-    """Return the worlds of the newest generation that hosts know; several where none of these has begun.
-
-    One that has begun is then the only one of its generation that can have: others were proposed in vain.
-    """
-    known = list(known)
-    newest = max((one.generation for one in known), default=0)
-    begun = {one.begun for one in known if one.begun is not None and one.begun.generation == newest}
-    accepted = {one.accepted for one in known if one.accepted is not None}
-    return [*begun] or [one for one in accepted if one.generation == newest]
-
-
 def missing_for_majority(present: Mapping[int, KnownWorlds], everyone: Collection[int]) -> list[int]:
     """Return the hosts that the `present` ones must wait for; empty where these may go on.
 
-    `present`: what each of them knows. `everyone`: all hosts of the run. Of the newest worlds that are known
-    a majority has to be present, or a half with the host of its hub. A host that knows no world was started
-    again: it may have gone on with others, and forgotten it, so it does not count. Only where all hosts are
-    present, nobody else can have gone on.
+    `present`: what each of them knows. `everyone`: all hosts of the run. A majority has to be present of each
+    world that may be the current one, or a half with the host of its hub. A host that knows no world was
+    started again: it may have gone on with others, and forgotten it, so it does not count. Only where all
+    hosts are present, nobody else can have gone on.
     """
-    worlds = newest_worlds(present.values())
+    worlds = KnownWorlds().merged(*present.values()).worlds
     everyone = {*everyone, *chain.from_iterable(world.hosts for world in worlds)}
-    absent = sorted(everyone - set(present))
-    if not absent:
-        return []
+    absent = sorted(everyone - set(present))  # if nobody is, none of a world is either
     for world in worlds:
         count = [host for host in world.hosts if host in present and present[host].generation]
         of_half = 2 * len(count) == len(world.hosts) and world.hub in count

@@ -36,7 +36,6 @@ from plait.ranks.launch.elastic.host_agreement import (
     HostWorld,
     KnownWorlds,
     missing_for_majority,
-    newest_worlds,
     sizes_of_hosts,
 )
 from plait.ranks.launch.elastic.host_link import HostLink, Message
@@ -100,7 +99,7 @@ class HostHub:
         """The next world, until all its hosts have accepted it."""
         self._accepted: set[int] = set()
         self._known = KnownWorlds()
-        """The newest worlds that were begun, and proposed, here."""
+        """The worlds that are known where it was proposed or begun last, here."""
         self._larger = 0
         """The number of ranks of a larger world that is possible, as the hosts were told; 0: none."""
         self.met: HubPlace | None = None
@@ -216,7 +215,7 @@ class HostHub:
         self._peers[number] = peer
         peer.ready, peer.most = int(message["ready"]), int(message["most"])
         peer.about, peer.waits, peer.could = message["about"], (False, False), None
-        peer.known = known_of(message)
+        peer.known = known_of(message["known"])
         self._name = self._name or message["name"]
         if self._proposed is not None and number in self._proposed.hosts:  # it has left, and comes back
             self._proposed = None
@@ -294,7 +293,7 @@ class HostHub:
             known[self._number] = known[self._number].merged(self._known)
         awaited = self._awaited(known)
         if not awaited:
-            self._propose(joined, max(one.generation for one in known.values()) + 1)
+            self._propose(joined, KnownWorlds().merged(*known.values()))
             return
         names = listed([f"host {number}" for number in awaited])
         for one in joined.values():
@@ -302,7 +301,7 @@ class HostHub:
 
     def _awaited(self, known: Mapping[int, KnownWorlds]) -> list[int]:
         """Return the hosts that have still to join the next world; `known`: the worlds of the joined ones."""
-        worlds = newest_worlds(known.values())
+        worlds = KnownWorlds().merged(*known.values()).worlds
         if worlds and self._number not in known:
             return [self._number]
         if running := [number for number in self._peers if number not in known]:
@@ -334,8 +333,11 @@ class HostHub:
             return (), f"Elastic's ranks_of raised {error!r}"
         return sizes, "" if sizes else f"{sum(ready.values())} processes are left, too few to go on with"
 
-    def _propose(self, joined: Mapping[int, _ConnectedHost], generation: int) -> None:
-        """Divide the ranks of the next world among the joined hosts, and ask these to accept it."""
+    def _propose(self, joined: Mapping[int, _ConnectedHost], known: KnownWorlds) -> None:
+        """Divide the ranks of the next world among the joined hosts, and ask these to accept it.
+
+        `known`: what they know together, which each learns: one may have been started again.
+        """
         sizes, why = self._sizes({number: one.ready or 0 for number, one in joined.items()})
         if not sizes and self._run.grows_later:  # nothing else is to be done until there are processes
             sizes, why = self._sizes({number: one.most for number, one in joined.items()})
@@ -349,30 +351,28 @@ class HostHub:
             assert isinstance(store, TCPStore), "the system chooses a free port"
             self._store = store
         self._name = self._name or secrets.token_hex(8)
-        self._proposed = HostWorld(
-            generation, tuple(joined), sizes, self._number, f"tcp://{host}:{self._store.port}"
-        )
+        store = f"tcp://{host}:{self._store.port}"
+        self._proposed = HostWorld(known.generation + 1, tuple(joined), sizes, self._number, store)
         self._accepted.clear()
-        self._known = self._known.merged(KnownWorlds(accepted=self._proposed))
+        self._known = known.merged(KnownWorlds(accepted=(self._proposed,)))
         for one in joined.values():
-            one.link.send({"kind": "propose", **asdict(self._proposed)})
+            one.link.send({"kind": "propose", "known": asdict(self._known)})
 
     def _accept_world(self, peer: _ConnectedHost, generation: int) -> None:
         """Note that a host has accepted the world proposed last; begin that if all its hosts have."""
-        world = self._known.accepted
-        if world is None or world.generation != generation:
+        if generation != self._known.generation:
             return
-        peer.known = peer.known.merged(KnownWorlds(accepted=world))
+        peer.known = self._known
         self._accepted.add(peer.number)
         if self._proposed is None:  # one of its hosts is gone
             self._begin_if_complete()
-        elif self._accepted >= set(world.hosts):
-            self._begin(world)
+        elif self._accepted >= set(self._proposed.hosts):
+            self._begin(self._proposed)
 
     def _begin(self, world: HostWorld) -> None:
         """Begin a world that all its hosts have accepted; then take in the hosts that have come meanwhile."""
         self._world, self._proposed, self._larger = world, None, 0
-        self._known = self._known.merged(KnownWorlds(begun=world))
+        self._known = KnownWorlds(world)
         self._done.clear()
         members = [self._peers[number] for number in world.hosts]
         message = {"kind": "world", "name": self._name, **asdict(world)}
@@ -393,11 +393,9 @@ class HostHub:
 
 
 def known_of(message: Mapping[str, Any]) -> KnownWorlds:
-    """Return the worlds that a host knows, by its message `join`."""
-    begun, accepted = (
-        None if message[name] is None else world_of(message[name]) for name in ("begun", "accepted")
-    )
-    return KnownWorlds(begun, accepted)
+    """Return the `KnownWorlds` that a message describes."""
+    begun = message["begun"]
+    return KnownWorlds(None if begun is None else world_of(begun), tuple(map(world_of, message["accepted"])))
 
 
 def world_of(message: Mapping[str, Any]) -> HostWorld:

@@ -30,8 +30,8 @@ from plait.errors import CommunicationError, MeshError, PlaitError, RankError, l
 from plait.ranks import json_values
 from plait.ranks.failure.failure_log import RankFailure
 from plait.ranks.json_values import NotPlainError
-from plait.ranks.launch.elastic.host_agreement import HostWorld
-from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, world_of
+from plait.ranks.launch.elastic.host_agreement import HostWorld, KnownWorlds
+from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, known_of, world_of
 from plait.ranks.launch.elastic.host_link import (
     MOST_BYTES,
     SILENCE,
@@ -91,8 +91,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
         self._elsewhere: HubPlace | None = None
         """Where a newer world has met than this host knows."""
         self._world: HostWorld | None = None
-        self._accepted: HostWorld | None = None
-        """The newest world that this host has accepted; it may not have learned that it has begun."""
+        self._known = KnownWorlds()
+        """That world, and those that this host has accepted since: they may have begun on others."""
         self._about: dict[int, Message] = {}
         """The addresses of the world's hosts, and of their hubs."""
         self._reason = ""
@@ -210,6 +210,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
             with self._changed:
                 self._link = HostLink(connected, self._receive, self._silence)
                 self._at, self._at_generation = hub.number, hub.generation
+                if self._elsewhere is not None and self._elsewhere.generation <= hub.generation:
+                    self._elsewhere = None  # found again while this host was on its way
                 if hub.number != self._place.number:
                     self._own_address = self._link.address
             self._link.start()
@@ -293,8 +295,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
                 "token": self._token,
                 "ready": self.ready,
                 "most": self._most,
-                "begun": None if self._world is None else asdict(self._world),
-                "accepted": None if self._accepted is None else asdict(self._accepted),
+                "known": asdict(self._known),
                 "about": {"addresses": addresses, "hub": (self._own_address, self._hub.port)},
             }
         )
@@ -334,9 +335,9 @@ class SeveralHostsRendezvous(RendezvousHandler):
             if message is None or kind == "refused":
                 self._link = None
                 self._reason = f"host {self._at}, where the hosts have met, cannot be reached"
-            elif kind == "propose" and message["generation"] > self.generation:
-                self._accepted = world_of(message)
-                link.send({"kind": "accept", "generation": self._accepted.generation})
+            elif kind == "propose":
+                self._known = self._known.merged(known_of(message["known"]))
+                link.send({"kind": "accept", "generation": self._known.generation})
             elif kind == "world" and message["generation"] > self.generation:
                 self._begin(message)
             elif kind == "larger" and message["generation"] == self.generation:
@@ -361,6 +362,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def _begin(self, message: Message) -> None:
         """Set the current world to that of a message, and reset what was known of the one before."""
         self._world, self.name, self._reason = world_of(message), str(message["name"]), ""
+        self._known = KnownWorlds(self._world)
         self._waiting, self._could, self._larger = {}, 0, 0
         self._about = {int(host): about for host, about in message["about"].items()}
         host, port = self._about[self._world.hub]["hub"]
