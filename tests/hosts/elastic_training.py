@@ -63,6 +63,8 @@ class Disturb(Callback):
                 file.write(json.dumps(told) + "\n")
         if rank == 0:
             (self._folder / "done").write_text(str(run.done))
+            with (self._folder / "steps").open("a") as file:
+                file.write(f"{run.done}\n")
         killed = self._folder / "killed"
         if self._kill == (rank, run.done) and not killed.exists():
             killed.touch()

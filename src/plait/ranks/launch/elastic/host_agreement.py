@@ -76,12 +76,12 @@ def missing_for_majority(present: Mapping[int, KnownWorlds], everyone: Collectio
     """
     worlds = KnownWorlds().merged(*present.values()).worlds
     everyone = {*everyone, *chain.from_iterable(world.hosts for world in worlds)}
-    absent = sorted(everyone - set(present))  # if nobody is, none of a world is either
+    absent = sorted(everyone - set(present))
     for world in worlds:
         count = [host for host in world.hosts if host in present and present[host].generation]
         of_half = 2 * len(count) == len(world.hosts) and world.hub in count
         if 2 * len(count) <= len(world.hosts) and not of_half:
-            return [host for host in world.hosts if host not in present] or absent
+            return [host for host in world.hosts if host not in present] or absent  # [] where all are there
     return [] if worlds else absent
 
 
