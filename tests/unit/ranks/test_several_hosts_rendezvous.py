@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,6 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from plait.errors import CommunicationError, MeshError, PlaitError, RankError
 from plait.ranks.failure.failure_log import RankFailure
+from plait.ranks.launch.elastic import several_hosts_rendezvous
 from plait.ranks.launch.elastic.host_hub import HostRun
 from plait.ranks.launch.elastic.host_link import HostLink, Message, connect_to_host
 from plait.ranks.launch.elastic.several_hosts_rendezvous import HostPlace, SeveralHostsRendezvous
@@ -305,17 +307,27 @@ def test_all_hosts_meet_again_where_the_last_world_has_met_though_that_host_has_
         assert three.generation == 3
 
 
-def test_a_host_that_was_cut_off_finds_where_the_others_have_gone_on_from_those_that_it_knew() -> None:
-    """The first one, at which all have met; it keeps its memory, and nobody reaches it."""
+def test_a_host_that_was_cut_off_finds_where_the_others_have_gone_on_from_those_that_it_knew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one, where all have met: it waits at its own hub, where nobody comes any more."""
+    is_cut_off = threading.Event()
     with supervisors(3, 6) as hosts:
+
+        def connect(host: str, port: int, seconds: float) -> socket.socket | None:
+            is_refused = is_cut_off.is_set() and port == hosts.port
+            return None if is_refused else connect_to_host(host, port, seconds)
+
+        monkeypatch.setattr(several_hosts_rendezvous, "connect_to_host", connect)
         one, two, three = hosts.first
         hosts.meet(one, two, three)
-        one._hub.close()
+        is_cut_off.set()
+        for link in [*one._hub._links]:
+            link.close()
         for host in hosts.first:
             assert wait_for(host.reason)
-        joined = hosts.join(two, three)
-        for each in joined:
-            each.result(LIMIT)
+        assert hosts.meet(two, three) == (2, {1: [0, 1], 2: [2, 3]})
+        is_cut_off.clear()
         joined = hosts.join(one)
         assert wait_for(two.reason) == "host 0 has come"
         assert hosts.meet(two, three) == (3, {0: [0, 1], 1: [2, 3], 2: [4, 5]})
