@@ -115,7 +115,7 @@ def connect_to_host(host: str, port: int, seconds: float) -> socket.socket | Non
     """Return a connection to the supervisor that listens there; None where nothing answers in time."""
     try:
         return socket.create_connection((host, port), seconds)
-    except (OSError, ValueError):  # also a name that is none
+    except (OSError, ValueError, OverflowError):  # the last two by a name, or a port, that is none
         return None
 
 

@@ -64,9 +64,7 @@ def searching(
 def _ask(job: str, host: str, port: int) -> HubPlace | None:
     """Return where a host has met others; None where it does not answer, or has not met any."""
     answer = ask_host(host, port, {"kind": "where", "job": job}, "at", _PATIENCE)
-    with suppress(
-        KeyError, TypeError, ValueError, OverflowError
-    ):  # has not met any, or no supervisor answers
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
         if answer is not None:
             at, number = str(answer["host"]), int(answer["number"])
             return HubPlace(number, at, int(answer["port"]), int(answer["generation"]))
