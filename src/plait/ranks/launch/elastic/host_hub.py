@@ -351,8 +351,8 @@ class HostHub:
             assert isinstance(store, TCPStore), "the system chooses a free port"
             self._store = store
         self._name = self._name or secrets.token_hex(8)
-        store = f"tcp://{host}:{self._store.port}"
-        self._proposed = HostWorld(known.generation + 1, tuple(joined), sizes, self._number, store)
+        address = f"tcp://{host}:{self._store.port}"
+        self._proposed = HostWorld(known.generation + 1, tuple(joined), sizes, self._number, address)
         self._accepted.clear()
         self._known = known.merged(KnownWorlds(accepted=(self._proposed,)))
         for one in joined.values():
