@@ -298,7 +298,7 @@ def test_all_hosts_meet_again_where_the_last_world_has_met_though_that_host_has_
         two.shutdown()
         assert wait_for(three.reason)
         joined = hosts.join(three, hosts.new(1))
-        time.sleep(1.0)
+        time.sleep(0.4)
         assert not any(each.done() for each in joined), "host 0 may have gone on with host 1"
         joined += hosts.join(hosts.new(0))
         for each in joined:
@@ -336,7 +336,7 @@ def test_a_host_that_was_cut_off_finds_where_the_others_have_gone_on_from_those_
 
 def test_two_hosts_do_not_begin_anew_beside_a_third_that_goes_on_though_one_has_forgotten_it() -> None:
     """Hosts 1 and 2 have gone on; host 2, started again, meets host 0, which knows the first world only."""
-    with supervisors(3, 6, limit=3.0) as hosts:
+    with supervisors(3, 6, limit=1.5) as hosts:
         one, two, three = hosts.first
         hosts.meet(one, two, three)
         three.shutdown()
