@@ -1,10 +1,11 @@
 """A run of elastic ranks, of which this process starts those of one host; it writes losses, and what is lost.
 
     RANK=0 WORLD_SIZE=2 ... elastic_training.py FOLDER --ranks RANKS [--kill RANK STEP] [--seconds SECONDS]
-        [--whole-at STEP]
+        [--whole-at STEP] [--later] [--hosts HOST ...]
 
 `--kill`: that rank kills itself in that step, once. `--seconds`: a step takes so long. `--whole-at`: before
-that step fewer ranks wait until there are all again.
+that step fewer ranks wait until there are all again; with `--later` until there can be, after the step.
+`--hosts`: the names of all hosts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import plait
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.loop import Checkpoints, JsonLines, Log
 from plait.ranks import Elastic, all_reduce
+from plait.ranks.supervised_rank import possible_ranks
 
 STEPS, ROWS = 12, 12
 
@@ -61,6 +63,8 @@ class Disturb(Callback):
                 file.write(json.dumps(told) + "\n")
         if rank == 0:
             (self._folder / "done").write_text(str(run.done))
+            with (self._folder / "steps").open("a") as file:
+                file.write(f"{run.done}\n")
         killed = self._folder / "killed"
         if self._kill == (rank, run.done) and not killed.exists():
             killed.touch()
@@ -68,7 +72,9 @@ class Disturb(Callback):
         time.sleep(self._seconds)
         if self._whole_at is not None and self._whole_at[0] == run.done:
             while run.mesh.world < self._whole_at[1]:
-                all_reduce(torch.ones(1), run.mesh.group("world")).wait()  # ends by an error
+                possible = torch.full((1,), float(possible_ranks()))
+                if all_reduce(possible, run.mesh.group("world")).wait():  # ends by an error without --later
+                    break
                 time.sleep(0.05)
 
 
@@ -116,13 +122,19 @@ if __name__ == "__main__":
     parser.add_argument("--kill", type=int, nargs=2)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--whole-at", type=int)
+    parser.add_argument("--later", action="store_true")
+    parser.add_argument("--hosts", nargs="*", default=())
     parser.add_argument("--limit", type=float, default=60.0)
     options = parser.parse_args()
     options.folder.mkdir(exist_ok=True)
     kill = None if options.kill is None else tuple(options.kill)
     whole_at = None if options.whole_at is None else (options.whole_at, options.ranks)
     arguments = (options.folder, kill, options.seconds, whole_at)
-    settings = Elastic(ranks_of=lambda most: max(ranks for ranks in range(1, most + 1) if ROWS % ranks == 0))
+    settings = Elastic(
+        replace="later" if options.later else True,
+        ranks_of=lambda most: max(ranks for ranks in range(1, most + 1) if ROWS % ranks == 0),
+        hosts=tuple(options.hosts),
+    )
     print(
         plait.launch(
             train, *arguments, ranks=options.ranks, device="cpu", timeout=options.limit, elastic=settings

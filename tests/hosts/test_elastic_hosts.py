@@ -158,6 +158,56 @@ def test_a_host_that_vanished_comes_back_with_empty_memory_and_the_run_has_all_r
     assert losses(folder) == pytest.approx(undisturbed(4), rel=1e-12)
 
 
+def test_a_host_that_comes_back_is_taken_in_after_a_step_and_no_step_is_computed_again(
+    tmp_path: Path, undisturbed: Losses
+) -> None:
+    """With `Elastic(replace="later")`."""
+    folder = tmp_path / "run"
+    words = ("--ranks", "4", "--seconds", str(SECONDS), "--whole-at", "9", "--later")
+    with hosts(2, tmp_path) as machines:
+        started = supervisors(machines, folder, *words)
+        wait_for_step(folder, 4)
+        machines[1].vanish()
+        started[1].communicate()
+        wait_for(lambda: generations(folder)[-1]["ranks"] == 2, "the first host does not go on")
+        machines[1].start()
+        again = supervisor(machines[1], 1, 2, folder, *words)
+        ends = [end_of(process) for process in (started[0], again)]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "the run goes on with 4 ranks in place of 2" in ends[0][2]
+    told = generations(folder)
+    assert [one["ranks"] for one in told] == [4] * 4 + [2] * 2 + [4] * 4
+    steps = [int(line) for line in (folder / "steps").read_text().split()]
+    went_on_after = told[4]["begins_after"]
+    assert steps[went_on_after - elastic_training.STEPS :] == [*range(went_on_after, elastic_training.STEPS)]
+    assert told[6]["begins_after"] > went_on_after
+    assert not any(one["checkpoints_read"] for one in told)
+    assert losses(folder) == pytest.approx(undisturbed(4), rel=1e-12)
+
+
+def test_the_first_host_vanishes_with_the_store_and_finds_the_others_when_it_comes_back(
+    tmp_path: Path, undisturbed: Losses
+) -> None:
+    """They have met at the second host meanwhile, and each host knows the names of all."""
+    folder = tmp_path / "run"
+    words = ("--ranks", "3", "--seconds", str(SECONDS), "--whole-at", "9", "--hosts")
+    with hosts(3, tmp_path) as machines:
+        words = (*words, *(machine.name for machine in machines))
+        started = supervisors(machines, folder, *words)
+        wait_for_step(folder, 4)
+        machines[0].vanish()
+        started[0].communicate()
+        wait_for(lambda: generations(folder)[-1]["ranks"] == 2, "the others do not go on")
+        machines[0].start()
+        again = supervisor(machines[0], 0, 3, folder, *words)
+        ends = [end_of(process) for process in (*started[1:], again)]
+    assert [code for code, _, _ in ends] == [0, 0, 0], ends
+    assert all(output.splitlines()[-1] == "[3, 3, 3]" for _, output, _ in ends)
+    told = generations(folder)
+    assert [one["ranks"] for one in told] == [3] * 3 + [2] * 2 + [3] * 3
+    assert losses(folder) == pytest.approx(undisturbed(3), rel=1e-12)
+
+
 def test_a_host_that_was_cut_off_for_a_while_comes_back_with_its_processes(
     tmp_path: Path, undisturbed: Losses
 ) -> None:

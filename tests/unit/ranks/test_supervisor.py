@@ -226,6 +226,8 @@ def test_several_supervisors_on_a_host_and_ranks_that_hosts_cannot_share_evenly_
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(MeshError, match="2 hosts, and 3 ranks cannot be divided"):
         plait.launch(die, ranks=3, elastic=True)
+    with pytest.raises(MeshError, match=r"on 2 hosts, and Elastic's hosts \(run.hosts\) are 1: name each"):
+        plait.launch(die, ranks=2, elastic=Elastic(hosts=("node-0",)))
     with pytest.raises(MeshError, match="elastic, unless it is an Elastic, is 2"):
         plait.launch(die, elastic=2)  # type: ignore[arg-type]
 
@@ -273,6 +275,8 @@ def test_ranks_become_more_when_new_processes_are_ready_and_living_ones_go_on(
     assert "plait: the run goes on with 3 ranks in place of 2." in capfd.readouterr().err
 
 
-def test_replace_is_a_flag_or_later() -> None:
+def test_replace_is_a_flag_or_later_and_hosts_are_names() -> None:
     with pytest.raises(MeshError, match="Elastic's replace"):
         Elastic(replace="soon")  # type: ignore[arg-type]
+    with pytest.raises(MeshError, match="Elastic's hosts are 'node-0': give a tuple"):
+        Elastic(hosts="node-0")  # type: ignore[arg-type]

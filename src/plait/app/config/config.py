@@ -204,12 +204,17 @@ def _check_rebalance(run: RunConfig) -> None:
 
 
 def _check_elastic(run: RunConfig) -> None:
-    """Raise ConfigError for elastic threads, and `run.spares` or `run.replace` without fields they need."""
-    for field, given in (("run.spares", run.spares), ("run.replace", run.replace is not True)):
-        if given and not run.elastic:
+    """Raise ConfigError for elastic threads, and for options of elastic ranks without `run.elastic`."""
+    given = {
+        "spares": str(run.spares or ""),
+        "replace": "" if run.replace is True else str(run.replace).lower(),
+        "hosts": ", ".join(run.hosts),
+    }
+    for field, value in given.items():
+        if value and not run.elastic:
             raise ConfigError(
-                f"{field} = {str(getattr(run, field[4:])).lower()} is given, but run.elastic is false: set "
-                f"that to true, or leave {field} out."
+                f"run.{field} = {value} is given, but run.elastic is false: set that to true, or leave "
+                f"run.{field} out."
             )
     if run.elastic and run.ranks_as == "threads":
         raise ConfigError(

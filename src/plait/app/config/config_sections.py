@@ -248,6 +248,9 @@ class RunConfig(Section):
     replace: bool | Literal["later"] = True
     """with run.elastic: whether new processes are started for lost ranks; else, without spares, the run goes
     on with fewer; later: with fewer until new processes are ready, and then with as many as before"""
+    hosts: tuple[str, ...] = ()
+    """with run.elastic: names or addresses of all hosts, in the order of their numbers, at which a host that
+    is started again asks where the others have gone on; none: it asks host 0 only"""
     snapshot_every: Annotated[int, Field(ge=0)] | None = None
     """steps between snapshots in memory, from which restarted ranks go on, and run.resume auto; 0: no
     snapshots; none: 10 with run.elastic, else 0"""

@@ -31,7 +31,7 @@ def config_of_world(config: Config) -> Config:
 
 
 def elastic_settings(config: Config) -> Elastic | None:
-    """Return the `Elastic` that `run.elastic`, `run.spares` and `run.replace` describe, or None."""
+    """Return the `Elastic` that `run.elastic` and the fields with it describe, or None."""
     run = config.run
     if not run.elastic:
         return None
@@ -40,7 +40,7 @@ def elastic_settings(config: Config) -> Elastic | None:
         found = config_for_ranks(config, ready)
         return 0 if found is None else found.plan().world
 
-    return Elastic(spares=run.spares, replace=run.replace, ranks_of=ranks_of)
+    return Elastic(spares=run.spares, replace=run.replace, ranks_of=ranks_of, hosts=run.hosts)
 
 
 def config_for_ranks(config: Config, ranks: int, *, least: int = 1) -> Config | None:

@@ -76,6 +76,15 @@ def _read(path: Path, host: int) -> RankPart | None:
     return part if path.name == manifest_name(part.rank) else None
 
 
+def is_right(name: SnapshotName, wrong: Mapping[str, int], most: int | None = None) -> bool:
+    """Return whether a snapshot has no known wrong bits.
+
+    `wrong`: after how many steps states have some, by the attempt. `most`: the last right step of all.
+    """
+    limits = [limit for limit in (wrong.get(name.attempt), most) if limit is not None]
+    return name.step <= min(limits, default=name.step)
+
+
 def newest_first(parts: Iterable[tuple[int, SnapshotName]]) -> list[tuple[SnapshotName, bool]]:
     """Return the snapshots found, newest first, each with whether the parts of all ranks are there."""
     ranks: dict[SnapshotName, set[int]] = {}

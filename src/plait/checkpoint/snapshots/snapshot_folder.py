@@ -2,6 +2,7 @@
 
     /dev/shm/plait-9f3ac2d1b04e77a5/owner.json          the process after whose end nobody needs the folder
     /dev/shm/plait-…/lock                               names the process that uses it
+    /dev/shm/plait-…/wrong-3.json                       which states have wrong bits, as a rank has found
     /dev/shm/plait-…/0/rank-00003.safetensors, .json    a rank's part of a snapshot, and its manifest
     /dev/shm/plait-…/1/                                 likewise, of the snapshot before or after
 
@@ -33,7 +34,7 @@ from plait.ranks.world import process_identity
 
 HALVES = (0, 1)
 """The halves of the double buffer: one is complete while the other is written."""
-_PREFIX, _OWNER, _LOCK = "plait-", "owner.json", "lock"
+_PREFIX, _OWNER, _LOCK, _WRONG = "plait-", "owner.json", "lock", "wrong-"
 _NAMESPACE = "/proc/self/ns/pid"
 
 
@@ -97,6 +98,26 @@ class SnapshotFolder:
     def withdraw(self, half: int, name: str) -> None:
         """Remove a file, if it is there. Raises OSError."""
         (self.half(half) / name).unlink(missing_ok=True)
+
+    def note_wrong(self, rank: int, attempts: Collection[str], step: int) -> None:
+        """Write for all hosts which states have wrong bits: after `step` steps, of those starts of the ranks.
+
+        It takes the place of what this rank wrote before, by which ranks have restored since. Raises OSError.
+        """
+        path = self.path / f"{_WRONG}{rank}.json"
+        text = json.dumps({"after": step, "attempts": sorted(attempts)})
+        path.unlink(missing_ok=True)
+        write_text(Disk(), path, text)
+
+    def wrong_states(self) -> dict[str, int]:
+        """Return after how many steps states have wrong bits, by the start of the ranks that had them."""
+        found: dict[str, int] = {}
+        for path in self.path.glob(f"{_WRONG}*.json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):  # it was not written to its end
+                about = read_json(path)
+                for attempt in about["attempts"]:
+                    found[attempt] = min(int(about["after"]), found.get(attempt, int(about["after"])))
+        return found
 
     def clear(self, half: int, keep: Collection[str]) -> None:
         """Remove all files of a half but those named in `keep`. Raises OSError."""

@@ -31,6 +31,7 @@ from plait.checkpoint.snapshots.newest_snapshot import (
     found_parts,
     has_all_states,
     has_whole_tensors,
+    is_right,
     merged_manifest,
     newest_first,
     parts_of_text,
@@ -281,12 +282,7 @@ class Snapshots:
             for part in found_parts(self._folder, self._ranks_here[0])
             if not own_launch or part.restarted_by == self._restarted_by
         ]
-        # As each host was told of wrong bits: one without ranks may know of a failure of long ago.
-        self._withdraw([part for part in parts if most is not None and part.name.step > most])
-        parts = [part for part in parts if most is None or part.name.step <= most]
-        names = [[part.rank, *vars(part.name).values()] for part in parts] if self._leads else []
-        everywhere = (json.loads(text) for text in self._all_gather(json.dumps(names)))
-        found = newest_first((rank, SnapshotName(*name)) for rows in everywhere for rank, *name in rows)
+        parts, found = self._without_wrong(parts, most)
         if (moved := take_moved_run(self._engine)) is not None:
             whole = (name for name, is_complete in found if is_complete)
             halves = (part.half for name in whole for part in parts if part.name == name)
@@ -313,6 +309,26 @@ class Snapshots:
             self._withdraw([part for part in parts if part.name.step > name.step])
             return name.step, loaded
         return None
+
+    def _without_wrong(
+        self, parts: list[RankPart], most: int | None
+    ) -> tuple[list[RankPart], list[tuple[SnapshotName, bool]]]:
+        """Withdraw snapshots with wrong bits; return the other `parts` here, and the snapshots of all hosts.
+
+        `most`: the last right step, as this host was told: one without ranks may know of a failure of long
+        ago. What ranks of other hosts have found wrong is wrong here, too: replicas and copies.
+        """
+        own = [part for part in parts if is_right(part.name, {}, most)]
+        names = [[part.rank, *vars(part.name).values()] for part in own]
+        text = json.dumps([names, self._folder.wrong_states()] if self._leads else [[], {}])
+        told = [json.loads(text) for text in self._all_gather(text)]
+        wrong: dict[str, int] = {}
+        for attempt, step in (pair for _, states in told for pair in states.items()):
+            wrong[attempt] = min(step, wrong.get(attempt, step))
+        right = [part for part in own if is_right(part.name, wrong)]
+        self._withdraw([part for part in parts if part not in right])
+        everywhere = ((rank, SnapshotName(*name)) for names, _ in told for rank, *name in names)
+        return right, newest_first((rank, name) for rank, name in everywhere if is_right(name, wrong))
 
     def _go_on(self, step: int, state: Mapping[str, Any], half: int) -> None:
         """Set the finished steps after a restore; `half`, from which it was read, is not overwritten next."""
@@ -372,14 +388,18 @@ class Snapshots:
     def withdraw_after(self, step: int) -> None:
         """Exclude snapshots of more than `step` steps from restoring, since their bits may be wrong.
 
-        Those on this host; without communication: any rank may call it.
+        Without communication: any rank may call it. Those on this host at once; those on others when ranks
+        restore next, on all hosts that are there.
         """
         if self._thread is not None:
             join_thread(self._thread)
-        for part in found_parts(self._folder, self._ranks_here[0]):
-            if part.name.step > step:
-                with suppress(OSError):  # what cannot be removed is not to hide the error of wrong bits
-                    self._folder.withdraw(part.half, manifest_name(part.rank))
+        wrong = [part for part in found_parts(self._folder, self._ranks_here[0]) if part.name.step > step]
+        attempts = {self._attempt, *(part.name.attempt for part in wrong)}
+        with suppress(OSError):  # what cannot be written or removed is not to hide the error of wrong bits
+            self._folder.note_wrong(self._engine.mesh.rank, attempts, step)
+        for part in wrong:
+            with suppress(OSError):
+                self._folder.withdraw(part.half, manifest_name(part.rank))
 
     def _forget_updates(self) -> None:
         """Remove the hooks that `_watch_updates` added to the optimizers."""

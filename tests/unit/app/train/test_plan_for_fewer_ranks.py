@@ -126,6 +126,8 @@ def test_settings_of_restarts_need_elastic_processes() -> None:
         make(run={"spares": 1})
     with pytest.raises(ConfigError, match=r"run.replace = false is given, but run.elastic is false"):
         make(run={"replace": False})
+    with pytest.raises(ConfigError, match=r"run.hosts = node-0, node-1 is given, but run.elastic is false"):
+        make(run={"hosts": ["node-0", "node-1"]})
     with pytest.raises(ConfigError, match=r"run.elastic restarts processes, but run.ranks_as is threads"):
         make(run={"elastic": True, "ranks_as": "threads"})
     with pytest.raises(ConfigError, match=r"run.replace is later, but run.snapshot_every is 0"):
@@ -133,9 +135,9 @@ def test_settings_of_restarts_need_elastic_processes() -> None:
     with pytest.raises(ConfigError, match=r"run.replace = later is given, but run.elastic is false"):
         make(run={"replace": "later"})
     assert elastic_settings(make()) is None
-    later = elastic_settings(make(run={"elastic": True, "replace": "later"}))
+    later = elastic_settings(make(run={"elastic": True, "replace": "later", "hosts": ["node-0", "node-1"]}))
     assert later is not None
-    assert later.replace == "later"
+    assert (later.replace, later.hosts) == ("later", ("node-0", "node-1"))
     assert make(run={"elastic": True}).run.snapshot_steps == 10
     assert make(run={"elastic": True, "snapshot_every": 3}).run.snapshot_steps == 3
     assert make().run.snapshot_steps == 0

@@ -215,6 +215,33 @@ def test_wrong_bits_leave_the_snapshots_of_the_steps_before(tmp_path: Path) -> N
     assert found.step == 1
 
 
+def found_after_wrong_bits(folder: Path, last_right: int | None) -> int | None:
+    """Train four steps as on two hosts, or go on; then rank 3 finds wrong bits. Return what was restored."""
+    rank = Mesh(plait.Plan(dp=4)).rank
+    own = folder / str(rank // 2)
+    own.mkdir(exist_ok=True)
+    engine, optimizer, snapshots = make_run(plait.Plan(dp=4), own)
+    found = snapshots.restore()
+    for step in range(found.step if found else 0, 4):
+        step_once(engine, optimizer, step)
+        snapshots.step(step + 1)
+    if rank == 3 and last_right is not None:
+        snapshots.withdraw_after(last_right)
+    snapshots.release()
+    return found and found.step
+
+
+def test_no_host_goes_on_from_what_a_rank_of_another_has_found_wrong(
+    thread_ranks: Any, tmp_path: Path
+) -> None:
+    """Though the replicas there are whole; later snapshots of the same steps count."""
+    found = [
+        thread_ranks.run(found_after_wrong_bits, tmp_path, last_right, ranks=4)
+        for last_right in (3, None, 2, None)
+    ]
+    assert found == [[None] * 4, [3] * 4, [4] * 4, [None] * 4]
+
+
 def test_a_name_in_use_is_refused_and_one_is_needed_without_torchrun(tmp_path: Path) -> None:
     kept = make_run(plait.Plan(), tmp_path)
     with pytest.raises(

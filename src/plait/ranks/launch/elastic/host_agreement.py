@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,55 @@ class HostWorld:
         return range(first, first + self.sizes[place])
 
 
-def missing_for_majority(lasts: Collection[HostWorld], present: Collection[int], hub: int) -> list[int]:
-    """Return the hosts that the `present` ones must wait for; empty where these are a majority.
+@dataclass(frozen=True)
+class KnownWorlds:
+    """The worlds that a host knows; none after a start with empty memory."""
 
-    `lasts`: the newest worlds that they were in. Of each a majority has to be there; or half of it, if they
-    meet where that world has met, `hub`: two halves that do not reach each other would both go on.
+    begun: HostWorld | None = None
+    """The newest that all its hosts have accepted, so that their ranks may have started."""
+    accepted: tuple[HostWorld, ...] = ()
+    """Those that hosts have accepted since: they may have begun, or were proposed in vain."""
+
+    @property
+    def worlds(self) -> tuple[HostWorld, ...]:
+        """All of them: one is the current one."""
+        return self.accepted if self.begun is None else (self.begun, *self.accepted)
+
+    @property
+    def generation(self) -> int:
+        """The number of the newest; 0: it knows none."""
+        return max(map(_generation, self.worlds), default=0)
+
+    def merged(self, *others: KnownWorlds) -> KnownWorlds:
+        """Return what several hosts know together."""
+        every = (self, *others)
+        begun = max((one.begun for one in every), key=_generation)
+        accepted = {world for one in every for world in one.accepted}
+        since = [world for world in accepted if world.generation > _generation(begun)]
+        return KnownWorlds(begun, tuple(sorted(since, key=_generation)))
+
+
+def _generation(world: HostWorld | None) -> int:
+    return 0 if world is None else world.generation
+
+
+def missing_for_majority(present: Mapping[int, KnownWorlds], everyone: Collection[int]) -> list[int]:
+    """Return the hosts that the `present` ones must wait for; empty where these may go on.
+
+    `present`: what each of them knows. `everyone`: all hosts of the run. A majority has to be present of each
+    world that may be the current one, or a half with the host of its hub. A host that knows no world was
+    started again: it may have gone on with others, and forgotten it, so it does not count. Only where all
+    hosts are present, nobody else can have gone on.
     """
-    newest = max((last.generation for last in lasts), default=0)
-    for last in lasts:
-        there = len(set(last.hosts) & set(present))
-        enough = 2 * there > len(last.hosts) or (2 * there == len(last.hosts) and hub == last.hub)
-        if last.generation == newest and not enough:
-            return [host for host in last.hosts if host not in present]
-    return []
+    worlds = KnownWorlds().merged(*present.values()).worlds
+    everyone = {*everyone, *chain.from_iterable(world.hosts for world in worlds)}
+    absent = sorted(everyone - set(present))
+    for world in worlds:
+        count = [host for host in world.hosts if host in present and present[host].generation]
+        of_half = 2 * len(count) == len(world.hosts) and world.hub in count
+        if 2 * len(count) <= len(world.hosts) and not of_half:
+            return [host for host in world.hosts if host not in present] or absent  # [] where all are there
+    return [] if worlds else absent
 
 
 def sizes_of_hosts(

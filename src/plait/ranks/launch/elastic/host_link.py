@@ -11,6 +11,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -66,11 +67,15 @@ class HostLink:
         """Send a message after those before it, without waiting; it is lost where the other side is gone."""
         self._outgoing.put(dict(message))
 
-    def close(self) -> None:
-        """Send what was given to `send`, then end the connection; waits for `silence` seconds at most."""
+    def finish(self) -> None:
+        """Send what was given to `send`, and nothing more, without waiting; `close` ends the connection."""
         self._outgoing.put(None)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Send what was given to `send`, for `seconds` at most, else `silence`; then end the connection."""
+        self.finish()
         if threading.current_thread() is not self._writer and self._writer.is_alive():
-            self._writer.join(self._silence)
+            self._writer.join(self._silence if seconds is None else seconds)
         self._end()
 
     def _end(self) -> None:
@@ -87,8 +92,7 @@ class HostLink:
                     message = {"kind": "beat", **self.about}
                 if message is None:
                     return
-                data = json.dumps(message).encode()
-                data = _HEAD.pack(len(data)) + data
+                data = _framed(message)
                 for start in range(0, len(data), _PART):  # each part within the limit of the socket
                     self._socket.sendall(data[start : start + _PART])
             return
@@ -96,11 +100,9 @@ class HostLink:
 
     def _read(self) -> None:
         try:
-            with suppress(OSError, ValueError):
-                while (size := _HEAD.unpack(self._exactly(_HEAD.size))[0]) <= MOST_BYTES:
-                    message = json.loads(self._exactly(size))
-                    if isinstance(message, dict):
-                        self._received(self, message)
+            with suppress(OSError, ValueError, RecursionError):  # the last by JSON of a stranger
+                while True:
+                    self._received(self, _next_message(self._socket))
         finally:
             self._closed.set()
             self._received(self, None)
@@ -108,20 +110,56 @@ class HostLink:
             self._writer.join(self._silence)
             self._socket.close()
 
-    def _exactly(self, size: int) -> bytes:
-        """Return the next `size` bytes. Raises OSError where the other side is gone or silent."""
-        data = bytearray()
-        while len(data) < size:
-            part = self._socket.recv(min(size - len(data), _PART))
-            if not part:
-                raise ConnectionError
-            data += part
-        return bytes(data)
-
 
 def connect_to_host(host: str, port: int, seconds: float) -> socket.socket | None:
     """Return a connection to the supervisor that listens there; None where nothing answers in time."""
     try:
         return socket.create_connection((host, port), seconds)
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # the last two by a name, or a port, that is none
         return None
+
+
+def ask_host(host: str, port: int, message: Mapping[str, Any], answer: str, seconds: float) -> Message | None:
+    """Send a message to the supervisor that listens there; return its answer, of that kind, if it comes.
+
+    Waits for `seconds` to connect, and as long for the answer.
+    """
+    connected = connect_to_host(host, port, seconds)
+    if connected is None:
+        return None
+    deadline = time.monotonic() + seconds
+    with connected, suppress(OSError, ValueError, RecursionError):
+        connected.sendall(_framed(message))
+        while time.monotonic() < deadline:
+            found = _next_message(connected)
+            if found.get("kind") == answer:
+                return found
+    return None
+
+
+def _framed(message: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a message: their number, and the message as JSON."""
+    data = json.dumps(message).encode()
+    return _HEAD.pack(len(data)) + data
+
+
+def _next_message(connected: socket.socket) -> Message:
+    """Return the next message. Raises OSError where the other side is gone, ValueError where it is none."""
+    size = _HEAD.unpack(_exactly(connected, _HEAD.size))[0]
+    if size > MOST_BYTES:
+        raise ValueError("too long for a message of a supervisor")
+    message = json.loads(_exactly(connected, size))
+    if not isinstance(message, dict):
+        raise ValueError("no message of a supervisor")
+    return message
+
+
+def _exactly(connected: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes. Raises OSError where the other side is gone or silent."""
+    data = bytearray()
+    while len(data) < size:
+        part = connected.recv(min(size - len(data), _PART))
+        if not part:
+            raise ConnectionError
+        data += part
+    return bytes(data)

@@ -30,6 +30,9 @@ class Elastic:
     """Returns how many of so many processes are ranks, the others become spares; 0: too few. None: all."""
     restarts: int = 1000
     """The most failures of a run, besides that the same one, three times, ends it."""
+    hosts: tuple[str, ...] = ()
+    """Names or addresses of all hosts, by the launcher's numbers: there a host that is started again asks
+    where the others have gone on. (): it asks host 0 only."""
 
     def __post_init__(self) -> None:
         require_whole("Elastic's spares", self.spares, MeshError, least=0)
@@ -40,6 +43,9 @@ class Elastic:
         else:
             require_flag("Elastic's replace", self.replace, MeshError)
         require_whole("Elastic's restarts", self.restarts, MeshError, least=0)
+        names = self.hosts
+        if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
+            raise MeshError(f"Elastic's hosts are {names!r}: give a tuple of names or addresses.")
         if self.ranks_of is not None and not callable(self.ranks_of):
             raise MeshError(
                 f"Elastic's ranks_of is {self.ranks_of!r}: give a function of a number of processes."

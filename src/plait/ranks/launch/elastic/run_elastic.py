@@ -72,7 +72,8 @@ def run_elastic_host(
     """Call a function as `run_elastic` does, as the supervisor of one of several hosts.
 
     `world`: that of the supervisors, of which a launcher has started one on each host. `ranks`: of all hosts.
-    Raises MeshError where the launcher has started several on a host, or the ranks cannot be divided.
+    Raises MeshError where the launcher has started several on a host, the ranks cannot be divided, or
+    `elastic` names another number of hosts.
     """
     hosts = world.world_size
     if world.local_size > 1:
@@ -85,8 +86,13 @@ def run_elastic_host(
             f"{world.launcher} started supervisors of elastic ranks on {hosts} hosts, and {ranks} ranks "
             "cannot be divided among them evenly: change the degrees, or the number of hosts."
         )
-    place = HostPlace(world.rank, *_meeting_place(world))
-    run = HostRun(world.job, hosts, ranks, elastic.ranks_of)
+    if len(elastic.hosts) not in (0, hosts):
+        raise MeshError(
+            f"{world.launcher} started supervisors of elastic ranks on {hosts} hosts, and Elastic's hosts "
+            f"(run.hosts) are {len(elastic.hosts)}: name each host once, in the order of their numbers."
+        )
+    place = HostPlace(world.rank, *_meeting_place(world), elastic.hosts)
+    run = HostRun(world.job, hosts, ranks, elastic.ranks_of, grows_later=elastic.replace == "later")
     options = {"threads": threads, "timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
     rendezvous = SeveralHostsRendezvous(place, run, ranks // hosts, timeout)
     with OrphanWatch(world), _ended_for_all(rendezvous):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,18 @@ from plait.errors import CommunicationError, MeshError, PlaitError, RankError, l
 from plait.ranks import json_values
 from plait.ranks.failure.failure_log import RankFailure
 from plait.ranks.json_values import NotPlainError
-from plait.ranks.launch.elastic.host_agreement import HostWorld
-from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, world_of
-from plait.ranks.launch.elastic.host_link import MOST_BYTES, SILENCE, HostLink, Message, connect_to_host
+from plait.ranks.launch.elastic.host_agreement import HostWorld, KnownWorlds
+from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, known_of, world_of
+from plait.ranks.launch.elastic.host_link import (
+    MOST_BYTES,
+    SILENCE,
+    HostLink,
+    Message,
+    connect_to_host,
+)
+from plait.ranks.launch.elastic.host_search import HubPlace, searching
 from plait.ranks.launch.rank_job import unpickled_result
-from plait.ranks.run_store import is_loopback, listening_socket, require_known
+from plait.ranks.run_store import is_loopback, listening_socket, plain_address, require_known
 
 _PAUSE = 0.1
 """Seconds between two tries to reach another host."""
@@ -46,7 +54,9 @@ class HostPlace:
     first_host: str
     """The name or address of host 0."""
     ports: tuple[int, ...]
-    """At which host 0 listens: the first that is free."""
+    """At which host 0 listens, the others likewise where `hosts` are known: the first that is free."""
+    hosts: tuple[str, ...] = ()
+    """The names or addresses of all hosts, by their numbers; () where only that of host 0 is known."""
 
 
 class SeveralHostsRendezvous(RendezvousHandler):
@@ -69,12 +79,20 @@ class SeveralHostsRendezvous(RendezvousHandler):
         self._hub = HostHub(place.number, self._listener(), run, silence)
         self._own_address = place.first_host if place.number == 0 else ""
         """That at which the other hosts reach this one."""
+        self._own_addresses: list[str] | None = None
+        """Those of this host's names, at one of which Gloo listens by default; None: not looked up yet."""
         self._changed = threading.Condition()
         self._news = os.eventfd(0, os.EFD_NONBLOCK)
         self._link: HostLink | None = None
         self._at = 0
         """The host of the hub that it is connected to."""
+        self._at_generation = 0
+        """The number of the world for which it has connected there."""
+        self._elsewhere: HubPlace | None = None
+        """Where a newer world has met than this host knows."""
         self._world: HostWorld | None = None
+        self._known = KnownWorlds()
+        """That world, and those that this host has accepted since: they may have begun on others."""
         self._about: dict[int, Message] = {}
         """The addresses of the world's hosts, and of their hubs."""
         self._reason = ""
@@ -86,12 +104,20 @@ class SeveralHostsRendezvous(RendezvousHandler):
         self._is_shut = False
         self._done = 0
         """The generation whose results the hub has."""
+        self._most = ready
+        self._could, self._larger = 0, 0
+        """How many processes the hub was told of, and the ranks of a larger world, 0: there is none."""
 
     def _listener(self) -> socket.socket:
-        first = self._place.number == 0
-        for port in self._place.ports if first else (0,):
-            listener = listening_socket(self._place.first_host if first else "", port)
+        """Return a socket that listens: on host 0 at a port that others know, else there, or at any port."""
+        is_first, own = self._place.number == 0, self._name_of(self._place.number)
+        for port in self._place.ports if is_first else (*(self._place.ports if own else ()), 0):
+            listener = listening_socket(own, port)
             if listener is not None:
+                if own and not port:
+                    taken = listed([str(port) for port in self._place.ports])
+                    line = f"plait: port {taken} is taken on host {self._place.number}: hosts that are"
+                    print(f"{line} started again do not find it.", file=sys.stderr, flush=True)
                 return listener
         ports = listed([str(port) for port in self._place.ports])
         raise MeshError(
@@ -142,64 +168,108 @@ class SeveralHostsRendezvous(RendezvousHandler):
         deadline = time.monotonic() + self._limit
         if self._world is None:
             require_known(self._place.first_host, deadline)
-        for number, host, port in self._candidates():
-            if self._link is None:
-                self._connect(number, host, port)
-            if self._link is not None and self._meet(deadline):
-                break
-            if self._end_message is not None:  # its hub is gone, too
-                self._raise_end(self._end_message)
-            if self._is_spare:  # whose hub is gone
-                self._is_spare, deadline = False, time.monotonic() + self._limit
-            self._require_time(deadline)
-            time.sleep(_PAUSE)
+        with searching(self._run.job, self._addresses, self._note_elsewhere):
+            for hub in self._candidates():
+                if self._link is None:
+                    self._connect(self._take_elsewhere() or hub)
+                if self._link is not None and self._meet(deadline):
+                    break
+                if self._end_message is not None:  # its hub is gone, too
+                    self._raise_end(self._end_message)
+                if self._is_spare:  # whose hub is gone
+                    self._is_spare, deadline = False, time.monotonic() + self._limit
+                self._require_time(deadline)
+                time.sleep(_PAUSE)
         info = RendezvousStoreInfo(self._place.first_host, self._place.ports[0])
         return RendezvousInfo(HashStore(), 0, 1, info)
 
-    def _candidates(self) -> Iterator[tuple[int, str, int]]:
-        """Yield number, address and port of the hubs to connect to, endlessly, the preferred ones first.
+    def _candidates(self) -> Iterator[HubPlace]:
+        """Yield the hubs to connect to, endlessly, the preferred ones first.
 
-        First where the last one has met, then those of the hosts after it, if they can be a majority without
-        that one: each host tries the same order.
+        First where the last world has met, then those of the hosts after it, if they can be a majority
+        without that one: each host tries the same order.
         """
         while self._world is None:
-            yield from ((0, self._place.first_host, port) for port in self._place.ports)
+            yield from (HubPlace(0, self._place.first_host, port, 0) for port in self._place.ports)
         hosts = self._world.hosts
         start = hosts.index(self._world.hub) if self._world.hub in hosts else 0
         while True:
             for number in (*hosts[start:], *hosts[:start]) if len(hosts) > 2 else (self._world.hub,):
                 host, port = self._about[number]["hub"]
-                is_own = number == self._place.number
-                yield (number, "127.0.0.1", self._hub.port) if is_own and number else (number, host, port)
+                yield HubPlace(number, host, port, self.generation)
 
-    def _connect(self, number: int, host: str, port: int) -> None:
-        connected = connect_to_host(host, port, min(2.0, self._silence))
+    def _connect(self, hub: HubPlace) -> None:
+        """Connect to a hub, if something listens there; it knows nothing of this host yet."""
+        place, port = self._place, hub.port
+        name = self._name_of(hub.number) or hub.host  # the host may have got another address since
+        if hub.number == place.number:  # also where its name is unknown, since it is cut off
+            self._own_address = self._own_address or name
+            name, port = name if is_loopback(name) else "127.0.0.1", self._hub.port
+        connected = connect_to_host(name, port, min(2.0, self._silence))
         if connected is not None:
             with self._changed:
-                self._link, self._at = HostLink(connected, self._receive, self._silence), number
-                if number != self._place.number:
+                self._link = HostLink(connected, self._receive, self._silence)
+                self._at, self._at_generation = hub.number, hub.generation
+                if self._elsewhere is not None and self._elsewhere.generation <= hub.generation:
+                    self._elsewhere = None  # found again while this host was on its way
+                if hub.number != self._place.number:
                     self._own_address = self._link.address
             self._link.start()
+
+    def _name_of(self, number: int) -> str:
+        """Return the name or address of a host as it was given; "" where it was not."""
+        names = (self._place.first_host, *self._place.hosts[1:])
+        return names[number] if number < len(names) else ""
+
+    def _take_elsewhere(self) -> HubPlace | None:
+        with self._changed:
+            found, self._elsewhere = self._elsewhere, None
+        return None if found is None or found.generation <= self.generation else found
+
+    def _addresses(self) -> list[tuple[str, int]]:
+        """Return the addresses and ports at which supervisors of other hosts may listen."""
+        own, place = self._place.number, self._place
+        names = [host for number, host in enumerate(place.hosts) if number != own]
+        if own and place.first_host not in names:
+            names.insert(0, place.first_host)
+        found = [(host, port) for host in names for port in place.ports]
+        with self._changed:
+            found += [tuple(about["hub"]) for number, about in self._about.items() if number != own]
+        return list(dict.fromkeys(found))
+
+    def _note_elsewhere(self, hub: HubPlace) -> None:
+        """Leave for a hub, at the next moment, where a newer world has met than this host knows.
+
+        That may be its own, from before it was started again: there the others wait for it.
+        """
+        with self._changed:
+            is_connected = self._link is not None
+            known = max(self.generation, self._at_generation if is_connected else 0)
+            if hub.generation > known and not (is_connected and hub.number == self._at):
+                self._elsewhere = hub
+                self._changed.notify_all()
 
     def _meet(self, deadline: float) -> bool:
         """Join at the connected hub, and block; return True with the next world, False to try another hub.
 
-        One is left where it is gone, or, unless the last world has met there, where too few others come.
-        Raises RankError where another host ends the run.
+        One is left where it is gone, where a newer world has met elsewhere, or, unless the last world has met
+        there, where too few others come. Raises RankError where another host ends the run.
         """
         before, until = self.generation, time.monotonic() + 4 * self._silence
-        stays = self._world is None or self._at == self._world.hub
+        stays = self._world is None or self._at == self._world.hub or self._at_generation > before
         self._join()
         with self._changed:
             while self._link is not None and self.generation == before and self._end_message is None:
                 now = time.monotonic()
                 if not self._is_spare and (now > deadline or (now > until and not stays)):
                     break
+                if self._elsewhere is not None:
+                    break
                 self._changed.wait(_PAUSE)
             if self._end_message is not None:
                 self._raise_end(self._end_message)
             link = self._link
-            if self.generation > before or stays or link is None:
+            if self.generation > before or link is None or (stays and self._elsewhere is None):
                 return self.generation > before
             self._link = None
         link.close()
@@ -212,9 +282,9 @@ class SeveralHostsRendezvous(RendezvousHandler):
             link = self._link
         if link is None:
             return
-        addresses = [link.address]
-        with suppress(OSError):  # that at which Gloo listens by default
-            addresses.append(socket.gethostbyname(socket.gethostname()))
+        if self._own_addresses is None:  # once: a host that is cut off might wait for a name server
+            self._own_addresses = _addresses_of(socket.gethostname()) + _addresses_of(self._own_address)
+        addresses = list(dict.fromkeys((link.address, *self._own_addresses)))
         link.about = {}
         link.send(
             {
@@ -224,7 +294,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
                 "host": self._place.number,
                 "token": self._token,
                 "ready": self.ready,
-                "last": None if self._world is None else asdict(self._world),
+                "most": self._most,
+                "known": asdict(self._known),
                 "about": {"addresses": addresses, "hub": (self._own_address, self._hub.port)},
             }
         )
@@ -264,8 +335,13 @@ class SeveralHostsRendezvous(RendezvousHandler):
             if message is None or kind == "refused":
                 self._link = None
                 self._reason = f"host {self._at}, where the hosts have met, cannot be reached"
+            elif kind == "propose":
+                self._known = self._known.merged(known_of(message["known"]))
+                link.send({"kind": "accept", "generation": self._known.generation})
             elif kind == "world" and message["generation"] > self.generation:
                 self._begin(message)
+            elif kind == "larger" and message["generation"] == self.generation:
+                self._larger = message["ranks"]
             elif kind == "restart" and message["generation"] == self.generation:
                 self._reason = self._reason or message["why"]
             elif kind == "waits":
@@ -286,12 +362,28 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def _begin(self, message: Message) -> None:
         """Set the current world to that of a message, and reset what was known of the one before."""
         self._world, self.name, self._reason = world_of(message), str(message["name"]), ""
-        self._waiting = {}
+        self._known = KnownWorlds(self._world)
+        self._waiting, self._could, self._larger = {}, 0, 0
         self._about = {int(host): about for host, about in message["about"].items()}
+        host, port = self._about[self._world.hub]["hub"]
+        self._hub.met = HubPlace(self._world.hub, host, port, self.generation)
+        self._elsewhere = None
 
     def ranks(self, ready: int) -> tuple[range, int]:
         """Return the ranks of this host in the current world, and how many there are on all hosts."""
         return self.world.ranks_of(self._place.number), self.world.size
+
+    def larger_world(self, processes: int) -> int:
+        """Tell the other hosts how many processes could be ranks here; return the ranks of a larger world.
+
+        0: none is possible. With `HostRun.grows_later`.
+        """
+        with self._changed:
+            changed, self._could = processes != self._could, processes
+            larger = self._larger
+        if changed:
+            self._send({"kind": "ready", "generation": self.generation, "processes": processes})
+        return larger
 
     def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int] = ()) -> None:
         """Tell the other hosts which rank has failed here, and how."""
@@ -403,6 +495,13 @@ class SeveralHostsRendezvous(RendezvousHandler):
         if not is_shut:
             os.close(self._news)
         return True
+
+
+def _addresses_of(name: str) -> list[str]:
+    """Return the addresses of a name; none where it is unknown."""
+    with suppress(OSError, UnicodeError):
+        return [plain_address(str(one[4][0])) for one in socket.getaddrinfo(name, None)]
+    return []
 
 
 def _plain(result: object, rank: int) -> str:

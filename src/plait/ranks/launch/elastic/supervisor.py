@@ -100,6 +100,8 @@ class Supervisor(SimpleElasticAgent):
         self._spares: list[Member] = []
         self._ready_spares = 0
         """Those that were counted last, for a larger world."""
+        self._possible = 0
+        """The ranks of a larger world, as they were written for the ranks; 0: there is none."""
         self._seen = Counter[tuple[str, int | None]]()
         self.cause: RankFailure | None = None
         """The failure that the last generation ended by."""
@@ -109,6 +111,9 @@ class Supervisor(SimpleElasticAgent):
 
         Raises the error of the failure that ends the run.
         """
+        if self._grows_later and isinstance(self._host, SeveralHostsRendezvous):
+            # A host that comes back waits for the end of a step: its processes are ready then.
+            self._spares = [self._new_member() for _ in range(self._wanted)]
         result: RunResult | None = self.run()
         if result is None:  # this host was a spare one, and the others have finished
             return []
@@ -131,7 +136,7 @@ class Supervisor(SimpleElasticAgent):
         self._note_elsewhere()
         self._take_places(len(workers))
         self._ranks_here = [worker.global_rank for worker in workers]
-        self._ready_spares = 0
+        self._ready_spares = self._possible = 0
         note_possible_ranks(self._folder, 0)
         for worker, member in zip(workers, self._running, strict=True):
             member.start(self._make_job(worker, self._host.generation))
@@ -210,8 +215,8 @@ class Supervisor(SimpleElasticAgent):
 
     @property
     def _grows_later(self) -> bool:
-        """Whether a smaller world becomes larger again between two steps; over several hosts it does not."""
-        return self._settings.replace == "later" and not isinstance(self._host, SeveralHostsRendezvous)
+        """Whether a smaller world becomes larger again between two steps."""
+        return self._settings.replace == "later"
 
     def _ranks_of(self, processes: int) -> int:
         """Return how many ranks so many processes can be, by `Elastic.ranks_of`; 0: too few."""
@@ -233,12 +238,19 @@ class Supervisor(SimpleElasticAgent):
 
     def _note_larger_world(self) -> None:
         """Write for the ranks how many they could be, where new processes have become ready for more."""
-        ready = self._count_ready_spares()
-        if not self._grows_later or ready == self._ready_spares:
+        if not self._grows_later:
             return
-        self._ready_spares, now = ready, len(self._running)
-        size = self._ranks_of(now + ready)
-        note_possible_ranks(self._folder, size if size > now else 0)
+        ready, now = self._count_ready_spares(), len(self._running)
+        if isinstance(self._host, SeveralHostsRendezvous):  # all hosts together
+            size = self._host.larger_world(min(now + ready, self._wanted))
+        elif ready != self._ready_spares:
+            size = self._ranks_of(now + ready)
+        else:
+            return
+        self._ready_spares, before = ready, self._possible
+        self._possible = size if size > now else 0
+        if self._possible != before:
+            note_possible_ranks(self._folder, self._possible)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Block until something happens, a moment at most; return whether a rank failed or all have ended."""
@@ -253,13 +265,15 @@ class Supervisor(SimpleElasticAgent):
         if self._host.reason():
             return RunResult(state=WorkerState.HEALTHY)  # torch asks the host by itself, and restarts
         results = {number: one.report for number, one in enumerate(self._running) if one.report is not None}
-        if len(results) < len(self._running):
+        if len(results) < len(self._running) or not self._running:
             self._note_larger_world()
+        if len(results) < len(self._running):
             return RunResult(state=WorkerState.HEALTHY)
         if any(isinstance(report, RankFailure) for report in results.values()):
-            before = len(self._running)
+            before = self._host.ranks(len(self._running))[1]
             self._restart_workers(worker_group)
-            self._tell(f"the run goes on with {len(self._running)} ranks in place of {before}")
+            now = self._host.ranks(len(self._running))[1]
+            self._tell(f"the run goes on with {now} ranks in place of {before}")
             return RunResult(state=WorkerState.HEALTHY)
         if not self._host.finish([one for one in results.values() if isinstance(one, bytes)]):
             return RunResult(state=WorkerState.HEALTHY)
