@@ -92,7 +92,7 @@ def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: An
     check(rank_pool, sparse(every_choice, UNEVEN.get(name, EXPERTS)), PLANS[name])
 
 
-@pytest.mark.parametrize("name", in_quick(IN_FLOAT8, "gathered"))
+@pytest.mark.parametrize("name", in_quick(IN_FLOAT8, "whole"))
 def test_predicted_memory_of_experts_in_float8_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
     """Of matrices beside which factors of weights, of which each step makes its own, are small."""
     build = partial(routed, every_choice, EXPERTS, hidden=192, inner=192)

@@ -184,8 +184,13 @@ def _trace_layers(
             by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
             if recompute == "selective" and not by_graphs:
                 trace_layer(stage, value)  # what to keep is known from the first backward
-            trace, output = trace_layer(stage, value, recorder)
+            kept = [one for one in _caches(layer) if isinstance(one, MatrixCasts) and one.keeps_weights]
+            _forget(kept)
+            trace, output = trace_layer(stage, value, None if kept else recorder)
+            if kept and recorder is not None:
+                trace_layer(stage, value, recorder)  # operations of a step's other micro-batches
             if any(experts_in(layer.module)):  # whose operands and gradients are large
+                _forget(kept)
                 trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
             work = None if recorder is None else recorder.take(recompute)
             # Graphs compute what eager layers cache, but for factors of weights.
@@ -196,6 +201,12 @@ def _trace_layers(
         traced.append(known[key])
         given, value = known[key].run.next_input(), known[key].output
     return traced
+
+
+def _forget(kept: Sequence[MatrixCasts]) -> None:
+    """Let the next run cast the matrices of experts, as in a step's first micro-batch, which takes most."""
+    for casts in kept:
+        casts.begin_step()
 
 
 def _held(sequence: LocalSequence | None) -> Hashable:
