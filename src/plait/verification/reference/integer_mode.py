@@ -336,7 +336,7 @@ class IntegerMode(TorchFunctionMode):
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """Run `torch.autograd.grad` with the mode on, as `_backward` does, where a backward is traced."""
-        edges = [
+        edges: Any = [
             [get_gradient_edge(one) if isinstance(one, Tensor) else one for one in each]
             for each in (outputs, inputs)
         ]
