@@ -186,9 +186,7 @@ def _trace_layers(
                 trace_layer(stage, value)  # what to keep is known from the first backward
             kept = [one for one in _caches(layer) if isinstance(one, MatrixCasts) and one.keeps_weights]
             _forget(kept)
-            trace, output = trace_layer(stage, value, None if kept else recorder)
-            if kept and recorder is not None:
-                trace_layer(stage, value, recorder)  # operations of a step's other micro-batches
+            trace, output = trace_layer(stage, value, recorder)
             if any(experts_in(layer.module)):  # whose operands and gradients are large
                 _forget(kept)
                 trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
