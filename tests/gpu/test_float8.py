@@ -116,7 +116,9 @@ def difference_of_groups(one_scale: bool) -> float:
     matrices = ScaledMatrix(data.to(device), scale.to(device))
     there = ScaledMatrix(rows.data.to(device), rows.scale.to(device))
     found = (
-        grouped_float8_product(there, matrices, Groups(sizes, ends.to(device)), torch.bfloat16).cpu().double()
+        grouped_float8_product(there, matrices, Groups.of(sizes, ends.to(device)), torch.bfloat16)
+        .cpu()
+        .double()
     )
     parts = zip(rows.data.double().split(sizes), rows.scale.double().split(sizes), each, strict=True)
     wide = [(a * scales, one.data.double() * one.scale) for a, scales, one in parts]

@@ -206,6 +206,12 @@ def test_a_last_layer_or_loss_that_cannot_be_computed_in_chunks_is_refused(last,
         one_step(last, loss)
 
 
+def test_an_adapter_of_the_output_linear_is_refused_when_the_engine_is_made():
+    model = plait.lora(gpt2(tied=False).build(), targets=["head.output"])
+    with pytest.raises(PlanError, match=r"plan.loss_rows is 5, but head.output has a LoRA adapter"):
+        build_blueprint(model, Plan(loss_rows=5))
+
+
 def one_step(last, loss):
     plan = Plan(loss_rows=2)
     engine = plait.parallelize(nn.Sequential(nn.Linear(4, 4), last), plan, plait.Mesh(plan), loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, cycle, islice
 from typing import Any
@@ -15,6 +16,7 @@ from parity.case import Case
 from parity.pairs import in_quick
 from parity.test_memory import SIZES, adamw, count_in_a_rank, draw, foretold
 from parity.test_memory import TOLERANCE as OF_MOST
+from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.plan.plan import Plan
 from plait.tensor.experts.router import Choose, Router
 
@@ -92,11 +94,19 @@ def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: An
     check(rank_pool, sparse(every_choice, UNEVEN.get(name, EXPERTS)), PLANS[name])
 
 
-@pytest.mark.parametrize("name", in_quick(IN_FLOAT8, "gathered"))
+@pytest.mark.parametrize("name", in_quick(IN_FLOAT8, "whole"))
 def test_predicted_memory_of_experts_in_float8_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
     """Of matrices beside which factors of weights, of which each step makes its own, are small."""
     build = partial(routed, every_choice, EXPERTS, hidden=192, inner=192)
     check(rank_pool, Case("sparse of 192", build, draw), IN_FLOAT8[name])
+
+
+def test_plans_that_free_weights_share_no_trace_with_those_that_keep_casts_of_experts() -> None:
+    model = routed(every_choice, EXPERTS, hidden=32, inner=32, layers=1)
+    keeps = Plan(dp=2, microbatches=2, precision="bf16", linears="float8")
+    frees, shared = replace(keeps, strategy="full"), MemoryEstimator(model, rows=4, device="cpu")
+    shared.ranks(keeps)
+    assert shared.ranks(frees) == MemoryEstimator(model, rows=4, device="cpu").ranks(frees)
 
 
 def adapted() -> nn.Module:

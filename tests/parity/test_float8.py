@@ -28,7 +28,7 @@ from plait.checkpoint.compatibility import linears_change
 from plait.models.llama import RULES
 from plait.plan.plan import Plan
 from plait.plan.rules import column, row, sequence
-from plait.tensor.autograd import float8_inputs, float8_linear, float8_operands
+from plait.tensor.autograd import float8_inputs, float8_linear, float8_operands, traced_float8_linear
 from plait.tensor.float8.cast import factor_of
 from plait.tensor.float8.recipes import RECIPES, CastFormat
 
@@ -194,13 +194,19 @@ def bits_of_gradients(plan: Plan) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "sequence_parallel"), [("float8", "keep"), ("float8-rowwise", "none"), ("float8", "none")]
+    ("recipe", "sequence_parallel", "compiled"),
+    [
+        ("float8", "keep", False),
+        ("float8-rowwise", "none", False),
+        ("float8", "none", "graphs"),
+        ("float8", "none", False),
+    ],
 )
 def test_tp_sums_in_fp32_what_one_rank_rounds_once(
-    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, recipe: Any, sequence_parallel: Any
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, recipe: Any, sequence_parallel: Any, compiled: Any
 ) -> None:
     """In bf16: of summands that were rounded first, half of all sums would differ. The head is whole."""
-    plan = Plan(linears=recipe, precision="bf16")
+    plan = Plan(linears=recipe, precision="bf16", compile=compiled)
     over_tp = replace(plan, tp=2, sequence_parallel=sequence_parallel)
     (expected,) = thread_ranks.run(output_and_first_gradient, plan, ranks=1)
 
@@ -209,7 +215,7 @@ def test_tp_sums_in_fp32_what_one_rank_rounds_once(
         return [float((one != other).double().mean()) for one, other in zip(found, expected, strict=True)]
 
     assert max(differing()) < 0.05
-    for module in (float8_inputs, float8_linear):
+    for module in (float8_inputs, float8_linear, traced_float8_linear):
         monkeypatch.setattr(module, "wide", lambda dtype: dtype)
     assert min(differing()) > 0.3
 

@@ -5,9 +5,11 @@ In fp64 products are summed in fp64, so that no value crosses a border between t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from parity.parity import TWO_STEPS, compare
 from parity.rows import name_of
 from plait.plan.plan import Plan
 from plait.tensor.experts import expert_casts
+from plait.tensor.float8.cast import ScaledMatrix
 
 RECIPE = "float8-rowwise-gw"
 
@@ -144,6 +147,30 @@ def test_ranks_that_hold_parts_of_a_row_cast_it_by_one_scale(rank_pool: Any) -> 
         for number, (a, b) in enumerate(zip(one, other, strict=True))
         if number not in differing
     )
+
+
+def step_of_three_rows(plan: Plan) -> None:
+    ((inputs, targets),) = sparse().batches(3, 1, torch.float32)
+    woven.weave(sparse(), plan).forward_backward(inputs, targets)
+
+
+def test_matrices_of_experts_are_cast_once_a_step_unless_they_are_freed_after_each_use(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of gate and up, and of down, in two layers, for outputs and for input gradients."""
+    original, casts = expert_casts.cast_by, list[str]()
+
+    def cast_by(matrix: Tensor, *how: Any) -> ScaledMatrix:
+        if matrix.dim() == 3:
+            casts.append(current_thread().name)
+        return original(matrix, *how)
+
+    monkeypatch.setattr(expert_casts, "cast_by", cast_by)
+    plan = Plan(linears=RECIPE, precision="bf16", microbatches=3)
+    for one, expected in ((plan, 8), (replace(plan, dp=2, strategy="full"), 3 * 8)):
+        casts.clear()
+        thread_ranks.run(step_of_three_rows, one, ranks=one.world)
+        assert [*Counter(casts).values()] == [expected] * one.world
 
 
 def etp_bytes(plan: Plan) -> dict[str, int]:

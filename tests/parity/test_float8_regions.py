@@ -112,6 +112,15 @@ def test_float8_regions_gather_half_the_bytes_of_16_bits(
     assert saved == expected.get((recipe, mode), 0)
 
 
+def test_compiled_layers_sum_as_many_bytes_over_tp_as_eager_ones(thread_ranks: Any) -> None:
+    """So the gradients of a region's input are in fp32, also where regions are entered whole."""
+    plan = Plan(tp=2, precision="bf16", linears="float8")
+    eager, compiled = (
+        thread_ranks.run(traffic, llama(), replace(plan, compile=how), ranks=2) for how in (False, "graphs")
+    )
+    assert compiled == eager
+
+
 def test_a_region_input_that_an_adapter_reads_is_gathered_in_the_precision(thread_ranks: Any) -> None:
     plan = Plan(tp=2, sequence_parallel="keep", precision="bf16", linears="float8")
     both, one = (gathered(thread_ranks, llama(*names), plan) for names in (("*.query", "*.up"), ("*.query",)))

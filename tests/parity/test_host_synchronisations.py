@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
 from parity import woven
-from parity.cases import gpt2
+from parity.cases import gpt2, sparse_llama
 from plait.app.config.config import Config
 from plait.app.loop import training_loop as training
 from plait.app.loop.training_loop import TrainingLoop
 from plait.app.train.train_run import train
+from plait.engine.cuda_graphs import host_reads
+from plait.engine.sharding import gradient_norm
 from plait.plan.plan import Plan
 from plait.tensor import losses as softmax_terms
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
@@ -95,7 +97,8 @@ PLANS = {
 def _checks_of_values_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and targets are looked at where that costs no wait."""
     monkeypatch.setattr(VocabParallelEmbedding, "_require_known", lambda *_: None)
-    monkeypatch.setattr(softmax_terms, "is_accelerator", lambda where: True)
+    for module in (softmax_terms, gradient_norm):
+        monkeypatch.setattr(module, "is_accelerator", lambda where: True)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -105,6 +108,28 @@ def test_a_steady_step_reads_no_tensor_on_the_host(
     monkeypatch.setitem(woven.DTYPES, "bf16", torch.float32)
     for places in thread_ranks.run(steady_step, PLANS[name], 1.0, ranks=PLANS[name].world):
         assert not places
+
+
+def reads_in_a_step_of_experts(plan: Plan) -> list[str]:
+    """Also calls that read memory without an operation."""
+    case = sparse_llama(wide=True, experts=4, shared=32)
+    engine = woven.weave(case, plan)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=1e-3)
+    ((inputs, targets),) = case.batches(4, 1, torch.float32)
+    engine.forward_backward(inputs, targets)  # may compile
+    with host_reads.HostReads() as reads:
+        engine.forward_backward(inputs, targets)
+        engine.step(optimizer, 1.0)
+    return [one for one in reads.reads if one != "Tensor.numpy"]  # of the batch, in CPU memory: its hash
+
+
+@pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"compile": "graphs"}], ids=str)
+def test_a_step_of_experts_of_which_each_rank_has_all_reads_nothing_on_the_host(
+    thread_ranks: Any, fields: dict[str, Any]
+) -> None:
+    """Where one kernel multiplies all of them, as in fp32 on a CPU, and in bf16 on a GPU."""
+    plan = Plan(microbatches=2, precision="fp32", **fields)
+    assert thread_ranks.run(reads_in_a_step_of_experts, plan, ranks=1) == [[]]
 
 
 def test_a_step_with_a_dynamic_loss_scale_reads_one_tensor_on_the_host(
@@ -184,7 +209,7 @@ ALLOWED = {
     "tensor/attention/attention.py": "documents given to `attention` itself, once for each micro-batch",
     "tensor/attention/exchange_plan.py": "positions of a layout, once for each layout",
     "tensor/attention/visibility.py": "bounds of documents, which are on the CPU",
-    "tensor/experts/assignments.py": "sizes of groups, where no kernel multiplies them without the host",
+    "tensor/experts/grouped_products.py": "sizes of groups, where no kernel multiplies them without the host",
     "tensor/experts/step_balance.py": "counts of the step before, on saves",
     "tensor/experts/token_exchange.py": "rows to send and receive, once a layer and micro-batch",
     "tensor/sampling.py": "generation draws tokens on the CPU",

@@ -141,13 +141,13 @@ def own_experts_counted_from_one_later() -> Iterator[None]:
     """The second rank takes its first expert for the one behind it."""
     original = layer.assign
 
-    def assign(indices: Tensor, experts: range, sizes: Any = None) -> Assignments:
+    def assign(indices: Tensor, experts: range, sizes: Any = None, **more: Any) -> Assignments:
         if experts.start and not indices.is_meta:
             last = indices.new_tensor(experts.stop - 1)
             shifted = torch.where(indices == last, experts.start, indices + 1)
             is_own = (indices >= experts.start) & (indices < experts.stop)
             indices, sizes = torch.where(is_own, shifted, indices), None
-        return original(indices, experts, sizes)
+        return original(indices, experts, sizes, **more)
 
     with patch.object(layer, "assign", assign):
         yield

@@ -207,6 +207,11 @@ def factors_of_experts_never_forgotten() -> Any:
     return patch.object(MatrixCasts, "begin_step", lambda self: None)
 
 
+def casts_of_experts_never_forgotten() -> Any:
+    """The matrices in eight bits are those of the first step, where several micro-batches share them."""
+    return patch.object(MatrixCasts, "begin_step", lambda self: self._factors.clear())
+
+
 def experts_in_16_bits() -> Any:
     original = Float8Layers.apply
 
@@ -327,8 +332,15 @@ FLOAT8_EXPERTS = (
     _row(scales_in_the_order_of_tokens, ALONE, "what experts gives is the first to differ"),
     _row(weights_multiply_outputs, ALONE, "what experts gives is the first to differ"),
     _row(
-        factors_of_experts_never_forgotten,
+        casts_of_experts_never_forgotten,
         ALONE,
+        "what experts gives is the first to differ",
+        step=1,
+        options=TWO_STEPS,
+    ),
+    _row(
+        factors_of_experts_never_forgotten,
+        replace(ALONE, microbatches=1),  # whose casts are not kept
         "that of the step before",
         step=2,  # where a weight has passed a power of two
         also=SCALES,

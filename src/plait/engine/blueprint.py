@@ -24,6 +24,7 @@ from plait.models.layers.layer_sequence import (
     without_values,
 )
 from plait.models.layers.model_validation import refuse_compiled_modules, refuse_layout_dependence
+from plait.models.lora import refuse_adapted_output
 from plait.plan.axes import coordinate_of, groups_along, layout_degrees, sizes_of_plan
 from plait.plan.flat_buffer_specs import BufferSpecs, build_buffer_specs, shard_layouts
 from plait.plan.layout.layout import Layout
@@ -296,7 +297,26 @@ class Blueprint:
             return None
         names = frozenset((*self.float8.chosen, *self.float8.experts))
         recipe, compute = RECIPES[self.plan.linears], DTYPES[self.plan.precision]
-        return Float8Layers(recipe, names, tp, cp, etp, compute, compiled=bool(self.plan.compile))
+        return Float8Layers(
+            recipe,
+            names,
+            tp,
+            cp,
+            etp,
+            compute,
+            compiled=bool(self.plan.compile),
+            keeps_experts=self.keeps_experts_in_float8,
+        )
+
+    @property
+    def keeps_experts_in_float8(self) -> bool:
+        """Whether a rank casts the matrices of experts once a step, for several micro-batches.
+
+        Not where their memory is freed after each use: their casts would take half of it.
+        """
+        names = (join(path, "gate_up_proj") for path in self.float8.experts)
+        kept = any(self.kinds[name].keeps_parameters for name in names)
+        return kept and self.plan.microbatches > 1
 
     def recomputing(self, recompute: Recompute | tuple[Recompute, ...]) -> Blueprint:
         """Return the blueprint of the same model and plan with another recomputation.
@@ -391,6 +411,7 @@ def build_blueprint(
     output_linear = None
     if plan.loss_rows is not None:
         last, in_parts = sequence.layers[-1], dims[-1].output is not None
+        refuse_adapted_output(last, plan.loss_rows)
         output_linear = output_linear_name(last, module_rules, plan.loss_rows, ends_in_parts=in_parts)
     schedule, counts = order_of(
         plan.schedule,

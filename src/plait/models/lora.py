@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from plait.errors import ModelError, listed
+from plait.errors import ModelError, PlanError, listed
 from plait.models.expert_lora import (
     SUFFIX,
     ExpertLora,
@@ -44,6 +44,7 @@ from plait.plan.rules import Rule, Rules, join, match, piece, replicated
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.dropout import Dropout
 from plait.tensor.find_module_hooks import weight_utility
+from plait.tensor.layer_values import NamedLayer
 
 Model = TypeVar("Model", bound=nn.Module)
 Sizes = tuple[int, int]
@@ -180,6 +181,21 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLinear | ExpertLora]:
     One that occurs in several places has the path of the first.
     """
     return {path: one for path, one in model.named_modules() if isinstance(one, LoraLinear | ExpertLora)}
+
+
+def refuse_adapted_output(last: NamedLayer, loss_rows: int) -> None:
+    """Raise PlanError where the last linear of a model's `last` layer has an adapter.
+
+    A loss in chunks of rows computes the logits of one linear, and its adapter is two more.
+    """
+    linears = [name for name, one in last.module.named_modules() if type(one) is nn.Linear]
+    path = linears[-1].rpartition(".")[0] if linears else ""
+    if isinstance(last.module.get_submodule(path), LoraLinear):
+        raise PlanError(
+            f"plan.loss_rows is {loss_rows}, but {join(last.path, path)} has a LoRA adapter, whose output is "
+            "added to the linear's, and a loss in chunks of rows computes one linear: leave it out of the "
+            "targets of plait.lora, or set loss_rows to None."
+        )
 
 
 def adapted_weight(path: str, one: LoraLinear | ExpertLora) -> str:

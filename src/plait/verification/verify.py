@@ -11,6 +11,7 @@ from torch import nn
 
 from plait.errors import ModelError, PlanError
 from plait.models.layers.layer_sequence import sequence_of
+from plait.models.lora import refuse_adapted_output
 from plait.optimizers.optimizer_makers import MakeOptimizer
 from plait.plan.argument_checks import require_instance, require_number
 from plait.plan.plan import Plan
@@ -263,6 +264,7 @@ def _computes_loss_in_chunks(loss: Loss, model: nn.Module) -> bool:
     last = sequence_of(model).layers[-1]
     try:
         require_cross_entropy(loss, 1)
+        refuse_adapted_output(last, 1)
         output_linear_name(last, {}, 1)
     except PlanError:
         return False

@@ -424,6 +424,13 @@ def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, threa
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
+def test_compiled_linears_in_float8_are_equal_bit_by_bit() -> None:
+    """Of which graphs of the backward cast the gradients."""
+    plan = Plan(linears="float8", compile="graphs", microbatches=2)
+    case = case_of(gpt2(layers=1, hidden=32, tied=False), mode="exact", steps=1)
+    assert verify_here(case, plan).headline().startswith("EQUAL to one rank, bit by bit: ")
+
+
 IN_TURNS = cycle((gpt2(layers=3, heads=4), llama(layers=3, heads=4, kv_heads=2)))
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from verification_cases import case_of, verify_here
 
+from parity.cases import llama
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
@@ -139,6 +141,12 @@ def test_more_than_a_quarter_of_the_features_makes_a_difference(
             assert torch.equal(told[1], output)
             right = gives[features][: len(output)]
             assert torch.equal(told[2], right)
+
+
+def test_norms_of_a_layer_that_is_traced_for_its_graphs_are_not_compared() -> None:
+    """Their tensors have no values."""
+    case = case_of(llama(layers=1, tied=False), mode="native", steps=1)
+    assert verify_here(case, Plan(precision="bf16", compile="graphs"))
 
 
 def sketches_of(norm: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], set[str]]:

@@ -233,6 +233,8 @@ class SegmentGraphs:
             return self._never or self._reasons[shape]
         if stage.sequences and stage.sequences[place.microbatch] is not None:
             return "documents, or a part of the sequence: the host reads where they begin"
+        if stage.routing_layers:
+            return f"layer {stage.routing_layers[0]!r} has a router, whose choices are counted in Python"
         infos = stage.infos[place.microbatch]
         counting = [layer.path for layer, info in zip(stage.layers, infos, strict=True) if info.counting]
         return f"layer {counting[0]!r} counts its runs in Python" if counting else ""

@@ -119,6 +119,8 @@ class Stage:
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
         self._eager = [EagerLayer(layer, self.queue, self.dropout, self.balance) for layer in self.layers]
+        self.routing_layers = [one.layer.path for one in self._eager if one.balance is not None]
+        """The paths of layers whose routers count their choices."""
         self._evaluating: list[LayerRunner] = [one.forward for one in self._eager]
         self._without_graphs: list[LayerRunner] = [
             recomputing(mode, one.forward, one.parameters, decides=one.decides)

@@ -76,13 +76,18 @@ def start_norm(
 
 
 def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by `max_norm / norm` if that is below 1. Raises PlanError for a norm below 0."""
+    """Scale all gradients by `max_norm / norm` if that is below 1. Raises PlanError for a norm below 0.
+
+    On a GPU they are multiplied by 1 otherwise, since the host would have to wait for the norm.
+    """
     if not isinstance(max_norm, Tensor):
         require_number("max_norm", max_norm, PlanError, infinite="no clipping")
     # The same small number as torch.nn.utils.clip_grad_norm_, so that results are equal.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # A factor of NaN would spread to every gradient and hide where it began.
     factor = torch.where(norm.isfinite(), factor, 1.0)
+    if not is_accelerator(factor) and factor == 1.0:  # in CPU memory the host knows it without waiting
+        return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for unit in units:
         for gradient in _gradients(unit, unit.shard_parameters):

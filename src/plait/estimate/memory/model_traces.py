@@ -194,7 +194,7 @@ def _trace_layers(copies: MetaCopies, share: ContextShare, known: KnownTraces) -
     blueprint = copies.blueprint
     meta_layers = blueprint.meta_layers(copies.tensor_parallel, FIRST, {})
     structures = [
-        (structure, blueprint.float8.within(layer.path))
+        (structure, blueprint.float8.within(layer.path), blueprint.keeps_experts_in_float8)
         for structure, layer in zip(meta_layers.structures, blueprint.sequence.layers, strict=True)
     ]
     compiler = LayerCompiler.for_estimates(copies.queue) if blueprint.plan.compile else None
@@ -240,8 +240,11 @@ def _traced_layer(
     by_graphs = compiled is not None and _run_compiled(stage, compiled, value)
     if recompute == "selective" and not by_graphs:
         trace_layer(stage, value)  # what to keep is known from the first backward
+    kept = [one for *_, one in _caches(layer) if isinstance(one, MatrixCasts) and one.keeps_weights]
+    _forget(kept)
     trace, output = trace_layer(stage, value, recorder)
     if any(experts_in(layer.module)):  # whose operands and gradients are large
+        _forget(kept)
         trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
     work = None if recorder is None else recorder.take(recompute)
     # Graphs compute what eager layers cache, but for factors of weights.
@@ -250,6 +253,12 @@ def _traced_layer(
         for module, name, cache in _caches(layer)
     ]
     return TracedLayer(run, trace, output, cached, sequence, work)
+
+
+def _forget(kept: Sequence[MatrixCasts]) -> None:
+    """Let the next run cast the matrices of experts, as in a step's first micro-batch, which takes most."""
+    for casts in kept:
+        casts.begin_step()
 
 
 def _held(sequence: LocalSequence | None) -> Hashable:

@@ -188,7 +188,8 @@ class MemoryEstimator:
         dtypes = tuple((kind.gather, kind.gradient) for kind in blueprint.kinds.values())
         late = blueprint.lowering_spec.adds_late
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
-        alike = degrees, plan.precision, plan.linears, dtypes, late, plan.loss_rows, bool(plan.compile), fuses
+        float8 = plan.linears, blueprint.keeps_experts_in_float8
+        alike = degrees, plan.precision, float8, dtypes, late, plan.loss_rows, bool(plan.compile), fuses
         key = alike, (plan.ep, plan.etp, takes_all), signature(microbatch), blueprint.recompute
         if key not in self.traces:
             targets = None

@@ -102,8 +102,9 @@ class Mixture(nn.Module):
         The shared one runs while tokens travel.
         """
         tokens = x.flatten(0, 1)
-        _, weights, indices = self.get_submodule(self.router_name)(tokens)
-        routed = start_experts(self.experts, tokens, indices, weights)
+        router = self.get_submodule(self.router_name)
+        _, weights, indices = router(tokens)
+        routed = start_experts(self.experts, router, tokens, indices, weights)
         if self.shared_name is None:
             return routed().view_as(x)
         shared: Tensor = self.get_submodule(self.shared_name)(self.get_submodule(ENTRANCE)(x))

@@ -67,7 +67,8 @@ def copy(
     """
     backward = partial(_sum, group, overlap)
     if TRACE.get() is not None:
-        return _paired("copy", tensor, group, partial(_compared, group) if group.guarded else None, backward)
+        forward = partial(_compared, group) if group.guarded else None
+        return _paired("copy", tensor, group, forward, backward, inputs=inputs)
     require_same_bits(tensor, group, _ENTERS)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,11 +37,14 @@ class Assignments:
         return result
 
 
-def assign(indices: Tensor, experts: range, sizes: tuple[int, ...] | None = None) -> Assignments:
+def assign(
+    indices: Tensor, experts: range, sizes: tuple[int, ...] | None = None, *, all_chosen: bool = False
+) -> Assignments:
     """Return the pairs of a token and an expert, given the experts' numbers `[T, k]` of each token.
 
     Other numbers, of experts elsewhere or -1 for none, are no pairs. `sizes`: how many pairs each expert has,
-    where that is known; else it is read from the device. On meta every expert gets as many.
+    where that is known. `all_chosen`: whether no index is another number; else, without `sizes`, the host
+    waits for the number of pairs. On meta every expert gets as many.
     """
     count, local = len(experts), indices - experts.start
     is_pair = (local >= 0) & (local < count)
@@ -52,7 +54,8 @@ def assign(indices: Tensor, experts: range, sizes: tuple[int, ...] | None = None
     ends = torch.searchsorted(keys, numbers, right=True, out_int32=True)
     if sizes is None and indices.is_meta:
         sizes = tuple(map(len, divide(indices.numel(), count)))
-    elif sizes is None:
-        sizes = tuple(end - start for start, end in pairwise([0, *ends.tolist()]))
-    slots = slots[: sum(sizes)]
-    return Assignments(Groups(sizes, ends), TokenRows.of(slots, *indices.shape), slots.int())
+    groups = Groups(indices.numel(), ends) if sizes is None else Groups.of(sizes, ends)
+    if sizes is None and not all_chosen:
+        groups = Groups.of(groups.sizes, ends)
+    slots = slots[: groups.rows]
+    return Assignments(groups, TokenRows.of(slots, *indices.shape), slots.int())

@@ -37,22 +37,34 @@ class MatrixCasts:
     `etp` where that divides the row: the inputs of `down`, and the gradients of gate and up.
     """
 
-    def __init__(self, *, inputs: tuple[Group, ...] = (), outputs: tuple[Group, ...] = ()) -> None:
-        """`inputs`, `outputs`: the groups of ranks between which that dim of each matrix is divided."""
-        self._inputs, self._outputs = inputs, outputs
+    def __init__(
+        self, *, inputs: tuple[Group, ...] = (), outputs: tuple[Group, ...] = (), keeps_weights: bool = False
+    ) -> None:
+        """`inputs`, `outputs`: the groups of ranks between which that dim of each matrix is divided.
+
+        `keeps_weights`: whether the matrices are cast once a step, for all micro-batches, to memory that is
+        kept: a byte an element for each of the two products. Else they are cast for each product.
+        """
+        self._inputs, self._outputs, self.keeps_weights = inputs, outputs, keeps_weights
         self._factors: dict[Operand, Tensor] = {}
         """Of the weights in this step."""
+        self._casts: dict[Operand, ScaledMatrix] = {}
+        """The weights in this step, if they are kept."""
+        self._memory: dict[Operand, Tensor] = {}
+        """To which kept weights are cast, in each step."""
         self.note: Callable[[Operand, Tensor, ScaledMatrix], None] | None = None
         """Called with each operand that is cast, in rows of pairs, and the result; a verification sets it."""
 
     def begin_step(self) -> None:
-        """Forget the factors of the weights, whose values may have changed."""
+        """Forget factors and casts of the weights, whose values may have changed."""
         self._factors.clear()
+        self._casts.clear()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the remembered factors."""
-        return sum(factor.nbytes for factor in self._factors.values())
+        """The bytes of the remembered factors or scales, and of the memory of kept casts."""
+        scales = (cast.scale for cast in self._casts.values())
+        return sum(one.nbytes for one in (*self._factors.values(), *scales, *self._memory.values()))
 
     @property
     def are_divided(self) -> bool:
@@ -100,15 +112,38 @@ class MatrixCasts:
         self, operand: Operand, weight: Tensor, form: CastFormat, divided: tuple[Group, ...]
     ) -> ScaledMatrix:
         """Return the weights in float8: a scale for each output feature of a matrix, or for each matrix."""
-        if operand not in self._factors:
-            largest = largest_of(weight, "row", 2)
-            if form.per == "tensor":
-                largest = largest.amax(1, keepdim=True)
-            self._factors[operand] = factor_of(reduced(largest, divided), form)
-        cast = cast_by(weight, self._factors[operand], form)
+        cast = self._casts.get(operand)
+        if cast is None:
+            if operand not in self._factors:
+                self._factors[operand] = _factor_of_weight(weight, form, divided)
+            if self.keeps_weights:
+                memory = self._memory_of(operand, weight, form)
+                cast = self._casts[operand] = cast_by(weight, self._factors.pop(operand), form, memory)
+            else:
+                cast = cast_by(weight, self._factors[operand], form)
         if self.note is not None:
             self.note(operand, weight, cast)
         return cast
+
+    def _memory_of(self, operand: Operand, weight: Tensor, form: CastFormat) -> Tensor:
+        """Return the memory of a kept cast: `[experts, outputs, inputs]`, stored as its product reads it."""
+        found = self._memory.get(operand)
+        if found is None:
+            count, rows, columns = weight.shape
+            if operand == "weight":  # which is multiplied by its rows
+                found = weight.new_empty(count, rows, columns, dtype=form.dtype)
+            else:
+                found = weight.new_empty(count, columns, rows, dtype=form.dtype).mT
+            self._memory[operand] = found
+        return found
+
+
+def _factor_of_weight(weight: Tensor, form: CastFormat, divided: tuple[Group, ...]) -> Tensor:
+    """Return the factors of matrices `[experts, outputs, inputs]`: of their rows, or of each matrix."""
+    largest = largest_of(weight, "row", 2)
+    if form.per == "tensor":
+        largest = largest.amax(1, keepdim=True)
+    return factor_of(reduced(largest, divided), form)
 
 
 @dataclass(frozen=True)
@@ -119,7 +154,13 @@ class ExpertCasts:
     down: MatrixCasts
 
     @staticmethod
-    def over(etp: Group) -> ExpertCasts:
-        """Return `ExpertCasts` for experts whose inner features are divided between the ranks of `etp`."""
+    def over(etp: Group, *, keeps_weights: bool = False) -> ExpertCasts:
+        """Return `ExpertCasts` for experts whose inner features are divided between the ranks of `etp`.
+
+        `keeps_weights`: as of `MatrixCasts`.
+        """
         groups = (etp,) if etp.size > 1 else ()
-        return ExpertCasts(MatrixCasts(outputs=groups), MatrixCasts(inputs=groups))
+        return ExpertCasts(
+            MatrixCasts(outputs=groups, keeps_weights=keeps_weights),
+            MatrixCasts(inputs=groups, keeps_weights=keeps_weights),
+        )

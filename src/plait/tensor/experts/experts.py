@@ -28,6 +28,8 @@ from plait.tensor.experts.expert_casts import ExpertCasts
 from plait.tensor.experts.expert_products import ExpertCall, ExpertParameters, compute_experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.low_rank import LowRank
+from plait.tensor.experts.router import Router
+from plait.tensor.experts.token_documents import has_padding
 from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
 from plait.tensor.find_module_hooks import is_altered
 from plait.tensor.proof_marks import keeps_positions_later
@@ -159,13 +161,19 @@ class Experts(nn.Module):
         The number -1 stands for no expert. On meta routing is assumed to be uniform. Communication: see
         `plait.tensor.experts.token_exchange`; where several ranks give the same tokens, also an all-gather
         of the output over them, and two in the backward; in float8 that of `MatrixCasts`. Raises ModelError
-        in float8 within `torch.autocast`.
+        for tokens of another dtype than the matrices, and in float8 within `torch.autocast`.
         """
         return self.start(hidden, indices, weights)()
 
     @keeps_positions_later("hidden")
-    def start(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        """Start sending tokens to the ranks of their experts; return a function that returns the output."""
+    def start(
+        self, hidden: Tensor, indices: Tensor, weights: Tensor, *, of_router: bool = False
+    ) -> Callable[[], Tensor]:
+        """Start sending tokens to the ranks of their experts; return a function that returns the output.
+
+        `of_router`: whether `indices` are a `Router`'s, of which only those of padding are -1. Where there is
+        none, and each rank has all experts, the host does not wait for the number of pairs.
+        """
         dtype, ranks, trace = _autocast_dtype(hidden), self.ranks, TRACE.get()
         if dtype is not None and self.casts is not None:
             raise ModelError(
@@ -174,24 +182,37 @@ class Experts(nn.Module):
                 "layer (plan.precision sets the dtype), or set plan.linears to None."
             )
         hidden = hidden.to(dtype or hidden.dtype)
+        if dtype is None:
+            self._require_dtype(hidden)
         if trace is not None:
             form = TensorForm.contiguous(hidden.shape, hidden.dtype)
             given, parameters = [hidden, indices, weights], list(self.parameters())
-            (output,) = trace.call(partial(_output, dtype), self, given, [form], parameters=parameters)
+            compute = partial(_output, dtype, of_router)
+            (output,) = trace.call(compute, self, given, [form], parameters=parameters)
             return lambda: output
         if ranks is None:
-            return partial(self._computed, hidden, indices, weights)
+            return partial(self._computed, hidden, indices, weights, of_router)
         size = hidden.shape[0]
         hidden, weights = (split(one, ranks.tokens, 0) for one in (hidden, weights))
         indices = own_range(indices, ranks.tokens, 0)
-        finish: Callable[[], Tensor] = partial(self._computed, hidden, indices, weights)
+        finish: Callable[[], Tensor] = partial(self._computed, hidden, indices, weights, of_router)
         if ranks.group.size > 1:
             finish = self._start_exchange(ranks, hidden, indices, weights)
         return lambda: gather(finish(), ranks.tokens, 0, size)
 
-    def _computed(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    def _require_dtype(self, hidden: Tensor) -> None:
+        """Raise ModelError for tokens in another dtype than the matrices, as a linear refuses them."""
+        if hidden.dtype != self.gate_up_proj.dtype:
+            given, own = (str(one).removeprefix("torch.") for one in (hidden.dtype, self.gate_up_proj.dtype))
+            raise ModelError(
+                f"{self.num_experts} experts with matrices in {own} are given tokens in {given}: cast them "
+                f"to {own}."
+            )
+
+    def _computed(self, hidden: Tensor, indices: Tensor, weights: Tensor, of_router: bool) -> Tensor:
         """Return the output for tokens of this rank, which holds all experts."""
-        assignments = computed_once(lambda: assign(indices, range(self.num_experts)))
+        all_chosen = of_router and not has_padding()
+        assignments = computed_once(lambda: assign(indices, range(self.num_experts), all_chosen=all_chosen))
         return compute_experts(hidden, weights, None, self._call(hidden, assignments))
 
     def _start_exchange(
@@ -253,22 +274,33 @@ class Experts(nn.Module):
 
 
 def _output(
-    dtype: torch.dtype | None, experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor
+    dtype: torch.dtype | None,
+    of_router: bool,
+    experts: Experts,
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
 ) -> tuple[Tensor]:
     """Return the output of experts that a compiled layer has recorded, under `torch.autocast` to `dtype`."""
     with nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype):
-        return (experts.start(hidden, indices, weights)(),)
+        return (experts.start(hidden, indices, weights, of_router=of_router)(),)
 
 
 def _low_rank(adapter: ExpertAdapter | None) -> LowRank | None:
     return None if adapter is None else LowRank(adapter.down, adapter.up, adapter.scale)
 
 
-def start_experts(experts: Experts, hidden: Tensor, indices: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-    """Start `experts`; return a function for the output. Those with hooks are called there, at once."""
+def start_experts(
+    experts: Experts, router: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor
+) -> Callable[[], Tensor]:
+    """Start `experts` for the choice of `router`; return a function for the output.
+
+    Experts with hooks are called there, at once.
+    """
     if is_altered(experts):
         return partial(experts, hidden, indices, weights)
-    return experts.start(hidden, indices, weights)
+    of_router = type(router) is Router and not is_altered(router)
+    return experts.start(hidden, indices, weights, of_router=of_router)
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:

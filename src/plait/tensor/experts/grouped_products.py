@@ -1,17 +1,18 @@
 """Products of rows that are sorted into groups, one group for each expert, with a matrix for each group.
 
-By `torch.nn.functional.grouped_mm` where it applies, else in a loop over the groups, whose sizes the host
-knows. On a CPU `grouped_mm` is such a loop itself, without Python: as fast for large matrices, and 2.5 times
-for many small ones. It makes new tensors, however, so large weight gradients are added to their buffers in a
-loop, in one pass over memory. On meta groups of equal size are one batch of products, which shows what is
-computed, and allocated on a CPU.
+By `torch.nn.functional.grouped_mm` where it applies, which reads on the device where groups end, else in a
+loop over the groups, whose sizes the host reads. On a CPU `grouped_mm` is such a loop itself, without Python:
+as fast for large matrices, and 2.5 times for many small ones. It makes new tensors, however, so large weight
+gradients are added to their buffers in a loop, in one pass over memory. On meta groups of equal size are one
+batch of products, which shows what is computed, and allocated on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -31,10 +32,24 @@ Python (measured with 2,048 to 524,288 elements)."""
 class Groups:
     """Consecutive groups of rows."""
 
-    sizes: tuple[int, ...]
-    """Rows of each group, on the host."""
+    rows: int
+    """Of all groups."""
     ends: Tensor
     """int32 `[groups]`, on the rows' device: where each group ends."""
+    known_sizes: tuple[int, ...] | None = None
+    """Rows of each group; None: the host has not read them."""
+
+    @staticmethod
+    def of(sizes: tuple[int, ...], ends: Tensor) -> Groups:
+        """Return groups whose `sizes`, numbers of rows, the host knows."""
+        return Groups(sum(sizes), ends, sizes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each group, on the host, which waits for them where they are not known."""
+        if self.known_sizes is not None:
+            return self.known_sizes
+        return tuple(end - start for start, end in pairwise([0, *self.ends.tolist()]))
 
     @property
     def starts(self) -> Tensor:
@@ -85,7 +100,7 @@ def _products_over_rows(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     """Return `leftᵀ right` of each group: `[groups, m, n]`."""
     if not left.is_meta:
         return functional.grouped_mm(left.t(), right, offs=groups.ends)
-    result = left.new_empty(len(groups.sizes), left.shape[1], right.shape[1])
+    result = left.new_empty(len(groups.ends), left.shape[1], right.shape[1])
     for which, a, b in batches(groups, left, right):
         torch.bmm(a.mT, b, out=result[which])
     return result
@@ -99,8 +114,7 @@ def grouped_sums(rows: Tensor, groups: Groups) -> Tensor:
 
 def for_each_row(values: Tensor, groups: Groups) -> Tensor:
     """Return the value `[groups, width]` of each row's group: `[rows, width]`."""
-    rows = sum(groups.sizes)
-    every = torch.arange(rows, dtype=torch.int32, device=values.device)
+    every = torch.arange(groups.rows, dtype=torch.int32, device=values.device)
     return values.index_select(0, torch.searchsorted(groups.ends, every, right=True, out_int32=True))
 
 

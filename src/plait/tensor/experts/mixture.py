@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         """
         tokens = x.reshape(-1, x.shape[-1])
         _, weights, indices = self.router(tokens)
-        routed = start_experts(self.experts, tokens, indices, weights)
+        routed = start_experts(self.experts, self.router, tokens, indices, weights)
         if self.shared is None:
             return routed().view(x.shape)
         shared = self._shared_output(self.shared, x)

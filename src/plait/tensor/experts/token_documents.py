@@ -101,6 +101,12 @@ class TokenDocuments:
         return whole.index_select(1, self.sequence.indices[part]).flatten()
 
 
+def has_padding() -> bool:
+    """Return whether documents of the running sequence are padding."""
+    sequence = running_sequence()
+    return sequence is not None and sequence.documents is not None and bool(sequence.documents.padding)
+
+
 def without_padding(indices: Tensor, locate: LocatePart | None) -> Tensor:
     """Return the experts of tokens, `[T, k]`, with -1, for none, in the rows of padding.
 
@@ -108,7 +114,7 @@ def without_padding(indices: Tensor, locate: LocatePart | None) -> Tensor:
     given their number; None: all of them.
     """
     sequence = running_sequence()
-    if sequence is None or sequence.documents is None or not sequence.documents.padding or indices.is_meta:
+    if sequence is None or sequence.documents is None or not has_padding() or indices.is_meta:
         return indices
     rows = len(sequence.documents.starts)
     length = len(indices) // max(rows, 1)

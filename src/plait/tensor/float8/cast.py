@@ -81,12 +81,16 @@ def factor_of(largest: Tensor, form: CastFormat) -> Tensor:
     return torch.where(largest == 0, 1.0, factor)
 
 
-def cast_by(matrix: Tensor, factor: Tensor, form: CastFormat) -> ScaledMatrix:
-    """Return `matrix`, multiplied by `factor` and rounded to float8, with the factor's reciprocal."""
+def cast_by(matrix: Tensor, factor: Tensor, form: CastFormat, out: Tensor | None = None) -> ScaledMatrix:
+    """Return `matrix`, multiplied by `factor` and rounded to float8, with the factor's reciprocal.
+
+    `out`: a tensor of the format's dtype to which it is written; None: a new one.
+    """
     bound = torch.finfo(form.dtype).max
     if form.power_of_two and matrix.dtype == torch.bfloat16:  # which has the range of fp32: that is exact
         scaled = matrix * factor.to(matrix.dtype)
     else:
         scaled = matrix.to(torch.promote_types(matrix.dtype, torch.float32)) * factor
     scaled = scaled.clamp_(-bound, bound)  # a rounded factor may exceed the bound
-    return ScaledMatrix(scaled.to(form.dtype), factor.reciprocal())
+    data = scaled.to(form.dtype) if out is None else out.copy_(scaled)
+    return ScaledMatrix(data, factor.reciprocal())

@@ -46,6 +46,8 @@ class Float8Layers:
     """The dtype of parameters in layers; None: that of each."""
     compiled: bool = False
     """Whether layers run as graphs, which are given the factors of weights."""
+    keeps_experts: bool = False
+    """Whether the matrices of experts are cast once a step."""
 
     def apply(
         self, layer: NamedLayer, queue: WeightGradientQueue, scales: Mapping[int, Tensor], *, on_parts: bool
@@ -58,7 +60,7 @@ class Float8Layers:
         """
         for name, experts in experts_in(layer.module):
             if join(layer.path, name) in self.names and experts.casts is None:
-                experts.casts = ExpertCasts.over(self.etp)
+                experts.casts = ExpertCasts.over(self.etp, keeps_weights=self.keeps_experts)
         for name, module in layer.module.named_modules(remove_duplicate=False):
             if join(layer.path, name) in self.names and getattr(module, CASTS, None) is None:
                 # A buffer, so that graphs of equal layers take it as an argument.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from plait.ranks.collectives import all_reduce
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm
 from plait.verification.reference.recording import Tolerance, largest_difference
 
@@ -52,7 +53,8 @@ class ModuleSketches:
     `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Of a tuple, such
     as a router's logits, weights and indices, each tensor has one. Other tensors that are not floating-point,
     have fewer than two dims or are nested in other values have none, nor do those whose elements share
-    memory: linears in float8 gather such inputs of regions.
+    memory: linears in float8 gather such inputs of regions. Runs that trace a layer for its graphs have no
+    values, and are not recorded.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -78,6 +80,8 @@ class ModuleSketches:
 
     def _note(self, path: str, module: nn.Module, given: tuple[Any, ...], *gives: Any) -> None:
         """Record sketches of a module's input before it runs, and of its output afterwards."""
+        if TRACE.get() is not None:
+            return
         side: Side = "gives" if gives else "given"
         value = next(iter(gives or given), None)
         call = self._calls[path, side]
@@ -239,6 +243,8 @@ class RMSNorms:
 
     def _note(self, path: str, module: RMSNorm, given: tuple[Any, ...], output: Tensor) -> None:
         x = given[0].detach()
+        if TRACE.get() is not None:  # of a layer that is traced for its graphs tensors have no values
+            return
         if x.dtype.itemsize <= 2 and output.dtype == x.dtype and output.shape == x.shape:
             self._runs.append((path, module, x, output.detach()))
 

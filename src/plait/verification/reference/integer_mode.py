@@ -310,6 +310,8 @@ class IntegerMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.autograd.backward, Tensor.backward) and kwargs.get("inputs") is None:
             return self._backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return self._grad(*args, **kwargs)
         return STAND_INS.get(func, func)(*args, **kwargs)
 
     def _backward(
@@ -326,6 +328,21 @@ class IntegerMode(TorchFunctionMode):
             options["grad_tensors"] = options.pop("gradient")
         with self:
             torch.autograd.backward(edges, *gradients, **options)
+
+    def _grad(
+        self,
+        outputs: Sequence[Tensor | GradientEdge],
+        inputs: Sequence[Tensor | GradientEdge],
+        **options: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Run `torch.autograd.grad` with the mode on, as `_backward` does, where a backward is traced."""
+        edges: Any = [
+            [get_gradient_edge(one) if isinstance(one, Tensor) else one for one in each]
+            for each in (outputs, inputs)
+        ]
+        with self:
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(*edges, **options)
+        return found
 
 
 def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:

@@ -61,8 +61,8 @@ def test_rows_have_a_scale_each_and_matrices_one_for_each_output_or_one(options:
     ]
 
 
-def test_tokens_are_cast_once_however_many_experts_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, _ = experts_in_float8()
+def cast_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what is cast from now on."""
     shapes, original = list[tuple[int, ...]](), expert_casts.cast_by
 
     def cast_by(matrix: Tensor, *how: Any) -> ScaledMatrix:
@@ -70,6 +70,12 @@ def test_tokens_are_cast_once_however_many_experts_they_have(monkeypatch: pytest
         return original(matrix, *how)
 
     monkeypatch.setattr(expert_casts, "cast_by", cast_by)
+    return shapes
+
+
+def test_tokens_are_cast_once_however_many_experts_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = experts_in_float8()
+    shapes = cast_shapes(monkeypatch)
     call(module).sum().backward()
     of_rows = [shape for shape in shapes if len(shape) == 2]
     assert of_rows == [(TOKENS, HIDDEN), (2 * TOKENS, INNER), (TOKENS, HIDDEN), (2 * TOKENS, 2 * INNER)]
@@ -90,6 +96,51 @@ def test_factors_of_weights_are_found_once_a_step() -> None:
         call(module, hidden)
     assert module.casts.gate_up.nbytes == 4 * EXPERTS * 2 * INNER
     assert module.casts.down.nbytes == 4 * EXPERTS * HIDDEN
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_experts_refuse_tokens_of_another_dtype_than_their_matrices(in_float8: bool) -> None:
+    module, _ = experts_in_float8()
+    if not in_float8:
+        module.casts = None
+    with pytest.raises(
+        ModelError, match="4 experts with matrices in bfloat16 are given tokens in float32: cast"
+    ):
+        call(module, torch.randn(TOKENS, HIDDEN))
+
+
+@pytest.mark.parametrize("options", [{}, {"transposed": True}])
+def test_kept_casts_of_weights_are_made_once_a_step_in_the_same_memory(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And outputs and gradients have the bits of weights that are cast in each call."""
+    (module, _), (other, _) = experts_in_float8(**options), experts_in_float8(**options)
+    module.casts = casts = ExpertCasts.over(alone("etp"), keeps_weights=True)
+    hidden, counts, places = torch.randn(TOKENS, HIDDEN).bfloat16(), list[int](), set[int]()
+    shapes = cast_shapes(monkeypatch)
+    for _ in range(2):  # steps, of two micro-batches
+        for _ in range(2):
+            shapes.clear()
+            kept = output_and_gradient(module, hidden)
+            counts.append(sum(len(shape) == 3 for shape in shapes))
+            assert all(map(torch.equal, kept, output_and_gradient(other, hidden)))
+        places |= {one.data_ptr() for one in (*casts.gate_up._memory.values(), *casts.down._memory.values())}
+        with torch.no_grad():
+            for parameter in (*module.parameters(), *other.parameters()):
+                parameter *= 1.25
+        for one in (casts.gate_up, casts.down, other.casts.gate_up, other.casts.down):  # type: ignore[union-attr]
+            one.begin_step()
+    assert counts == [4, 0, 4, 0]
+    assert len(places) == 4
+    assert casts.down.nbytes == 2 * EXPERTS * HIDDEN * INNER  # scales are forgotten
+
+
+def output_and_gradient(module: Experts, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    given = hidden.clone().requires_grad_()
+    output = call(module, given)
+    output.float().square().sum().backward()
+    assert given.grad is not None
+    return output.detach(), given.grad
 
 
 def test_experts_in_float8_are_refused_within_autocast() -> None:

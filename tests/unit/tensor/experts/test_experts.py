@@ -157,7 +157,7 @@ def test_recomputed_experts_have_the_bits_of_kept_ones_and_are_assigned_once(
     case, calls = CASES[name], []
 
     def counted(compute: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: calls.append(1) or compute(*given)
+        return lambda *given, **more: calls.append(1) or compute(*given, **more)
 
     def results(mode: Recompute) -> Answer:
         layer, queue = deferring(case)

@@ -21,7 +21,7 @@ SIZES = {"uneven": (7, 0, 33, 1), "none": (0, 0, 0, 0), "one": (0, 0, 5, 0), "ma
 
 
 def groups_of(sizes: tuple[int, ...]) -> Groups:
-    return Groups(sizes, torch.tensor(sizes).cumsum(0).int())
+    return Groups.of(sizes, torch.tensor(sizes).cumsum(0).int())
 
 
 def operands(

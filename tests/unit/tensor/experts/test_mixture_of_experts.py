@@ -15,9 +15,11 @@ from parity.norm import assert_equal
 from parity.widened import Widened
 from plait.errors import ModelError
 from plait.models.initial_values import initial_value
+from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.mixture import MixtureOfExperts
 from plait.tensor.experts.routing import Routing
+from plait.tensor.running_sequence import ContextParallelism, running
 
 HIDDEN, INNER, EXPERTS, TOP_K, SHARED = 12, 10, 6, 2, 14
 SIZES: dict[str, Any] = {
@@ -106,9 +108,9 @@ def test_shared_experts_run_after_tokens_are_sent_and_before_they_are_awaited(
 ) -> None:
     mixture, log, start = MixtureOfExperts(8, 4, 3, 2, 5), list[str](), Experts.start
 
-    def logged(*given: Any) -> Callable[[], Tensor]:
+    def logged(*given: Any, **more: Any) -> Callable[[], Tensor]:
         log.append("sent")
-        finish = start(*given)
+        finish = start(*given, **more)
         return lambda: (log.append("awaited"), finish())[1]
 
     monkeypatch.setattr(Experts, "start", logged)
@@ -116,6 +118,17 @@ def test_shared_experts_run_after_tokens_are_sent_and_before_they_are_awaited(
     mixture.shared.register_forward_hook(lambda *_: log.append("shared"))
     mixture(torch.randn(2, 7, 8))
     assert log == ["sent", "shared", "awaited"]
+
+
+def test_padding_passes_through_no_expert() -> None:
+    mixture, x = MixtureOfExperts(8, 4, 3, 2), torch.randn(1, 5, 8)
+    sequence = ContextParallelism.of_one_rank().sequence(
+        5, document_bounds(torch.tensor([[4, 4, -1, 7, -1]]))
+    )
+    with running(sequence):
+        found = mixture(x)
+    assert found.any(-1).tolist() == [[True, True, False, True, False]]
+    torch.testing.assert_close(found[:, [0, 1, 3]], mixture(x)[:, [0, 1, 3]])
 
 
 def test_a_mixture_that_was_made_has_values_like_those_of_linears() -> None:
