@@ -163,11 +163,11 @@ class _Structure:
     """A description whose hash is computed once."""
 
     def __init__(self, described: Hashable) -> None:
-        self._described = described
+        self.described = described
         self._hash = hash(described)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Structure) and self._described == other._described)
+        return self is other or (isinstance(other, _Structure) and self.described == other.described)
 
     def __hash__(self) -> int:
         return self._hash
