@@ -51,12 +51,12 @@ def check(thread_ranks: Any, case: Case, plan: Plan) -> list[int]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_stage_of_compiled_layers_runs_as_one_graph(thread_ranks: Any, recompute: Any) -> None:
+def test_a_stage_runs_as_one_graph_but_for_a_last_layer_of_large_outputs(
+    thread_ranks: Any, recompute: Any
+) -> None:
     plan = Plan(microbatches=2, precision="fp64", recompute=recompute)
-    assert check(thread_ranks, gpt2(layers=2, tied=False), plan) == [
-        4,
-        24,
-    ]  # two steps of two micro-batches and six layers
+    # Two steps of two micro-batches: the head and the others, or each of six layers.
+    assert check(thread_ranks, gpt2(layers=2, tied=False), plan) == [8, 24]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -74,7 +73,7 @@ def _rows_at_once(end: LossStage, given: Value) -> int | None:
 
 
 def _repeated(
-    few: Sequence[DeviceOperation], more: Sequence[DeviceOperation], further: int
+    few: tuple[DeviceOperation, ...], more: tuple[DeviceOperation, ...], further: int
 ) -> tuple[DeviceOperation, ...]:
     """Return the operations of `more`, which has a chunk more than `few`, with so many further chunks.
 
@@ -86,7 +85,7 @@ def _repeated(
     longest = max(runs, key=len)
     first, last = longest[0], longest[-1] + 1  # of the chunks in `few`
     grown = [
-        extrapolated(tuple(part), tuple(other), further + 1)
+        extrapolated(part, other, further + 1)
         for part, other in ((few[:first], more[:first]), (few[last:], more[last + size :]))
     ]
     return (*grown[0], *more[first : last + size], *more[first : first + size] * further, *grown[1])

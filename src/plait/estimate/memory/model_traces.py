@@ -194,7 +194,7 @@ def _trace_layers(copies: MetaCopies, share: ContextShare, known: KnownTraces) -
     blueprint = copies.blueprint
     meta_layers = blueprint.meta_layers(copies.tensor_parallel, FIRST, {})
     structures = [
-        (structure, blueprint.float8.within(layer.path), blueprint.keeps_experts_in_float8)
+        (structure, blueprint.float8.within(layer.path))
         for structure, layer in zip(meta_layers.structures, blueprint.sequence.layers, strict=True)
     ]
     compiler = LayerCompiler.for_estimates(copies.queue) if blueprint.plan.compile else None
