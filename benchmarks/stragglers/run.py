@@ -106,6 +106,14 @@ class HalfSpeed(Callback):
         return slowed
 
 
+class ElapsedClock(ThreadClock):
+    """Clock of the time that passes: what sleeps stands for a device, which waits for no core of the host."""
+
+    def stamp(self) -> tuple[int, int]:
+        """Return the nanoseconds that passed, and no waits."""
+        return time.perf_counter_ns(), 0
+
+
 class Asleep(HalfSpeed):
     """Lets layers take their time without a core, as on an accelerator: they sleep, on a slow rank longer.
 
@@ -117,6 +125,13 @@ class Asleep(HalfSpeed):
         """`rank_seconds`: what the layers of a rank take in a step if none is slow and all do as much."""
         super().__init__(rank, since)
         self._rank_seconds = rank_seconds
+
+    def replanned(self, run: TrainingLoop) -> None:
+        """Slow the stages of the run's engine, if they are new, and measure it by a clock of what passes."""
+        super().replanned(run)
+        times = run.engine._runner.action_times
+        if times is not None:
+            times._clock = ElapsedClock()
 
     def slow_stage(self, run: TrainingLoop, stage: Stage) -> None:
         """Let each call of a stage last as long as its layers cost."""

@@ -21,8 +21,8 @@ from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search.stage_cuts import LayerCosts, fastest_cut_of_unlike_ranks
 from plait.schedules.timed_schedule import simulated
 
-WORTH_AN_ORDER = 0.01
-"""The part of a step that another order of actions has to save."""
+WORTHWHILE = 0.01
+"""The part of a step that other rows, or another order of actions, have to save."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,11 @@ class StepSimulation:
             end, _, replica = ends[0]
             rows[replica] += 1
             heapq.heapreplace(ends, (end + seconds[replica], rows[replica], replica))
-        return min((work, replace(work, rows=tuple(rows))), key=self.seconds)
+        return self._if_worthwhile(replace(work, rows=tuple(rows)), work)
+
+    def _if_worthwhile(self, other: WorkDivision, work: WorkDivision) -> WorkDivision:
+        """Return `other` if it saves a part of a step that counts, else `work`."""
+        return other if self.seconds(other) < (1 - WORTHWHILE) * self.seconds(work) else work
 
     def with_fastest_order(self, work: WorkDivision, limit: float) -> WorkDivision:
         """Return `work` with a shorter order of actions, if one is found, and with the best cut for that.
@@ -105,7 +109,7 @@ class StepSimulation:
         with suppress(ScheduleError):  # no order is searched for stages that the user has placed
             order = shortest_schedule(best.order, costs, limit)
             best = min((best, self.with_fastest_cut(replace(best, order=order))), key=self.seconds)
-        return best if self.seconds(best) < (1 - WORTH_AN_ORDER) * self.seconds(work) else work
+        return self._if_worthwhile(best, work)
 
     def fastest(
         self, now: WorkDivision, *, moves_rows: bool, memory_limit: float | None = None
