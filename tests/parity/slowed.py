@@ -36,10 +36,10 @@ class WorkClock:
 
 
 def seconds_of(segment: Segment, engine: Engine) -> float:
-    """What the layers of a segment cost, in milliseconds a thousand multiplications."""
+    """What the layers of a segment cost, in seconds: far more than a step may take on a busy machine."""
     costs, stages = layer_costs(engine.blueprint.sequence.layers), engine.blueprint.stage_layers
     return sum(
-        PARTS[one.action.kind] * costs[stages[one.action.stage][one.layer]] / 3e6
+        PARTS[one.action.kind] * costs[stages[one.action.stage][one.layer]] / 3e4
         for one in segment.instructions
         if isinstance(one, RunLayer)
     )

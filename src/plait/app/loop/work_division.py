@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from plait.app.loop.stream import RankStream
 from plait.app.loop.training_loop import TrainingLoop
 from plait.engine.engine import from_json, to_json
-from plait.errors import PlanError
+from plait.errors import PlanError, listed
 from plait.ranks.text_collectives import broadcast_result
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import StageCut
@@ -43,7 +43,7 @@ class WorkDivision:
 
 
 def _listed(counts: Sequence[int]) -> str:
-    return ", ".join(map(str, counts))
+    return listed([*map(str, counts)])
 
 
 def work_of(run: TrainingLoop) -> WorkDivision:
@@ -65,7 +65,7 @@ def why_rows_stay(run: TrainingLoop) -> str:
     if engine.plan.cuda_graphs:
         return "CUDA graphs are recorded for equally many rows"
     if engine.runtime.balance is not None:
-        return "replicas exchange tokens of experts in each micro-batch"
+        return "the model has routers"
     if run.batches.size <= microbatches * replicas:
         return f"each replica has one row for each of its {microbatches} micro-batches"
     return ""
