@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/corruption/cached_sums.py [--rounds 25]
 
 AdamW's fused update of the matrices of a small GPT, with sums of what it reads before and of what it writes
-after: of everything at once, as the checks do, and in blocks of so many elements, whose sums are taken right
-before and after their own update. One thread; the variants in turn, in the processor's seconds.
+after: of everything at once, as the checks do; the same in one call for each kind of tensor; and in blocks of
+so many elements, whose sums are taken right before and after their own update. One thread; the variants in
+turn, in the processor's seconds.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ def update_with_sums(blocks: Sequence[Tensors], *, before: bool, after: bool) ->
             sums(parameters, *moments)
 
 
+def update_with_flat_sums(tensors: Tensors, flat: Sequence[Tensor]) -> None:
+    """Update everything at once, with sums before and after of the `flat` tensors, which `tensors` view."""
+    sums(flat)
+    update(tensors)
+    sums([flat[0], *flat[2:]])
+
+
 def sums(*tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of the words of tensors."""
     return [one.view(torch.int64).sum() for each in tensors for one in each]
@@ -59,13 +67,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    tensors = [[1e-2 * torch.randn(size) for size in SIZES] for _ in range(4)]
-    for one in tensors[3]:
-        one.abs_()
+    flat = [1e-2 * torch.randn(sum(SIZES)) for _ in range(4)]
+    flat[3].abs_()
+    tensors = [one.split(SIZES) for one in flat]
     other = torch.zeros(2**24)  # which other parts of a step would have in the cache
     ways: dict[str, Callable[[], None]] = {
         "no sums": partial(update, tensors),
         "sums of everything": partial(update_with_sums, [tensors], before=True, after=True),
+        "the same, as four flat tensors": partial(update_with_flat_sums, tensors, flat),
     }
     for size in BLOCKS:
         blocks = [*blocks_of(tensors, size)]

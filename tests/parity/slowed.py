@@ -1,6 +1,6 @@
 """A clock that runs by what a rank computes, so that a slow rank is the same on any machine.
 
-An action lasts as long as its layers cost, times the rank's factor in that step.
+An action lasts as long as its layers cost, times the share of rows, and the rank's factor in that step.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from plait.app.loop.training_loop import Callback, TrainingLoop
+from plait.app.loop.work_division import work_of
 from plait.engine.action_times import ActionTimes
 from plait.engine.engine import Engine
 from plait.engine.pipeline.executor import Calls, RunCalls
@@ -35,10 +36,10 @@ class WorkClock:
 
 
 def seconds_of(segment: Segment, engine: Engine) -> float:
-    """What the layers of a segment cost, in milliseconds a thousand multiplications."""
+    """What the layers of a segment cost, in seconds: far more than a step may take on a busy machine."""
     costs, stages = layer_costs(engine.blueprint.sequence.layers), engine.blueprint.stage_layers
     return sum(
-        PARTS[one.action.kind] * costs[stages[one.action.stage][one.layer]] / 3e6
+        PARTS[one.action.kind] * costs[stages[one.action.stage][one.layer]] / 3e4
         for one in segment.instructions
         if isinstance(one, RunLayer)
     )
@@ -70,7 +71,7 @@ class Slowed(Callback):
             times.bind = bound  # type: ignore[method-assign]
 
     def _lasting(self, run: TrainingLoop, call: RunCalls, segment: Segment) -> RunCalls:
-        seconds = seconds_of(segment, run.engine)
+        seconds = seconds_of(segment, run.engine) * work_of(run).shares[run.mesh.index("dp")]
 
         def lasting(calls: Calls) -> None:
             call(calls)

@@ -18,6 +18,7 @@ import plait
 from parity.checkpoints import CONTEXT, VOCAB
 from parity.pairs import in_quick
 from parity.slowed import Slowed
+from plait.app.loop.work_division import WorkDivision, work_of
 from plait.errors import DataError
 from plait.loop import Callback, Checkpoints, History, Stragglers, TrainingLoop
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
@@ -36,14 +37,16 @@ class Trained:
     norms: list[float]
     seconds: list[float]
     """For how long it computed in each step."""
-    cut: tuple[int, ...]
+    work: WorkDivision
+    """How the last step was divided."""
     named: list[tuple[int, int, float]]
     """Steps of comparisons, slowest rank, slowness."""
     values: dict[str, Tensor]
 
 
 class Tokens:
-    size = 8
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def batch(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         drawn = torch.Generator().manual_seed(step)
@@ -52,13 +55,18 @@ class Tokens:
 
 
 class Told(Callback):
-    """Keeps the lines of a run on each rank, of which each has the same."""
+    """Keeps the lines of a run on each rank, of which each has the same, and how its work is divided."""
+
+    work: WorkDivision
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def begin(self, run: TrainingLoop) -> None:
         run.tell = self.lines.append
+
+    def before_step(self, run: TrainingLoop) -> None:
+        self.work = work_of(run)
 
 
 class Fails(Callback):
@@ -89,6 +97,8 @@ class Training:
     """Whether the slow rank only waits for a core for as long as it computes."""
     every: int = 4
     layers: int = 6
+    rows: int = 8
+    """Of a batch."""
 
     def factor(self, rank: int, step: int) -> float:
         return 2.0 if rank == self.slow and SLOW_FROM <= step < self.ends else 1.0
@@ -107,7 +117,7 @@ def train(training: Training) -> Trained:
         snapshots = partial(plait.Snapshots, every=2, name="stragglers", folder=folder)
         checkpoints = [Checkpoints(folder, every=None, snapshots=snapshots), Fails(training.fails_after)]
     result = plait.fit(
-        *(model(training.layers), training.plan, Tokens()),
+        *(model(training.layers), training.plan, Tokens(training.rows)),
         steps=training.steps,
         learning_rate=1e-2,
         clip=0.5,
@@ -126,8 +136,7 @@ def train(training: Training) -> Trained:
         if "slowness" in row
     ]
     losses, norms = ([row[name] for row in history.rows] for name in ("loss", "grad_norm"))
-    cut = result.engine.blueprint.layers_per_stage
-    return Trained(told.lines, losses, norms, slowed.seconds, cut, named, values)
+    return Trained(told.lines, losses, norms, slowed.seconds, told.work, named, values)
 
 
 def trained(thread_ranks: Any, training: Training) -> list[Trained]:
@@ -143,16 +152,15 @@ def differences(one: Trained, other: Trained) -> float:
     return max([*(abs(first - second) for first, second in pairs), *values])
 
 
-def makespan(cut: tuple[int, ...], factor: float) -> float:
+def makespan(work: WorkDivision, factor: float) -> float:
     """Of a step of `pipeline`, in which rank 1 takes `factor` times as long for a layer."""
     costs = layer_costs(sequence_of(model(6)).layers)
-    starts = [sum(cut[:stage]) for stage in range(len(cut))]
+    starts = [sum(work.cut[:stage]) for stage in range(len(work.cut))]
     stages = [
         sum(costs[start : start + count]) * (factor if stage == 1 else 1)
-        for stage, (start, count) in enumerate(zip(starts, cut, strict=True))
+        for stage, (start, count) in enumerate(zip(starts, work.cut, strict=True))
     ]
-    made = plait.schedule("1f1b", ranks=3, microbatches=8)
-    return plait.simulate(made.split_backward, plait.Costs(F=stages, I=stages, W=stages)).makespan
+    return plait.simulate(work.order.split_backward, plait.Costs(F=stages, I=stages, W=stages)).makespan
 
 
 PLANS = {
@@ -160,15 +168,17 @@ PLANS = {
     "replicas": Plan(pp=2, dp=2, microbatches=4, precision="fp64", strategy="full"),
     "two chunks": Plan(pp=2, microbatches=4, schedule="zb-v", precision="fp64"),
     "tensors cut": Plan(pp=2, tp=2, microbatches=4, precision="fp64"),
+    "rows": Plan(dp=2, microbatches=2, precision="fp64", strategy="gradients"),
+    "rows of pipelines": Plan(pp=2, dp=2, microbatches=2, precision="fp64", strategy="full"),
 }
 
 
-@pytest.mark.parametrize("name", in_quick(PLANS, "pipeline"))
-def test_layers_move_from_a_rank_at_half_speed_and_the_run_computes_the_same(
+@pytest.mark.parametrize("name", in_quick(PLANS, "pipeline", "rows"))
+def test_work_moves_from_a_rank_at_half_speed_and_the_run_computes_the_same(
     thread_ranks: Any, name: str
 ) -> None:
-    plan, slow = PLANS[name], 1
-    runs = trained(thread_ranks, Training(plan, slow))
+    plan, slow, rows, steps = PLANS[name], 1, 16 if "rows" in name else 8, 28 if name == "rows" else 15
+    runs = trained(thread_ranks, Training(plan, slow, rows=rows, steps=steps))
     first, lines = runs[0], runs[0].lines
     assert all(run.lines == lines for run in runs)
     assert lines[0].startswith(f"WARNING: rank {slow} (host ")
@@ -176,11 +186,11 @@ def test_layers_move_from_a_rank_at_half_speed_and_the_run_computes_the_same(
     assert lines[1].startswith("Rebalanced after step ")
     step = int(lines[1].removeprefix("Rebalanced after step ").split(":")[0])
     assert step <= SLOW_FROM + 20
-    assert len(lines) == 2
+    assert len(lines) == 2  # with fewer rows it is still as slow
 
-    undisturbed = trained(thread_ranks, Training(plan, None))[0]
+    undisturbed = trained(thread_ranks, Training(plan, None, rows=rows, steps=steps))[0]
     assert not undisturbed.lines
-    assert undisturbed.cut != first.cut
+    assert undisturbed.work != first.work
     assert differences(first, undisturbed) <= 1e-12
 
     loads = [max(run.seconds[at] for run in runs) for at in (0, step - 1, -1)]
@@ -188,28 +198,34 @@ def test_layers_move_from_a_rank_at_half_speed_and_the_run_computes_the_same(
     assert loads[2] < loads[1]
     if name == "pipeline":  # of few layers most of the loss
         healthy, before, after = (
-            makespan(cut, factor)
-            for cut, factor in ((undisturbed.cut, 1), (undisturbed.cut, 2), (first.cut, 2))
+            makespan(work, factor)
+            for work, factor in ((undisturbed.work, 1), (undisturbed.work, 2), (first.work, 2))
         )
         assert before - after >= 0.6 * (before - healthy)
+        assert first.work.order != undisturbed.work.order
+    if name == "rows":  # in micro-batches of 5 and 6 rows, and of 2 and 3
+        assert first.work.rows == (11, 5)
 
 
-@pytest.mark.parametrize("source", in_quick(["a file", "memory"], "a file"))
-def test_a_resumed_run_goes_on_with_the_stages_of_before_and_has_the_same_bits(
+@pytest.mark.parametrize(
+    "source", in_quick(["a file", "a file of rows", "memory"], "a file", "a file of rows")
+)
+def test_a_resumed_run_goes_on_with_the_work_of_before_and_has_the_same_bits(
     thread_ranks: Any, tmp_path: Path, source: str
 ) -> None:
-    """From a checkpoint of another run, or a snapshot, taken after the new cut, of a run that then failed."""
-    training = Training(Plan(pp=2, microbatches=4, precision="fp64"), 1, steps=18, layers=3)
+    """From a checkpoint of another run, or a snapshot of a run that failed, taken after work had moved."""
+    axis = {"dp": 2} if source == "a file of rows" else {"pp": 2}
+    training = Training(Plan(**axis, microbatches=2, precision="fp64"), 1, steps=18, layers=3, rows=16)
     whole = trained(thread_ranks, training)[0]
-    if source == "a file":
-        trained(thread_ranks, replace(training, steps=14, folder=tmp_path))
-    else:
+    if source == "memory":
         with pytest.raises(DataError):
             trained(thread_ranks, replace(training, fails_after=14, folder=tmp_path, in_memory=True))
+    else:
+        trained(thread_ranks, replace(training, steps=14, folder=tmp_path))
     resumed = trained(thread_ranks, replace(training, folder=tmp_path, in_memory=source == "memory"))[0]
     assert any(line.startswith("Rebalanced") for line in whole.lines)
     assert resumed.lines == [line for line in resumed.lines if line.startswith("Resumed from ")]
-    assert resumed.cut == whole.cut
+    assert resumed.work == whole.work
     assert resumed.losses == whole.losses[14:]
     assert all(torch.equal(value, resumed.values[name]) for name, value in whole.values.items())
 
@@ -226,11 +242,14 @@ def test_stages_are_cut_back_when_a_rank_is_no_longer_slow(thread_ranks: Any) ->
 
 
 def test_what_cannot_be_won_back_is_said(thread_ranks: Any) -> None:
-    plan = Plan(dp=2, microbatches=2, precision="fp64")
+    plan = Plan(dp=2, microbatches=4, precision="fp64")
     run = trained(thread_ranks, Training(plan, 1, layers=1))[0]
     assert "rank 1 (host " in run.lines[0]
     assert "times as long as rank 0 with the same work (F 2, B 2" in run.lines[0]
-    assert run.lines[1:] == ["No other cut of the model can win that back: all ranks have the same layers."]
+    assert run.lines[1:] == [
+        "No other division of the work can win that back: all ranks have the same layers, and each replica "
+        "has one row for each of its 4 micro-batches."
+    ]
 
 
 @pytest.mark.full
@@ -238,7 +257,7 @@ def test_without_rebalance_the_gain_is_said_and_nothing_moves(thread_ranks: Any)
     plan = Plan(pp=3, microbatches=8, precision="fp64")
     run = trained(thread_ranks, Training(plan, 0, rebalance=False))[0]
     undisturbed = trained(thread_ranks, Training(plan, None, rebalance=False))[0]
-    assert run.cut == undisturbed.cut
+    assert run.work == undisturbed.work
     assert run.lines[1].startswith("With stages of ")
     assert run.lines[1].endswith("by simulation: rebalance moves them.")
 

@@ -217,7 +217,8 @@ class RunConfig(Section):
     stragglers: int = Field(default=4, ge=0)
     """steps between comparisons of how long ranks compute, by which slow ones are named; 0: none"""
     rebalance: bool = False
-    """cut the model into stages anew, or order actions anew, when ranks become slow, or no longer are"""
+    """divide layers over stages, and rows over replicas, anew, and order actions anew, when ranks become
+    slow, or no longer are"""
     check_memory: bool = False
     """find bits that flip in parameters, optimizer state or gradients between steps"""
     recheck_rate: float = Field(default=0.0, ge=0, le=1)

@@ -6,20 +6,28 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import mul
 from statistics import median
 from typing import Any
 
 from plait.app.loop.rank_times import RankTimes, WindowTimes
-from plait.app.loop.rebalancing import StepSimulation, layer_costs_of, rank_costs, simulation_of
+from plait.app.loop.rebalancing import (
+    StepSimulation,
+    layer_costs_of,
+    memory_limit_of,
+    rank_costs,
+    replicas_of_ranks,
+    simulation_of,
+)
 from plait.app.loop.slow_ranks import SlowRank, SlowRanks
 from plait.app.loop.training_loop import Callback, TrainingLoop
+from plait.app.loop.work_division import WorkDivision, agreed_division, why_rows_stay, work_of
 from plait.errors import PlaitError, listed
 from plait.plan.argument_checks import require_flag, require_whole
 from plait.proof.optimizer_proof import communicating_class
 from plait.ranks.device import is_accelerator
 from plait.ranks.text_collectives import all_gather_text
 from plait.schedules.action import Kind
-from plait.schedules.search.stage_cuts import StageCut
 
 OWN_WINDOWS, ELAPSED_WINDOWS = 3, 20
 """The fewest windows after which a rank is named: by its own times, which other processes on its host do not
@@ -31,7 +39,7 @@ LEAST_GAIN = 0.03
 
 
 class Stragglers(Callback):
-    """Names ranks that compute more slowly than others, and on request moves layers away from them.
+    """Names ranks that compute more slowly than others, and on request moves work away from them.
 
     Every rank measures in all steps for how long it computes (`ActionTimes`), and every few steps all compare
     their medians. Ranks with the same stages do the same work; where there are none, the costs of layers say
@@ -46,7 +54,8 @@ class Stragglers(Callback):
         """`every`: steps between two comparisons.
 
         `rebalance`: when a slow rank is named, or no longer is slow, cut the model into stages anew, by
-        `plait.reshard`, or order actions anew, where that makes simulated steps shorter.
+        `plait.reshard`, order actions anew, and let replicas of the model take unlike numbers of rows, where
+        that makes simulated steps shorter.
         """
         require_whole("Stragglers' every", every)
         require_flag("Stragglers' rebalance", rebalance)
@@ -57,8 +66,8 @@ class Stragglers(Callback):
         self._times: RankTimes | None = None
         self._gathered: Callable[[], WindowTimes] | None = None
         self._own = self._elapsed = SlowRanks([], [], OWN_WINDOWS)
-        self._cut: StageCut | None = None
-        """The layers of each stage, once they were cut anew …"""
+        self._work: WorkDivision | None = None
+        """How work is divided, once it was divided anew …"""
         self._layer_costs: Sequence[float] = ()
         """… by these costs of all layers."""
         self._received = Counter[int]()
@@ -89,7 +98,11 @@ class Stragglers(Callback):
         if saved and saved["pp_of_ranks"] == places and len(saved["layers_per_stage"]) == stages:
             for ranks, name in ((self._own, "own"), (self._elapsed, "elapsed")):
                 ranks.slow = {rank: SlowRank(rank, *rest) for rank, *rest in saved[name]}
-            self._cut_anew(run, tuple(saved["layers_per_stage"]), saved["layer_costs"])
+            now, rows = work_of(run), tuple(saved["rows_of_replicas"])
+            if why_rows_stay(run) or not run.may_share_rows(rows):
+                rows = now.rows
+            work = replace(now, cut=tuple(saved["layers_per_stage"]), rows=rows)
+            self._divide_anew(run, work, saved["layer_costs"])
 
     def replanned(self, run: TrainingLoop) -> None:
         """Start to measure the engine that replaces the run's earlier one."""
@@ -122,10 +135,11 @@ class Stragglers(Callback):
         times, self._gathered = self._gathered(), None
         seconds, first = times.actions, last - self._every + 1
         has_peers = all(map(self._own.peers, range(len(seconds))))
+        more = list(map(mul, self._more_tokens(run.mesh.world), self._shares(run)))
+        seconds = _divided(seconds, more)
         if has_peers and communicating_class(type(run.optimizer)) is None:  # all of them update as much
             seconds = [sum(both) for both in zip(seconds, times.optimizer, strict=True)]
-        more = self._more_tokens(run.mesh.world)
-        own, own_ended = self._own.add(first, _divided(seconds, more), times.step)
+        own, own_ended = self._own.add(first, seconds, times.step)
         elapsed, elapsed_ended = self._elapsed.add(first, _divided(times.elapsed, more), times.step)
         slowest = max(range(len(seconds)), key=self._own.ratios.__getitem__)
         row["slowest_rank"], row["slowness"] = slowest, round(self._own.ratios[slowest], 4)
@@ -156,9 +170,9 @@ class Stragglers(Callback):
         if peers:
             than = f"rank{'s' * (len(peers) > 1)} {listed([*map(str, peers)])} with the same work"
             if one.rank in self._own.slow:
-                than += f" ({_ratios_of_kinds(one.rank, peers, times)})"
-        simulation, cut = self._simulation(run, times), run.engine.blueprint.layers_per_stage
-        with_it, without = simulation.seconds(cut), simulation.seconds_without_slow_ranks(cut)
+                than += f" ({_ratios_of_kinds(one.rank, peers, times, self._shares(run))})"
+        simulation, work = self._simulation(run, times), work_of(run)
+        with_it, without = simulation.seconds(work), simulation.seconds_without_slow_ranks(work)
         return (
             f"rank {one.rank} ({where}) {does} {one.factor:.3g} times as long as {than}, since about step "
             f"{one.since}; by simulation a step's forward and backward take {_milliseconds(with_it)}, and "
@@ -166,12 +180,20 @@ class Stragglers(Callback):
         )
 
     def _simulation(self, run: TrainingLoop, times: WindowTimes) -> StepSimulation:
-        longer = {rank: one.factor for rank, one in self._own.slow.items()}
-        for rank in longer:
-            if peers := self._own.peers(rank):  # without the optimizer, which no cut moves
-                longer[rank] = times.actions[rank] / median(times.actions[peer] for peer in peers)
-        slow = {rank: one.factor for rank, one in self._elapsed.slow.items()} | longer
+        shares = self._shares(run)
+        actions = _divided(times.actions, shares)
+        own = {rank: one.factor for rank, one in self._own.slow.items()}
+        for rank in own:
+            if peers := self._own.peers(rank):  # without the optimizer, which no division of work moves
+                own[rank] = actions[rank] / median(actions[peer] for peer in peers)
+        slow = {rank: one.factor for rank, one in self._elapsed.slow.items()} | own
+        longer = [own.get(rank, 1.0) * share for rank, share in enumerate(shares)]
         return simulation_of(run.engine, times.own, longer, slow)
+
+    def _shares(self, run: TrainingLoop) -> list[float]:
+        """Return the rows of each rank's replica, divided by those of an equal share."""
+        shares = work_of(run).shares
+        return [shares[replica] for replica in replicas_of_ranks(run.engine)]
 
     def after_step(self, run: TrainingLoop) -> None:
         """Log which ranks became slow or recovered; rebalance the run, or log how much that would gain."""
@@ -181,63 +203,51 @@ class Stragglers(Callback):
         times, self._changed = self._changed, None
         if times is None or run.is_last:
             return
-        simulation, now = self._simulation(run, times), run.engine.blueprint.layers_per_stage
-        cut = simulation.fastest_cut(now)
-        before, after = simulation.seconds(now), simulation.seconds(cut)
+        simulation, now, fixed = self._simulation(run, times), work_of(run), why_rows_stay(run)
+        limit = memory_limit_of(run.engine) if self._rebalance else None
+        work = agreed_division(run, lambda: simulation.fastest(now, moves_rows=not fixed, memory_limit=limit))
+        before, after = simulation.seconds(now), simulation.seconds(work)
         if before - after < LEAST_GAIN * before:
-            self._reorder(run, simulation)
+            run.tell(_nothing_helps(now, fixed, searched=self._rebalance))
             return
         gain = f"{_milliseconds(after)} in place of {_milliseconds(before)}"
         if (lost := before - simulation.seconds_without_slow_ranks(now)) > 0:
             gain += f": {min(1.0, (before - after) / lost):.0%} of what slow ranks cost"
-        counts = f"stages of {_listed(cut)} layers in place of {_listed(now)}"
+        changes = work.changes_from(now)
         if not self._rebalance:
-            run.tell(f"With {counts} a step would take {gain}, by simulation: rebalance moves them.")
+            run.tell(f"With {changes} a step would take {gain}, by simulation: rebalance moves them.")
             return
         try:
-            self._cut_anew(run, cut, simulation.costs.total)
+            self._divide_anew(run, work, simulation.costs.total)
         except PlaitError as error:  # on every rank, before anything has moved
             run.tell(f"WARNING: the run was not rebalanced: {error}")
         else:
-            run.tell(f"Rebalanced after step {run.done}: {counts}, by simulation {gain}.")
+            run.tell(f"Rebalanced after step {run.done}: {changes}, by simulation {gain}.")
 
-    def _cut_anew(self, run: TrainingLoop, cut: StageCut, costs: Sequence[float]) -> None:
-        """Reshard the run to other numbers of layers per stage; compare ranks by the measured `costs`."""
-        if cut == run.engine.blueprint.layers_per_stage:
+    def _divide_anew(self, run: TrainingLoop, work: WorkDivision, costs: Sequence[float]) -> None:
+        """Go on with another division of work; compare ranks by the measured `costs` of layers."""
+        if work.rows != run.rows_of_replicas:
+            run.share_rows(work.rows)
+        cut_anew = work.cut != run.engine.blueprint.layers_per_stage
+        if cut_anew:
+            run.reshard(replace(run.engine.plan, layers_per_stage=work.cut))
+        ordered_anew = work.order.actions != run.engine.schedule.actions
+        if ordered_anew:
+            run.engine.follow(work.order)
+        if ordered_anew or not cut_anew:
             run.replanned()
-        else:
-            run.reshard(replace(run.engine.plan, layers_per_stage=cut))
-        self._cut, self._layer_costs = cut, costs
+        self._work, self._layer_costs = work, costs
         for ranks in (self._own, self._elapsed):
             ranks.expect(rank_costs(costs, run.engine), measured=True)
 
-    def _reorder(self, run: TrainingLoop, simulation: StepSimulation) -> None:
-        """Reorder the schedule's actions if that shortens the simulated step; log the loss that remains."""
-        if run.mesh.size("pp") == 1:
-            run.tell("No other cut of the model can win that back: all ranks have the same layers.")
-            return
-        cut, before = run.engine.blueprint.layers_per_stage, run.engine.schedule
-        if not self._rebalance:
-            run.tell(f"No other cut of the model than {_listed(cut)} layers makes that step shorter.")
-            return
-        after = run.engine.reorder(simulation.stage_costs(cut))
-        was, will_be = (replace(simulation, schedule=one).seconds(cut) for one in (before, after))
-        if after.order == before.order:
-            run.tell(f"Stages keep {_listed(cut)} layers: no other cut, and no other order, is shorter.")
-            return
-        run.replanned()
-        run.tell(
-            f"Rebalanced after step {run.done}: another order of actions, by simulation "
-            f"{_milliseconds(will_be)} in place of {_milliseconds(was)}."
-        )
-
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the layers per stage of a rebalanced run, and the costs that led to them; else {}."""
-        if self._cut is None:
+        """Return the stages of a run that was rebalanced, and the costs that led to them; {} for others."""
+        if self._work is None:
             return {}
         slow = {"own": self._own.slow, "elapsed": self._elapsed.slow}
         return {
-            "layers_per_stage": list(self._cut),
+            "layers_per_stage": list(self._work.cut),
+            "rows_of_replicas": list(self._work.rows),
             "layer_costs": list(self._layer_costs),
             "pp_of_ranks": self._places,
             **{name: [[*vars(one).values()] for one in ranks.values()] for name, ranks in slow.items()},
@@ -248,10 +258,13 @@ class Stragglers(Callback):
         self._saved = state
 
 
-def _ratios_of_kinds(rank: int, peers: Sequence[int], times: WindowTimes) -> str:
-    """Return by kind of action, and for the optimizer, a rank's seconds divided by those of its peers."""
+def _ratios_of_kinds(rank: int, peers: Sequence[int], times: WindowTimes, shares: Sequence[float]) -> str:
+    """Return by kind of action, and for the optimizer, a rank's seconds divided by those of its peers.
+
+    `shares`: of each rank, the rows of its replica, divided by those of an equal share.
+    """
     kinds: dict[str, Sequence[float]] = {
-        str(kind): [times.of_kind(one, kind) for one in range(len(times.own))] for kind in Kind
+        str(kind): [times.of_kind(one, kind) / share for one, share in enumerate(shares)] for kind in Kind
     }
     kinds["optimizer"] = times.optimizer
     usual = {name: median(seconds[peer] for peer in peers) for name, seconds in kinds.items()}
@@ -263,8 +276,17 @@ def _divided(seconds: Sequence[float], parts: Sequence[float]) -> list[float]:
     return [one / part for one, part in zip(seconds, parts, strict=True)]
 
 
-def _listed(cut: Sequence[int]) -> str:
-    return ", ".join(map(str, cut))
+def _nothing_helps(now: WorkDivision, rows_stay: str, *, searched: bool) -> str:
+    """Return a log message: no other division of work is shorter. `searched`: also among other orders."""
+    if now.order.ranks == 1:
+        if rows_stay:
+            why = f"all ranks have the same layers, and {rows_stay}"
+            return f"No other division of the work can win that back: {why}."
+        return "No other division of the rows makes that step shorter."
+    cut = ", ".join(map(str, now.cut))
+    if searched:
+        return f"Stages keep {cut} layers: no other cut, and no other order, is shorter."
+    return f"No other cut of the model than {cut} layers makes that step shorter."
 
 
 def _milliseconds(seconds: float) -> str:

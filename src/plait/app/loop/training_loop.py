@@ -20,11 +20,11 @@ from plait.app.loop.stream import RankStream, Stream
 from plait.app.loop.stream_reader import Source
 from plait.engine.engine import Engine
 from plait.engine.resharding.reshard import reshard
-from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
+from plait.errors import ConfigError, DataError, NonFiniteError, listed, terminal_text
 from plait.plan.argument_checks import require_instance, require_number
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator
-from plait.tensor.layer_values import Value, tensors_of
+from plait.tensor.layer_values import Microbatches, Value, counted_microbatches, tensors_of
 
 
 def require_batches(batches: object) -> None:
@@ -166,7 +166,12 @@ class TrainingLoop:
         self._rate = learning_rate
         self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token, engine.plan.linears)
         require_batches(self.batches)
-        self._rows = rank_rows(self.mesh.index("dp"), self.mesh.size("dp"), self.batches.size)
+        replicas, size = self.mesh.size("dp"), self.batches.size
+        self._rows = rank_rows(self.mesh.index("dp"), replicas, size)
+        self.rows_of_replicas: tuple[int, ...] = (size // replicas,) * replicas
+        """How many rows of each batch a replica of the model takes, by index along `dp`: see `share_rows`."""
+        self.gives_microbatches = False
+        """Whether the latest batch came in micro-batches, which may have no rows."""
         self._tokens, self._data_seconds = 0, 0.0
         self._unread: tuple[int, Callable[[], StepMetrics]] | None = None
 
@@ -242,6 +247,33 @@ class TrainingLoop:
         """End the run after this step; to be called on all ranks."""
         self.stopped = self.stopped or -1
 
+    def share_rows(self, rows: Sequence[int]) -> None:
+        """Let replicas of the model take so many consecutive rows of each later batch, by index along `dp`.
+
+        All ranks call it, with the same numbers. A step computes the same, up to rounding: each row counts as
+        before. Rows that do not divide into the plan's micro-batches are cut into micro-batches of unlike
+        sizes. Raises `DataError` for a `Stream`, and for numbers that do not share a batch.
+        """
+        if not self.may_share_rows(rows):
+            raise DataError(
+                f"rows {listed([*map(str, rows)])} do not share a batch of {self.batches.size} among "
+                f"{self.mesh.size('dp')} replicas: give each at least one for each of its "
+                f"{self.engine.plan.microbatches} micro-batches."
+            )
+        if isinstance(self.batches, RankStream) and len(set(rows)) > 1:
+            raise DataError(
+                "a stream gives each replica as many rows as the others: share rows out of batches "
+                "that are read by their numbers, such as those of a plait.Loader."
+            )
+        index = self.mesh.index("dp")
+        self.rows_of_replicas = tuple(rows)
+        self._rows = slice(sum(rows[:index]), sum(rows[: index + 1]))
+
+    def may_share_rows(self, rows: Sequence[int]) -> bool:
+        """Return whether `rows` share a batch among the replicas, with one for each micro-batch at least."""
+        enough = min(rows, default=0) >= self.engine.plan.microbatches
+        return enough and len(rows) == self.mesh.size("dp") and sum(rows) == self.batches.size
+
     def reshard(self, plan: Plan) -> None:
         """Replace engine and optimizer by those of another plan on the same ranks, with `plait.reshard`.
 
@@ -299,6 +331,9 @@ class TrainingLoop:
         self._end_with_data(step + 1)
         self._tokens = token_count(targets, self.batches.size)
         self.optimizer.zero_grad()
+        self.gives_microbatches = isinstance(inputs, Microbatches)
+        if len(set(self.rows_of_replicas)) > 1:
+            inputs, targets, _ = counted_microbatches(inputs, targets, self.engine.plan.microbatches, None)
         return self.engine.forward_backward(inputs, targets)
 
     def _end_with_data(self, steps: int | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -37,14 +37,22 @@ def flipped(tensor: Tensor, byte: int, bit: int) -> Iterator[None]:
         flip(tensor, byte, bit)
 
 
+class Reading(NamedTuple):
+    """A computation of sums."""
+
+    bytes: int
+    calls: int
+    """Of tensors that are added up, one by one."""
+
+
 @contextmanager
-def counted_sums() -> Iterator[list[int]]:
-    """Yield a list of the bytes that each computation of sums reads within the context, on all threads."""
-    counts: list[int] = []
+def counted_sums() -> Iterator[list[Reading]]:
+    """Yield a list of what each computation of sums reads within the context, on all threads."""
+    counts: list[Reading] = []
     compute = WordChecksums.compute
 
     def counting(self: WordChecksums) -> Tensor:
-        counts.append(self.bytes)
+        counts.append(Reading(self.bytes, len(self._sums) + len(self._copied)))
         return compute(self)
 
     with patch.object(WordChecksums, "compute", counting):

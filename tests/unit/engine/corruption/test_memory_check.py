@@ -16,6 +16,7 @@ import plait
 from plait.engine import Engine
 from plait.engine.corruption.corruption_checks import CorruptionChecks
 from plait.engine.corruption.replica_checksums import unlike
+from plait.engine.corruption.word_checksums import SMALL_BYTES
 from plait.errors import CorruptionError
 from plait.plan.plan import Plan
 from plait.ranks.consistency_check import all_numbers
@@ -407,9 +408,26 @@ def test_each_byte_of_optimizer_state_and_gradients_is_read_twice_in_a_step(
     for steps in (2, 3):
         with counted_sums() as counts:
             sizes = thread_ranks.run(checked_steps, Plan(dp=2, strategy=strategy), steps, ranks=2)
-        read.append(sum(counts))
+        read.append(sum(one.bytes for one in counts))
     kept = 2 * len(sizes) * gathered * sum(elements for elements, _ in sizes)
     assert read[1] - read[0] == kept + sum(32 * elements + 8 * tensors for elements, tensors in sizes)
+
+
+def test_a_step_takes_eight_sums_for_each_large_tensor_and_none_for_small_ones() -> None:
+    """Its value, both moments and its gradient, each as written and before it is read."""
+    model = plait.models.gpt2(**SIZES | {"hidden": 32})
+    engine = plait.parallelize(model, Plan(), plait.Mesh(Plan()), loss=plait.cross_entropy)
+    optimizer = adamw(engine)
+    with CorruptionChecks(engine, optimizer):
+        for step in range(3):
+            with counted_sums() as counts:
+                engine.forward_backward(*batch(engine, step))
+                engine.step(optimizer, 1.0)
+                optimizer.zero_grad()
+    sizes = [one.nbytes for one in engine.parameters()]
+    large = sum(size > SMALL_BYTES for size in sizes)
+    assert 0 < large < len(sizes) / 2
+    assert sum(one.calls for one in counts) == 8 * large
 
 
 def test_checks_end_where_another_engine_takes_over(thread_ranks: Any) -> None:
