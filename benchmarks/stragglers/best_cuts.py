@@ -16,7 +16,7 @@ from math import comb
 from plait.app.loop.rebalancing import StepSimulation
 from plait.app.loop.work_division import WorkDivision
 from plait.schedules.costs import peak_memory
-from plait.schedules.search.api import schedule
+from plait.schedules.search.schedule_by_policy import schedule
 from plait.schedules.search.stage_cuts import CutSimulation, LayerCosts, StageCut, fastest_cut
 
 BLOCKS, HEAD = 24, 2.7

@@ -1,4 +1,4 @@
-"""Simulates how much slow ranks delay a step, and searches for the division of its work with the shortest step."""
+"""Simulates how much slow ranks delay a step, and searches for the division of work with the shortest one."""
 
 from __future__ import annotations
 
