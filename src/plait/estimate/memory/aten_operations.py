@@ -1,4 +1,4 @@
-"""What an ATen operation computes, by its arguments: matrix products, fused attention, or bytes."""
+"""The cost of an ATen operation, from its arguments: a matrix product, fused attention, or bytes moved."""
 
 from __future__ import annotations
 

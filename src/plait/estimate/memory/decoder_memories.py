@@ -182,7 +182,7 @@ def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool
 
 @dataclass(frozen=True)
 class DecoderMemories(PlanMemories):
-    """Predicts the memory of plans of a decoder from its sizes; plans share what they have in common."""
+    """Predicts the memory of plans of a decoder from its sizes; equal parts of plans are computed once."""
 
     decoder: Decoder
     _largest: dict[tuple[object, ...], tuple[HeldCounts, ...]] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class DecoderMemories(PlanMemories):
         return ActivationMemories(shape, pipeline.schedule, stages, stage_modes(shape.plan, pipeline.cut))
 
     def _activations(self, shape: MicrobatchShape, pipeline: CutPipeline) -> tuple[RankActivations, ...]:
-        """Return what the ranks keep; those of equal sizes count as one."""
+        """Return the ranks' activation memory; ranks of equal sizes are computed once."""
         plan = shape.plan
         order = plan.schedule, plan.chunks, plan.pp, plan.microbatches
         key = (*order, plan.tp, plan.cp, shape.rows, plan.sequence_parallel, plan.recompute)

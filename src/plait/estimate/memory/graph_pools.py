@@ -56,7 +56,7 @@ def slots_of(program: Program) -> Counter[int]:
 def pool_bytes(
     program: Program, stage: int, account: Callable[[MemoryLedger], Handlers], crossing: Crossing
 ) -> int:
-    """Return the bytes of a slot's pool: the most that one micro-batch takes at a stage, and what enters it.
+    """Return the bytes of one slot's CUDA graph pool: a micro-batch's peak at a stage, and its inputs.
 
     `account` returns what records activations in a ledger, by type of instruction; `crossing`: of `Exchange`.
     """

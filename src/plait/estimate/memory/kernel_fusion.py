@@ -1,4 +1,4 @@
-"""Element-wise operations between matrix products as one kernel each, as a compiler for GPUs makes them.
+"""Fuses element-wise operations between matrix products to one kernel each, as GPU compilers do.
 
 A kernel reads what it does not make itself, once, and writes what others need. What only the backward's
 kernels need of the forward they compute again, from what the forward's kernel read, as compilers choose to
@@ -39,7 +39,7 @@ Kernel = tuple[Phase, int]
 
 
 def fused(phases: Mapping[Phase, Sequence[RecordedOperation]]) -> dict[Phase, tuple[DeviceOperation, ...]]:
-    """Return each phase's operations, where neighbouring element-wise ones are one (a fused kernel)."""
+    """Return each phase's operations with neighbouring element-wise ones fused to one kernel."""
     kernels: dict[Kernel, list[RecordedOperation]] = {}
     for phase, operations in phases.items():
         kernels |= {(phase, number): one for number, one in enumerate(_kernels(operations))}

@@ -1,4 +1,4 @@
-"""The state of an optimizer of any class for one parameter, measured by steps of a single tensor.
+"""Measures the optimizer state of any optimizer class for one parameter, by steps of a single tensor.
 
 Steps run on the meta device, where tensors have no memory; a class that needs values takes them on the CPU.
 """
@@ -31,7 +31,7 @@ _NUMBERS: Mapping[Callable[..., Any], Any] = {
 
 
 class NumbersOfMeta(TorchFunctionMode):
-    """Reads the number one from tensors on the meta device, which have none."""
+    """Mode in which reading a number from a tensor on the meta device gives 1, instead of an error."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -47,7 +47,7 @@ class _Activations(NamedTuple):
     """What the head's backward allocates."""
 
     def temporary(self, *, buffers: bool) -> float:
-        """Return what the head allocates; where `buffers` hold whole gradients, in its backward."""
+        """Return the bytes that the head allocates; in its backward, where `buffers` hold whole gradients."""
         return self.backward if buffers else max(self.forward, self.backward)
 
 

@@ -163,7 +163,7 @@ class CachedBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """What a run of a layer on the meta device showed; layers of equal structure and inputs share it."""
+    """The results of a layer's run on the meta device; layers of equal structure and inputs share them."""
 
     run: InferredLayer
     trace: Trace
@@ -262,12 +262,12 @@ def _forget(kept: Sequence[MatrixCasts]) -> None:
 
 
 def _held(sequence: LocalSequence | None) -> Hashable:
-    """Return a key of which positions, of which documents, a rank holds."""
+    """Return a key of the positions, and of their documents, that a rank holds."""
     return None if sequence is None else (sequence.layout, sequence.documents, sequence.group.index)
 
 
 def _caches(layer: NamedLayer) -> Iterator[tuple[str, str, ResultCache | LinearCasts | MatrixCasts]]:
-    """Yield what holds results of a layer after a step, with the names of its module and attribute.
+    """Yield the caches of a layer that outlive a step, with the names of their module and attribute.
 
     That is rotary angles, and factors of weights in float8.
     """

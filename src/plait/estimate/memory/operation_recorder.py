@@ -159,7 +159,7 @@ class OperationRecorder(TorchDispatchMode):
         return "recomputation" if run is not None and run.is_second else self._phase
 
     def _over(self, *axes: str) -> dict[Phase, tuple[AxisTransfer, ...]]:
-        """Return the transfers over some axes, by phase."""
+        """Return the bytes and calls of transfers over some axes, by phase."""
         return {
             phase: tuple(one for one in found if one.axis in axes) for phase, found in self._transfers.items()
         }

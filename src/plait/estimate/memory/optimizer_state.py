@@ -1,4 +1,4 @@
-"""The memory of an optimizer: tensors of the size of each parameter, or what it keeps for whole parts."""
+"""The memory of an optimizer: tensors of each parameter's size, or the state of owners of whole parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What owners of whole matrices or parameters keep and do in a step, under a plan: `Muon`, `Owned`."""
+"""Memory and work of ranks that own whole matrices or parameters (`Muon`, `Owned`), under a plan."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def muon_of(moments: Moments) -> MuonSettings | None:
 
 @dataclass(frozen=True)
 class OwnerNeeds:
-    """What one rank keeps for the parts that it owns, and what it does with them in a step."""
+    """One rank's memory for the parts that it owns, and its work on them in a step."""
 
     kept: int
     """Bytes of state: of Muon's for the rank's shards; of `Owned` for parameters, and their copies."""
@@ -84,7 +84,7 @@ class OwnerNeeds:
 
 
 def owner_needs(blueprint: Blueprint, moments: Moments) -> tuple[OwnerNeeds, ...]:
-    """Return what each rank of the world needs as an owner, in order; empty where no rank owns parts.
+    """Return the needs of each rank of the world as an owner, in order; empty where no rank owns parts.
 
     `moments`: an optimizer of whole parts, or a number of tensors.
     """

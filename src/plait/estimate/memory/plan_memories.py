@@ -1,4 +1,4 @@
-"""`PlanMemories`: the memory of many plans of one model, which a search and a prediction ask for."""
+"""`PlanMemories`: interface that predicts the memory of many plans of one model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cut_pipeline(plan: Plan, costs: LayerCosts) -> CutPipeline:
 
 
 class PlanMemories(ABC):
-    """Computes the memory of plans of one model; what several plans share is computed once."""
+    """Computes the memory of plans of one model; parts that plans share are computed once."""
 
     @abstractmethod
     def least(self, sizes: MicrobatchSizes, policy: str | None, *, gathered: bool = True) -> float:

@@ -297,7 +297,7 @@ def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
 
 
 def _total(bytes_of_layers: Iterable[Mapping[Any, int]]) -> int:
-    """Return the bytes of what layers hold, by key; what several layers share counts once."""
+    """Return the bytes of memory that layers hold, by key; memory that several layers share counts once."""
     found: dict[Any, int] = {}
     for one in bytes_of_layers:
         found |= one
@@ -330,7 +330,7 @@ def _activations(
 
 
 def _crossing(blueprint: Blueprint, traces: ModelTraces) -> Crossing:
-    """Return what stages exchange, with the same shapes for all micro-batches."""
+    """Return the tensors that stages exchange, with the same shapes for all micro-batches."""
     return [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
 
 

@@ -162,7 +162,7 @@ the rest of `plan_rank`; a number."""
 
 @dataclass
 class _PlanQueue:
-    """Parts of the space of plans and single plans, by lower bounds of their step time, least first.
+    """Queue of plans, and of parts of the space of plans, by lower bounds of their step time, least first.
 
     A part is split when it comes first: a division of the ranks by recomputation and sequence parallelism,
     then by the strategies of state, then by schedule; a plan gets a better bound when its cut is known, and

@@ -203,7 +203,7 @@ class Bounds:
         return max(means[0], 0.0), max(means[1], 0.0)
 
     def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
-        """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""
+        """Return the mean over ranks of gradient sums that do not overlap `window` seconds of backwards."""
         model, ranks = self._parameters_of(timer.shape.plan)[0], timer.shape.plan.pp
         seconds = gradient_transfers(timer, model.others / ranks)
         # Some ranks may have no experts, and no latency of their sums.
@@ -265,7 +265,7 @@ def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: f
 
 
 def least_ends(step: StepTimes) -> list[float]:
-    """Return for each rank a lower bound, in seconds, of the end of its actions and those that wait for it.
+    """Return a lower bound of each rank's last action and of the actions that wait for it, in seconds.
 
     A rank waits for the forwards of the stages before its first, and then does all its work. Where backwards
     are whole, those of the stages before follow its last, or that one's input gradient.
@@ -297,7 +297,7 @@ class ScheduledActions:
 
     @property
     def latest(self) -> Mapping[StepEndSizes, float]:
-        """Seconds until the last action of ranks, by the sizes of what they do after it."""
+        """The latest end of ranks' last actions in seconds, for each distinct work that follows."""
         return self.times.latest
 
     @cached_property
@@ -308,7 +308,7 @@ class ScheduledActions:
 
 @dataclass(frozen=True)
 class PlanSteps:
-    """Predicts the steps and memory of plans of one model; plans share what they have in common."""
+    """Predicts steps and memory of plans of one model; equal parts of plans are computed once."""
 
     bounds: Bounds
     _pipelines: dict[tuple[object, ...], CutPipeline] = field(default_factory=dict)

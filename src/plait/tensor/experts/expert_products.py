@@ -76,17 +76,17 @@ class ExpertParameters:
         )
 
     def inward(self, weight: Tensor) -> Tensor:
-        """Return `[experts, in, out]`, with which rows are multiplied in the forward."""
+        """Return the matrices as `[experts, in, out]`, which multiply rows in the forward."""
         return weight if self.transposed else weight.transpose(1, 2)
 
     def outward(self, weight: Tensor) -> Tensor:
-        """Return `[experts, out, in]`, with which gradients are multiplied in the backward."""
+        """Return the matrices as `[experts, out, in]`, which multiply gradients in the backward."""
         return weight.transpose(1, 2) if self.transposed else weight
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """What one call of experts computes, besides its tensors."""
+    """One call of experts: everything but its tensors."""
 
     assignments: Assignments
     parameters: ExpertParameters
@@ -116,7 +116,7 @@ class ExpertCall:
         return rows
 
     def result(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        """Return each token's sum of the outputs of its experts, where the token came from."""
+        """Return each token's sum of its experts' outputs, on the rank that sent the token."""
         sums = self._sums(gate_up, weights)
         return sums if self.exchange is None else self.exchange.rows.sums(self.exchange.start_return(sums)())
 

@@ -36,7 +36,7 @@ class LowRank:
         return LowRank(self.down.to(dtype), self.up.to(dtype), self.scale)
 
     def add_outputs(self, outputs: Tensor, inputs: Tensor, groups: Groups) -> None:
-        """Add to `outputs`, `[rows, out]`, what the adapter computes from `inputs`, `[rows, in]`."""
+        """Add the adapter's outputs for `inputs`, `[rows, in]`, to `outputs`, `[rows, out]`."""
         outputs += grouped_product(self.narrow(inputs, groups), self.up.transpose(1, 2), groups)
 
     def add_input_gradients(self, of_inputs: Tensor, of_outputs: Tensor, groups: Groups) -> Tensor:

@@ -1,4 +1,4 @@
-"""The auxiliary losses of a rank's routers in a training step, the load of experts, and bias corrections.
+"""Auxiliary losses of a rank's routers in a step, expert loads, and corrections of router biases.
 
     F                a router calls `attach`: its choices are counted, and the counts summed over the ranks
                      that hold other tokens of the same document, or of the step

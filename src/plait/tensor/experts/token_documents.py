@@ -24,7 +24,7 @@ from plait.tensor.running_sequence import DocumentBounds, LocalSequence, running
 
 @dataclass(frozen=True, eq=False)
 class TokenDocuments:
-    """The documents of a micro-batch, and of which this rank has tokens.
+    """The documents of a micro-batch, and which of their tokens this rank has.
 
     Without document ids each row is one document, without padding.
     """
@@ -108,7 +108,7 @@ def has_padding() -> bool:
 
 
 def without_padding(indices: Tensor, locate: LocatePart | None) -> Tensor:
-    """Return the experts of tokens, `[T, k]`, with -1, for none, in the rows of padding.
+    """Return the experts of tokens, `[T, k]`, with -1 (none) for tokens that are padding.
 
     The tokens are those of the running sequence. `locate`: returns which part of its positions this rank has,
     given their number; None: all of them.

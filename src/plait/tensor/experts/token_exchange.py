@@ -204,7 +204,7 @@ def pack(values: Tensor, *others: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return what `pack` has put into `rows`: tensors of the widths and dtypes of `like`."""
+    """Return the tensors that `pack` put into `rows`, of the widths and dtypes of `like`."""
     widths = [one.shape[1] * one.itemsize // rows.itemsize for one in like]
     first, *others = torch.split(rows, widths, 1)
     return [first, *(part.contiguous().view(one.dtype) for part, one in zip(others, like[1:], strict=True))]

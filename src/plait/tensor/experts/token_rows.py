@@ -1,4 +1,4 @@
-"""Rows that are copies of tokens, and sums of each token's rows, in the same order each time."""
+"""Copies of tokens as rows, and sums of each token's rows, in the same order each time."""
 
 from __future__ import annotations
 

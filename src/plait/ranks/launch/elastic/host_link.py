@@ -60,7 +60,7 @@ class HostLink:
 
     @property
     def address(self) -> str:
-        """The address of this host by which the other one is connected to it."""
+        """The address of this host in its connection to the other one."""
         return plain_address(self._socket.getsockname()[0])
 
     def send(self, message: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`Member`: a rank process as its supervisor sees it: told to start and to stop, watched for its end."""
+"""`Member`: a rank process, for its supervisor: starts and stops its jobs, and sees its end."""
 
 from __future__ import annotations
 

@@ -386,7 +386,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         return larger
 
     def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int] = ()) -> None:
-        """Tell the other hosts which rank has failed here, and how."""
+        """Send the other hosts the failure of a rank here."""
         what = failure.summary.splitlines()[0] if failure.summary else "failed"
         self._send(
             {
