@@ -1,4 +1,4 @@
-"""`HostHub`: where the supervisors of a run's hosts meet: it decides which hosts are a generation's world.
+"""`HostHub`: server that connects the supervisors of a run, and decides which hosts a world has.
 
     where      anybody asks where the hosts have met last; at: the answer
     join       a host has nothing that runs, and so many processes that can be ranks
