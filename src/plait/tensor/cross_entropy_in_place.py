@@ -83,7 +83,10 @@ class CrossEntropyInPlace:
         return lambda part, chunk: overwrite_logits(part, found.rows(chunk), vocabulary, terms, scale)
 
     def rows_at_once(self, rows: Tensor) -> int:
-        """Return how many of the logits' `rows` are computed at once: all, if nothing is copied, or each has an all-reduce."""
+        """Return how many of the logits' `rows` are computed at once.
+
+        All, if nothing is copied, or each has an all-reduce.
+        """
         if self.vocabulary is not None or wide(rows[:0]).dtype == rows.dtype:
             return max(len(rows), 1)
         return max(LOSS_CHUNK_BYTES // (torch.float32.itemsize * max(rows.shape[1], 1)), 1)
