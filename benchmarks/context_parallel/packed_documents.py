@@ -12,7 +12,7 @@ import torch
 
 from plait.engine.local_batch import local_inputs
 from plait.ranks.group import Group, Traffic
-from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.key_exchange_plan import Mask, exchange_plan
 from plait.tensor.running_sequence import ContextParallelism
 
 SHAPES = ((1, 512, 1), (1, 512, 8), (1, 4096, 1), (1, 4096, 16), (1, 4096, 64), (4, 4096, 16), (4, 8192, 64))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case

@@ -12,7 +12,7 @@ from pathlib import Path
 from plait.pictures.colours import rank_colour
 from plait.pictures.svg_elements import svg_document
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
-from plait.tensor.attention.exchange_plan import Mask, build_plan
+from plait.tensor.attention.key_exchange_plan import Mask, build_plan
 
 FOLDER = Path(__file__).parent
 LENGTH, RANKS = 16, 4

@@ -15,7 +15,7 @@ from plait.pictures.colours import LEGEND_SHADE, TRACK, shade
 from plait.pictures.svg_elements import svg_document
 from plait.plan.layout.sequence_layout import sequence_layout
 from plait.schedules.action import Kind
-from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
+from plait.tensor.attention.key_exchange_plan import ExchangePlan, Mask, build_plan
 
 FOLDER = Path(__file__).parent
 RANKS, CHUNK = 3, 64

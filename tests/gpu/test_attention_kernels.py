@@ -21,9 +21,9 @@ from plait.tensor.attention.block_attention import (
     unfused_backward,
     unfused_forward,
 )
-from plait.tensor.attention.exchange_plan import Mask, exchange_plan
 from plait.tensor.attention.fused_kernels import Attended
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.key_exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
 if TYPE_CHECKING:

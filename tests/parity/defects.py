@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from plait.engine import runner
-from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.engine.sharding import gradient_norm, reducer
 from plait.engine.sharding.reducer import Reducer
 from plait.ranks.collectives import all_reduce

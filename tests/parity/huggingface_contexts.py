@@ -20,7 +20,7 @@ from plait.models.huggingface import families as decoder
 from plait.models.huggingface import gpt
 from plait.ranks.group import Group, Traffic
 from plait.tensor.attention import SharedKeys
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
 HEADS, KEY_HEADS, WINDOW = 6, 2, 3

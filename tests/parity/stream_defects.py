@@ -11,7 +11,8 @@ from torch import Tensor
 
 from plait.checkpoint import save_task, saving
 from plait.engine import runner
-from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline import stage_exchange
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.engine.sharding import gatherer, gradient_norm, reducer
 from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.reducer import Reducer
@@ -192,9 +193,8 @@ def a_communicator_for_all_channels_of_a_pair() -> Iterator[None]:
 @contextmanager
 def _ends_by_rank() -> Iterator[None]:
     """Messages name their ends by rank, where a group carries both directions."""
-    from plait.engine.pipeline import exchange
 
-    send, receive = exchange.send, exchange.receive
+    send, receive = stage_exchange.send, stage_exchange.receive
 
     def sent(tensor: Tensor, group: Any, index: int, **options: Any) -> Any:
         return send(tensor, group, 1 - group.index, **options)
@@ -202,7 +202,7 @@ def _ends_by_rank() -> Iterator[None]:
     def received(buffer: Tensor, group: Any, index: int, **options: Any) -> Any:
         return receive(buffer, group, 1 - group.index, **options)
 
-    with patch.multiple(exchange, send=sent, receive=received):
+    with patch.multiple(stage_exchange, send=sent, receive=received):
         yield
 
 

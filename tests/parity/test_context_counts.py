@@ -19,7 +19,7 @@ from parity.sequence_parts import of_length
 from plait.plan.plan import Plan
 from plait.ranks import Count
 from plait.tensor.attention.block_attention import block_forward, empty_result, merge
-from plait.tensor.attention.exchange_plan import Mask, exchange_plan, remembered_plan
+from plait.tensor.attention.key_exchange_plan import Mask, exchange_plan, remembered_plan
 from plait.tensor.running_sequence import ContextParallelism, running
 
 LENGTH, ROWS, WIDTH = 24, 4, 4

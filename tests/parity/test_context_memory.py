@@ -19,7 +19,7 @@ from plait.estimate.memory.model_traces import trace_model
 from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import RunLayer
-from plait.tensor.attention.exchange_plan import remembered_plan
+from plait.tensor.attention.key_exchange_plan import remembered_plan
 
 CP, ATTENTION = 4, 1
 """Ranks, and the number of the attention layer: the embedding is layer 0."""

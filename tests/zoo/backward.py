@@ -11,8 +11,8 @@ from torch import Tensor
 
 from parity.defects import no_gradient_over_boundary, rounded_to_single_precision
 from parity.tensor_defects import backward_of_the_reduction_scaled, entrance_without_sum
-from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.stage import Gradients, Stage
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.verification.step_location import StepPhase
 from zoo import cases
 from zoo.patching import during, rank

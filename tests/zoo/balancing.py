@@ -14,9 +14,9 @@ from parity.case import Batch, Case
 from plait.engine.runner import Runner
 from plait.plan.plan import Plan
 from plait.ranks.handle import Handle
-from plait.tensor.experts import step_balance
+from plait.tensor.experts import router_losses_of_step
 from plait.tensor.experts.balance import Balance, count_choices, token_z
-from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.experts.router_losses_of_step import StepBalance
 from plait.verification.options import VerifyOptions
 from plait.verification.step_location import StepPhase
 from zoo.row import TWO_STEPS, Named, Row
@@ -85,13 +85,13 @@ def padding_counted() -> Any:
     def count(indices: Tensor, documents: Tensor, number: int, experts: int) -> Tensor:
         return count_choices(indices, documents.where(documents < number, 0), number, experts)
 
-    return patch.object(step_balance, "count_choices", count)
+    return patch.object(router_losses_of_step, "count_choices", count)
 
 
 def z_loss_of_padding() -> Any:
     """The logits of padding are kept small, too."""
     return patch.object(
-        step_balance, "token_z", lambda logits, counted: token_z(logits, torch.ones_like(counted))
+        router_losses_of_step, "token_z", lambda logits, counted: token_z(logits, torch.ones_like(counted))
     )
 
 
@@ -132,9 +132,9 @@ def biases_corrected_by_own_choices() -> Any:
 
 def biases_corrected_the_other_way() -> Any:
     """Experts with more than the mean load are chosen more often."""
-    original = step_balance.corrected_bias
+    original = router_losses_of_step.corrected_bias
     return patch.object(
-        step_balance, "corrected_bias", lambda bias, counts, rate: original(bias, counts, -rate)
+        router_losses_of_step, "corrected_bias", lambda bias, counts, rate: original(bias, counts, -rate)
     )
 
 

@@ -24,9 +24,9 @@ from plait.engine.sharding import reducer
 from plait.plan.layout.sequence_layout import SequenceLayout
 from plait.plan.plan import Plan
 from plait.ranks.handle import Handle
-from plait.tensor.attention import exchange_plan, ring, ulysses
+from plait.tensor.attention import key_exchange_plan, ring, ulysses
 from plait.tensor.attention.block_attention import block_backward, block_forward
-from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
+from plait.tensor.attention.key_exchange_plan import ExchangePlan, Mask, build_plan
 from plait.tensor.attention.ring import KeyExchange, Pair
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
@@ -70,10 +70,10 @@ def _with_peers(change: Any) -> Iterator[None]:
         plan = build_plan(layout, index, mask, documents)
         return plan if layout.ranks == 1 else change(plan, layout, index, mask, documents)
 
-    anew = exchange_plan.remembered_plan.__wrapped__
+    anew = key_exchange_plan.remembered_plan.__wrapped__
     with (
-        patch.object(exchange_plan, "build_plan", build),
-        patch.object(exchange_plan, "remembered_plan", anew),
+        patch.object(key_exchange_plan, "build_plan", build),
+        patch.object(key_exchange_plan, "remembered_plan", anew),
     ):
         yield
 

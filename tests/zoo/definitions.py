@@ -28,7 +28,7 @@ from plait.models import rotary
 from plait.models.huggingface import common
 from plait.models.huggingface import families as decoder
 from plait.plan.plan import Plan
-from plait.tensor.attention import block_attention, exchange_plan, visibility
+from plait.tensor.attention import block_attention, key_exchange_plan, visible_keys
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.step_location import StepPhase
 from zoo import cases
@@ -70,16 +70,16 @@ def capped() -> Case:
 @contextmanager
 def _seen(change: Any) -> Iterator[None]:
     """Which keys a query sees is what `change` makes of the arguments that say so."""
-    original = visibility.visible_range
+    original = visible_keys.visible_range
 
     def visible_range(positions: Any, length: int, **given: Any) -> Any:
         return original(positions, length, **change(given))
 
-    anew = exchange_plan.remembered_plan.__wrapped__
+    anew = key_exchange_plan.remembered_plan.__wrapped__
     with (
-        patch.object(visibility, "visible_range", visible_range),
-        patch.object(exchange_plan, "visible_range", visible_range),
-        patch.object(exchange_plan, "remembered_plan", anew),
+        patch.object(visible_keys, "visible_range", visible_range),
+        patch.object(key_exchange_plan, "visible_range", visible_range),
+        patch.object(key_exchange_plan, "remembered_plan", anew),
     ):
         yield
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parity.tensor_defects import replaced_backward
-from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.plan.plan import Plan
 from plait.ranks.collectives import all_gather
 from plait.schedules.action import Kind

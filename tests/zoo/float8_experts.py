@@ -17,12 +17,12 @@ from parity.cases import with_values
 from plait.plan import rules
 from plait.plan.plan import Plan
 from plait.tensor.experts import expert_casts, expert_products
+from plait.tensor.experts.copies_of_tokens import TokenRows
 from plait.tensor.experts.expert_casts import MatrixCasts
 from plait.tensor.experts.expert_products import ExpertCall
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.router import Router
-from plait.tensor.experts.token_rows import TokenRows
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.recipes import CastFormat
 from plait.tensor.parallel.apply_float8 import Float8Layers

@@ -20,7 +20,7 @@ from parity.tensor_defects import (
 )
 from plait.engine import parallelize as composer
 from plait.engine import whole_tensors
-from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.engine.runner import Runner
 from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parity import data
 from parity.cases import case
 from parity.layers import CLASSES, HIDDEN
-from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.engine.runner import Runner
 from plait.plan.plan import Plan
 from plait.verification.step_location import StepPhase

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from plait.tensor.experts import router as routers
-from plait.tensor.experts import step_balance
+from plait.tensor.experts import router_losses_of_step
+from plait.tensor.experts.router_losses_of_step import StepBalance
 from plait.tensor.experts.routing import Routing
-from plait.tensor.experts.step_balance import StepBalance
 from plait.verification.step_location import StepPhase
 from zoo import sparse
 from zoo.patching import rank, replaced_all_reduce
@@ -48,7 +48,7 @@ def losses_of_each_micro_batch_a_mean() -> Any:
 
 def counts_of_own_positions() -> Any:
     """Under cp the load of a document is that of a rank's own positions."""
-    return replaced_all_reduce(step_balance, "cp", lambda tensor, group: tensor)
+    return replaced_all_reduce(router_losses_of_step, "cp", lambda tensor, group: tensor)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def counts_doubled_by_recomputation() -> Iterator[None]:
     original = StepBalance.attach
 
     def attach(self: StepBalance, path: str, logits: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        run = step_balance.RECOMPUTED_RUN.get()
+        run = router_losses_of_step.RECOMPUTED_RUN.get()
         if run is not None and run.is_second and self._tokens:
             self._count(path, logits, indices)
         return original(self, path, logits, weights, indices)
@@ -109,8 +109,8 @@ def probabilities_of_chosen_experts_only() -> Any:
         least = probabilities.topk(2, -1).values[..., -1:]
         return original(probabilities.where(probabilities >= least, 0), load, documents)
 
-    original = step_balance.token_balance
-    return patch.object(step_balance, "token_balance", balance)
+    original = router_losses_of_step.token_balance
+    return patch.object(router_losses_of_step, "token_balance", balance)
 
 
 def z_loss_of_the_mean() -> Any:
@@ -120,24 +120,24 @@ def z_loss_of_the_mean() -> Any:
         own = logits.logsumexp(-1)[counted]
         return own.mean().square() * len(own)
 
-    return patch.object(step_balance, "token_z", z)
+    return patch.object(router_losses_of_step, "token_z", z)
 
 
 def z_loss_not_squared() -> Any:
     """The z-loss adds up the logarithms themselves."""
     return patch.object(
-        step_balance, "token_z", lambda logits, counted: logits.logsumexp(-1).where(counted, 0).sum()
+        router_losses_of_step, "token_z", lambda logits, counted: logits.logsumexp(-1).where(counted, 0).sum()
     )
 
 
 def load_without_k() -> Any:
     """The load of all experts adds up to 1, as Megatron-Core has it, not to k."""
-    original = step_balance.token_balance
+    original = router_losses_of_step.token_balance
 
     def balance(probabilities: Tensor, load: Tensor, documents: Tensor) -> Tensor:
         return original(probabilities, load / load.sum(-1, keepdim=True), documents)
 
-    return patch.object(step_balance, "token_balance", balance)
+    return patch.object(router_losses_of_step, "token_balance", balance)
 
 
 def sigmoids_not_over_their_sum() -> Any:

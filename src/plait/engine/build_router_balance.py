@@ -9,8 +9,8 @@ from plait.ranks.mesh import Mesh
 from plait.schedules.action import Kind
 from plait.schedules.schedule import Schedule
 from plait.tensor.experts.balance import Balance
+from plait.tensor.experts.router_losses_of_step import RouterPlace, StepBalance
 from plait.tensor.experts.routers import routers_of
-from plait.tensor.experts.step_balance import RouterPlace, StepBalance
 
 
 def build_step_balance(blueprint: Blueprint, mesh: Mesh) -> StepBalance | None:

@@ -37,7 +37,7 @@ from plait.schedules.costs import Costs, is_within
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.schedule_by_policy import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
-from plait.tensor.experts.step_balance import ExpertLoad
+from plait.tensor.experts.router_losses_of_step import ExpertLoad
 from plait.tensor.layer_values import Value
 from plait.tensor.sampling import TokenChoice
 

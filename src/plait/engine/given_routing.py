@@ -15,8 +15,8 @@ from plait.engine.runner import LossBatch, Runner
 from plait.errors import DataError, listed
 from plait.plan.layout.layout import divide
 from plait.ranks.device import sent
+from plait.tensor.experts.router_losses_of_step import RouterPlace, StepBalance
 from plait.tensor.experts.routing import balanced_indices
-from plait.tensor.experts.step_balance import RouterPlace, StepBalance
 from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import split, tensors_of
 

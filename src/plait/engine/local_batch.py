@@ -14,7 +14,7 @@ from plait.plan.argument_checks import require_instance
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan.plan import Plan
 from plait.ranks.collectives import all_gather
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.layer_values import Microbatches, Value, map_tensors, signature, tensors_of
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence
 

@@ -20,10 +20,10 @@ from plait.engine.build_router_balance import build_step_balance
 from plait.engine.compilation.compiled_layer import LayerCompiler
 from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint, lines_of_values
-from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.loss_stage import build_loss_stage
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.engine.runner import Runtime
 from plait.engine.sharding.gradient_norm import counted_parameters
 from plait.engine.sharding.unit import Unit, UnitFactory, reduction_groups
@@ -52,7 +52,7 @@ from plait.schedules.lowering.messages import channels_of
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
-from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.experts.router_losses_of_step import StepBalance
 from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss

@@ -49,7 +49,7 @@ from plait.ranks.mesh import Mesh
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, Segment
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator, names_of
-from plait.tensor.experts.step_balance import StepBalance
+from plait.tensor.experts.router_losses_of_step import StepBalance
 from plait.tensor.experts.token_documents import TokenDocuments
 from plait.tensor.layer_values import (
     DTYPES,

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from plait.engine.engine import Engine
 from plait.errors import PlanError
 from plait.optimizers.engine_parameters import EngineParameters, GivenGroups
-from plait.optimizers.listed_state import flat_state, nested_state
+from plait.optimizers.flattened_state import flat_state, nested_state
 from plait.optimizers.owned_parts import own_parts
 from plait.optimizers.part_owners import whole_parts
 from plait.proof.optimizer_proof import require_parameterwise

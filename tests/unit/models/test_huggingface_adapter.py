@@ -21,7 +21,7 @@ from plait.models.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.models.rotary import ResultCache
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.parallel.tensor_parallelism import named
 from plait.tensor.running_sequence import ContextParallelism, running
 

@@ -23,8 +23,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 import plait
 from plait.errors import DataError, MeshError, PlaitError, RankError
 from plait.ranks.collectives import all_reduce
-from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.options import Elastic
+from plait.ranks.launch.elastic.supervised_process import SupervisedProcess
 from plait.ranks.point_to_point import receive, send
 from plait.ranks.supervised_rank import WorldChange, possible_ranks
 
@@ -184,10 +184,10 @@ def test_a_rank_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
 def test_a_second_interrupt_while_ranks_end_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(member: Member) -> None:
+    def interrupt(member: SupervisedProcess) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Member, "end", interrupt)
+    monkeypatch.setattr(SupervisedProcess, "end", interrupt)
     with pytest.raises(KeyboardInterrupt):
         launched(tmp_path, {}, ranks=2)
     assert not [one for one in multiprocessing.active_children() if one.pid in first_processes(tmp_path)]

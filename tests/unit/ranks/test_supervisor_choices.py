@@ -37,7 +37,7 @@ class Told(OneHostRendezvous):
 def process(
     report: RankFailure | bytes | None = None, *, ended: bool = False, left: bool = False, ready: bool = False
 ) -> Any:
-    """Stand in for a `Member`."""
+    """Stand in for a `SupervisedProcess`."""
     made = SimpleNamespace(
         report=report, has_ended=ended, left_by_ending=left, is_ready=ready, is_busy=False, handles=(),
         stop=lambda: None,

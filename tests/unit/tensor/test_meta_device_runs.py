@@ -11,7 +11,7 @@ from plait.plan.plan import Plan
 from plait.proof import layer_runs_on_meta as meta_device_runs
 from plait.proof.layer_runs_on_meta import MetaLayers
 from plait.ranks.group import Group, Traffic
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)

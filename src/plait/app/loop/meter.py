@@ -32,7 +32,7 @@ from plait.ranks.device import (
 )
 from plait.ranks.mesh import Mesh
 from plait.tensor.experts.active_parameters import active_elements
-from plait.tensor.experts.step_balance import ExpertLoad
+from plait.tensor.experts.router_losses_of_step import ExpertLoad
 
 
 @dataclass(frozen=True)

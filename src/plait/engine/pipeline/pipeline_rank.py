@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
-from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.executor import Handlers
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.pipeline.stage import Gradients, Stage
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.models.layers.shape_inference import LayerInfo
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import (

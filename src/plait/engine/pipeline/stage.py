@@ -62,8 +62,8 @@ from plait.tensor.autograd.weight_gradient_queue import (
 from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
+from plait.tensor.experts.router_losses_of_step import StepBalance
 from plait.tensor.experts.routers import routers_of
-from plait.tensor.experts.step_balance import StepBalance
 from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
 from plait.tensor.parallel.apply_float8 import casts_in, find_weight_factors, float8_linears_in
 from plait.tensor.running_sequence import LocalSequence, running

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from plait.engine.pipeline.exchange import Crossing, buffer_sizes, receive_buffers
+from plait.engine.pipeline.stage_exchange import Crossing, buffer_sizes, receive_buffers
 from plait.estimate.memory.layer_traces import PhaseTrace, Trace
 from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
 from plait.estimate.memory.model_traces import ModelTraces

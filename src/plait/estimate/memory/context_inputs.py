@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.engine.local_batch import DOCUMENT_IDS, cut, local_inputs
 from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta
 from plait.plan.plan import Plan
-from plait.tensor.attention.exchange_plan import ExchangePlan
+from plait.tensor.attention.key_exchange_plan import ExchangePlan
 from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from plait.engine.cuda_graphs.recordable_segments import SegmentPlace, places_of
-from plait.engine.pipeline.exchange import Crossing
+from plait.engine.pipeline.stage_exchange import Crossing
 from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
 from plait.models.layers.shape_inference import TensorInfo
 from plait.schedules.lowering.program import ActionInstruction, Instruction, Program, segments_of

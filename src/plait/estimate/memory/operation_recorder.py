@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.estimate.memory.aten_operations import Access, accesses_of, operations_of
 from plait.estimate.memory.kernel_fusion import Phase, Range, RecordedOperation, fused
+from plait.estimate.memory.operation_costs import Access, accesses_of, operations_of
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product
 from plait.plan.plan import Recompute

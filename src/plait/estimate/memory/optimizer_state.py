@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait.engine.blueprint import Blueprint
 from plait.estimate.memory.memory_report import Category, MemoryBlock
-from plait.estimate.memory.owner_needs import Moments, OwnerNeeds, by_stage, owner_needs
+from plait.estimate.memory.owner_memory import Moments, OwnerNeeds, by_stage, owner_needs
 
 
 @dataclass(frozen=True)

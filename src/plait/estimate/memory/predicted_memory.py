@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
-from plait.engine.pipeline.exchange import Crossing
 from plait.engine.pipeline.executor import Executor
+from plait.engine.pipeline.stage_exchange import Crossing
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
 from plait.estimate.memory.context_inputs import as_input_batch
@@ -31,7 +31,7 @@ from plait.estimate.memory.memory_report import (
 from plait.estimate.memory.model_traces import KnownTraces, ModelTraces, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.optimizer_state import OptimizerState, optimizer_state
-from plait.estimate.memory.owner_needs import Moments, require_moments
+from plait.estimate.memory.owner_memory import Moments, require_moments
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.plan import Plan

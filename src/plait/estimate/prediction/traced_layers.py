@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, KnownTraces, ModelTraces
-from plait.estimate.memory.owner_needs import Moments, muon_of, tensor_counts
+from plait.estimate.memory.owner_memory import Moments, muon_of, tensor_counts
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, extrapolated
 from plait.optimizers.owner_work import found_matrices

@@ -15,7 +15,7 @@ from plait.engine.blueprint import assumed_costs, build_blueprint
 from plait.errors import ModelError, PlaitError
 from plait.estimate.memory.memory_bounds import WARM
 from plait.estimate.memory.memory_report import Category, RankMemory
-from plait.estimate.memory.owner_needs import (
+from plait.estimate.memory.owner_memory import (
     Moments,
     OwnerNeeds,
     by_stage,

@@ -36,10 +36,10 @@ from plait.tensor.attention.block_attention import (
     attention_with_dropout,
     is_active,
 )
-from plait.tensor.attention.exchange_plan import Mask
+from plait.tensor.attention.key_exchange_plan import Mask
 from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
 from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.autograd.eager_operations import TRACE, LayerTrace, TensorForm
 from plait.tensor.autograd.kept_results import with_kept_operations
 from plait.tensor.dropout import Dropout, tag_dropout

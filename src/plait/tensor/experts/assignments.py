@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from plait.plan.layout.layout import divide
+from plait.tensor.experts.copies_of_tokens import TokenRows
 from plait.tensor.experts.grouped_products import Groups
-from plait.tensor.experts.token_rows import TokenRows
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from plait.ranks.group import Group
 from plait.tensor.autograd.float8_operands import Operand, reduced
+from plait.tensor.experts.copies_of_tokens import TokenRows
 from plait.tensor.experts.grouped_float8_products import grouped_float8_product
 from plait.tensor.experts.grouped_products import Groups
-from plait.tensor.experts.token_rows import TokenRows
 from plait.tensor.float8.cast import ScaledMatrix, cast_by, factor_of, largest_of
 from plait.tensor.float8.recipes import RECIPES, CastFormat
 

@@ -21,7 +21,7 @@ from plait.app.train.predicted_run import optimizer_moments
 from plait.app.train.trainer import build_learning_rate, optimizer_maker, run_groups, trained_part
 from plait.checkpoint.inspecting import summary
 from plait.errors import ConfigError, PlanError
-from plait.estimate.memory.owner_needs import muon_of
+from plait.estimate.memory.owner_memory import muon_of
 from plait.optimizers.optimizer_makers import MuonSettings, of_owners, optimizer_for
 from plait.plan.parameter_units import PRECISIONS
 from plait.ranks.launch.rank_pool import RankPool

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.engine.pipeline.exchange import Exchange
 from plait.engine.pipeline.executor import Executor
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage_exchange import Exchange
 from plait.models.layers.layer_sequence import private_copy, sequence_of
 from plait.models.layers.shape_inference import infer
 from plait.schedules.action import Action

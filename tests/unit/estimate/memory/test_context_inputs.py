@@ -14,7 +14,7 @@ from plait.estimate.memory.context_inputs import as_input_batch, context_share, 
 from plait.estimate.memory.memory_report import Category
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
-from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.key_exchange_plan import Mask, exchange_plan
 from plait.tensor.running_sequence import ContextParallelism
 
 ROWS = 3

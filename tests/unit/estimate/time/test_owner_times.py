@@ -14,7 +14,7 @@ from torch import nn
 import plait
 from plait.engine.blueprint import build_blueprint
 from plait.errors import PlanError
-from plait.estimate.memory.owner_needs import Moments
+from plait.estimate.memory.owner_memory import Moments
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.prediction.traced_model import TracedModel, traced_model
 from plait.estimate.search.plan_space import PlanChoices, divisions

@@ -10,7 +10,7 @@ from torch import nn
 
 import plait
 from plait.errors import ModelError
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
 SHAPE = (4, 2, 6, 8)

@@ -25,7 +25,7 @@ from plait.tensor.attention.block_attention import (
     empty_result,
     merge,
 )
-from plait.tensor.attention.visibility import (
+from plait.tensor.attention.visible_keys import (
     BlockCall,
     block_calls,
     document_bounds,

@@ -18,7 +18,7 @@ from torch import Tensor
 from parity.norm import assert_equal
 from plait.tensor.attention import attention
 from plait.tensor.attention.fused_kernels import Attended, PackedCall
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3], [4, 4, 4, 4, 4, 4, 5, 5, 5, 5]])

@@ -15,7 +15,7 @@ from parity.norm import assert_equal
 from parity.widened import Widened
 from plait.errors import ModelError
 from plait.models.initial_values import initial_value
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.mixture import MixtureOfExperts
 from plait.tensor.experts.routing import Routing

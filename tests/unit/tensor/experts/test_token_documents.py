@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.dropout_mask import DimPart
 from plait.tensor.experts.token_documents import TokenDocuments, without_padding
 from plait.tensor.running_sequence import ContextParallelism, running

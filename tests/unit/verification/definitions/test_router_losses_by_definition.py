@@ -12,7 +12,7 @@ import torch
 
 from parity.balanced import build
 from plait.models.layers.layer_sequence import sequence_of
-from plait.tensor.experts import balance, router, routing, step_balance
+from plait.tensor.experts import balance, router, router_losses_of_step, routing
 from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.routing import Routing
 from plait.tensor.losses import cross_entropy
@@ -64,7 +64,7 @@ def test_the_reference_calls_no_formula_of_the_engine(settings: Balance) -> None
         *[(Routing, "uncorrected_choice"), (routing, "_largest"), (router, "wide_linear")],
         *[
             (place, name)
-            for place in (balance, step_balance)
+            for place in (balance, router_losses_of_step)
             for name in ("count_choices", "token_balance", "token_z", "corrected_bias")
         ],
     ]

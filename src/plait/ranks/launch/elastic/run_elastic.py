@@ -16,10 +16,10 @@ from plait.errors import MeshError, PlaitError
 from plait.ranks.failure.process_watch import OrphanWatch
 from plait.ranks.failure.rank_activity import variables_of_activity
 from plait.ranks.launch.elastic.host_hub import HostRun
-from plait.ranks.launch.elastic.member import Member, activity_path
 from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.several_hosts_rendezvous import HostPlace, SeveralHostsRendezvous
+from plait.ranks.launch.elastic.supervised_process import SupervisedProcess, activity_path
 from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
@@ -134,10 +134,10 @@ def _supervised(
     call = pickled_call(function, arguments)
     with run_folder() as folder:
 
-        def start_member(number: int) -> Member:
+        def start_member(number: int) -> SupervisedProcess:
             library = newer_nccl() if options["ranks_per_gpu"] > 1 else None
             name, module = f"plait-{number}", function.__module__
-            return Member(*start_process(serve, name, module, library, _PRELOADED))
+            return SupervisedProcess(*start_process(serve, name, module, library, _PRELOADED))
 
         def make_job(worker: Worker, generation: int) -> RankJob:
             own = Path(folder, str(generation))

@@ -36,10 +36,10 @@ from torch.distributed.elastic.agent.server.api import (
 from plait.errors import CorruptionError, MeshError, PlaitError
 from plait.plan.argument_checks import whole
 from plait.ranks.failure.failure_log import RankFailure, root_cause
-from plait.ranks.launch.elastic.member import Member
 from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.several_hosts_rendezvous import SeveralHostsRendezvous
+from plait.ranks.launch.elastic.supervised_process import SupervisedProcess
 from plait.ranks.launch.rank_job import RankJob
 from plait.ranks.supervised_rank import go_on_before, note_possible_ranks, restored_step
 
@@ -67,7 +67,7 @@ class Supervisor(SimpleElasticAgent):
         ranks: int,
         settings: Elastic,
         rendezvous: OneHostRendezvous | SeveralHostsRendezvous,
-        start_member: Callable[[int], Member],
+        start_member: Callable[[int], SupervisedProcess],
         make_job: MakeJob,
         folder: str,
         limit: float,
@@ -93,11 +93,11 @@ class Supervisor(SimpleElasticAgent):
         """Seconds for a rank to leave a failed world; then its process is killed."""
         self._started = 0
         """The number of processes that were started, without those in the place of `left_by_ending` ones."""
-        self._running: list[Member] = []
+        self._running: list[SupervisedProcess] = []
         """The processes of the ranks, by local rank."""
         self._ranks_here: list[int] = []
         """The ranks of the world on this host, in the same order."""
-        self._spares: list[Member] = []
+        self._spares: list[SupervisedProcess] = []
         self._ready_spares = 0
         """Those that were counted last, for a larger world."""
         self._possible = 0
@@ -167,7 +167,7 @@ class Supervisor(SimpleElasticAgent):
         most = self._wanted + self._settings.spares
         return processes < most and (bool(self._settings.replace) or self._started < most)
 
-    def _new_member(self) -> Member:
+    def _new_member(self) -> SupervisedProcess:
         self._started += 1
         return self._start_member(self._started - 1)
 
@@ -366,7 +366,9 @@ class Supervisor(SimpleElasticAgent):
         if reason and not self._host.is_closed():
             self._tell(f"{reason}; the ranks go on from where the run was kept last")
 
-    def _update(self, seconds: float, members: Sequence[Member], others: Sequence[int] = ()) -> None:
+    def _update(
+        self, seconds: float, members: Sequence[SupervisedProcess], others: Sequence[int] = ()
+    ) -> None:
         """Block until one of `members` sends something or ends, at most `seconds`; take all messages.
 
         `others`: file descriptors that end the wait, too.

@@ -11,7 +11,7 @@ import torch
 
 from plait.engine.blueprint import Blueprint
 from plait.errors import PlanError
-from plait.estimate.memory.measured_state import measured_state
+from plait.estimate.memory.measured_optimizer_state import measured_state
 from plait.optimizers.hidden_matrices import ParameterMatrices
 from plait.optimizers.muon import Muon
 from plait.optimizers.optimizer_makers import (

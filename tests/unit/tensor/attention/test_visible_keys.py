@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import ModelError
-from plait.tensor.attention.visibility import document_bounds, needed_keys, visible_indices, visible_range
+from plait.tensor.attention.visible_keys import document_bounds, needed_keys, visible_indices, visible_range
 
 
 def test_document_bounds_give_the_start_and_stop_of_each_document() -> None:

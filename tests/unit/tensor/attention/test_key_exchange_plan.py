@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.tensor.attention import attention
-from plait.tensor.attention.exchange_plan import (
+from plait.tensor.attention.key_exchange_plan import (
     ExchangePlan,
     Mask,
     add_selected,
@@ -22,7 +22,7 @@ from plait.tensor.attention.exchange_plan import (
     remembered_plan,
     selected,
 )
-from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, running
 
 KINDS: tuple[Any, ...] = ("zigzag", "striped", "contiguous")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait.optimizers.listed_state import flat_state, nested_state
+from plait.optimizers.flattened_state import flat_state, nested_state
 
 
 def test_lists_of_tensors_become_keys_and_lists_again() -> None:

@@ -1,4 +1,4 @@
-"""`Member`: a rank process, for its supervisor: starts and stops its jobs, and sees its end."""
+"""`SupervisedProcess`: a rank process, for its supervisor: starts and stops its jobs, and sees its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_STALLED = 30.0
 """Seconds without progress of a message that has begun, after which the process is killed: it is stopped."""
 
 
-class Member:
+class SupervisedProcess:
     """A process that runs one rank's job after another, or waits for one as a spare."""
 
     def __init__(self, process: ForkServerProcess, connection: Connection) -> None:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from plait.errors import PlanError
-from plait.optimizers.listed_state import flat_state
+from plait.optimizers.flattened_state import flat_state
 from plait.ranks.device import keep_random_state
 
 STEPS = 2

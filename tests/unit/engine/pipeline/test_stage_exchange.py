@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.engine.pipeline.exchange import BufferPool, Exchange, receive_buffers
+from plait.engine.pipeline.stage_exchange import BufferPool, Exchange, receive_buffers
 from plait.models.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
 

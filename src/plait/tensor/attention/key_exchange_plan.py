@@ -15,7 +15,7 @@ from plait.plan.layout.sequence_layout import SequenceLayout, parts_of
 from plait.ranks.device import CPU
 from plait.ranks.device import sent as copied
 from plait.tensor.attention.fused_kernels import PackedCall
-from plait.tensor.attention.visibility import (
+from plait.tensor.attention.visible_keys import (
     BlockCall,
     block_calls,
     needed_keys,

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from plait.ranks.launch.elastic import member as member_module
-from plait.ranks.launch.elastic.member import Member
+from plait.ranks.launch.elastic import supervised_process
+from plait.ranks.launch.elastic.supervised_process import SupervisedProcess
 from plait.ranks.launch.rank_job import RankJob
 from plait.ranks.launch.rank_main_loop import LEAVES_BY_ENDING
 from plait.ranks.world import World
@@ -40,12 +40,12 @@ class OfLostServer(SimpleNamespace):
 
 
 @contextmanager
-def sleeping() -> Iterator[tuple[Member, subprocess.Popen[bytes], Connection]]:
+def sleeping() -> Iterator[tuple[SupervisedProcess, subprocess.Popen[bytes], Connection]]:
     """Yield a member, its process, and that one's end of their pipe."""
     here, there = Pipe()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         found: Any = OfLostServer(pid=child.pid)
-        made = Member(found, here)
+        made = SupervisedProcess(found, here)
         try:
             yield made, child, there
         finally:
@@ -72,7 +72,7 @@ def test_a_process_that_ends_before_it_is_looked_at_counts_as_ended(tmp_path: Pa
         child.wait()
     here, there = Pipe()
     found: Any = OfLostServer(pid=child.pid)
-    member = Member(found, here)
+    member = SupervisedProcess(found, here)
     member.start(job_of(tmp_path))
     assert wait([*member.handles], 0)
     member.update()
@@ -97,7 +97,7 @@ def test_what_a_process_sends_right_before_its_end_is_its_report(
                 child.wait()
             return wait(handles, seconds)
 
-        monkeypatch.setattr(member_module, "wait", end)
+        monkeypatch.setattr(supervised_process, "wait", end)
         member.update()
         assert (member.has_ended, member.is_busy, member.report) == (True, False, b"a result")
         assert member.left_by_ending
@@ -106,7 +106,7 @@ def test_what_a_process_sends_right_before_its_end_is_its_report(
 def test_a_process_that_stops_within_a_message_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_module, "_MOST_STALLED", 0.1)
+    monkeypatch.setattr(supervised_process, "_MOST_STALLED", 0.1)
     with sleeping() as (member, child, there):
         member.start(job_of(tmp_path))
         os.write(there.fileno(), (1000).to_bytes(4, "big") + b"the first part of a result")
