@@ -207,7 +207,7 @@ def finish_queued_work(timeout: float) -> bool:
         done.set()
 
     threading.Thread(target=wait, name="plait-queued-work", daemon=True).start()
-    return done.wait(timeout)
+    return done.wait(min(timeout, threading.TIMEOUT_MAX))
 
 
 def synchronize_stream(device: torch.device) -> None:

@@ -41,11 +41,16 @@ def keep_run(run: KeptRun) -> None:
 
 
 def forget_connections_of_kept_run() -> bool:
-    """Drop the connections of the stored run, whose world has failed; return whether one is stored."""
+    """Drop the connections of the stored run, whose world has failed; return whether one is stored.
+
+    One of an earlier world is dropped, since nothing takes it any more.
+    """
     kept = _KEPT.get()
-    if kept is not None:
-        kept.engine.mesh.forget_connections()
-    return kept is not None
+    if kept is None or kept.generation != generation_of_rank():
+        _KEPT.set(None)
+        return False
+    kept.engine.mesh.forget_connections()
+    return True
 
 
 def take_kept_run() -> KeptRun | None:

@@ -149,6 +149,7 @@ def removed_at_end(folder: str) -> Iterator[Path]:
 
 def _write(path: Path, text: str) -> None:
     """Write a file atomically; several ranks may write it."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)  # the system may have cleaned the temporary folder
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
 import socket
 import threading
@@ -11,10 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from plait.ranks.launch.rank_connections import RankConnections
+from plait.ranks.launch.rank_connections import RankConnections, shared_socket
 from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
 
 
@@ -122,3 +124,19 @@ def freed(folder: Path) -> str:
 def test_a_receive_from_a_living_rank_ends_when_connections_are_shut(rank_pool: Any, tmp_path: Path) -> None:
     error, _ = rank_pool.run(freed, tmp_path, ranks=2, timeout=20.0)
     assert "closed" in error
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_shared_socket_leaves_the_connection_as_blocking_as_it_is(
+    blocks: bool,
+) -> None:
+    """Also where a program has set a default timeout, by which Python makes sockets non-blocking."""
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(blocks)
+        socket.setdefaulttimeout(5.0)
+        try:
+            shared_socket(here.fileno()).close()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(here.fileno()) == blocks

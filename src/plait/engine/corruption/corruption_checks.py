@@ -110,6 +110,7 @@ class CorruptionChecks:
 
     def begin_pass(self, runner: Runner) -> None:
         """Called by the engine when `forward_backward` begins."""
+        self._kept_memory = None  # the engine goes on without these checks
         if self._memory is not None:
             self._memory.compare_gradients()
             self._memory.begin_pass(runner)
@@ -128,7 +129,7 @@ class CorruptionChecks:
     def before_clipping(self) -> None:
         """Called by the engine before it scales the gradients."""
         if self._memory is not None:
-            self._memory.compare_gradients()
+            self._memory.compare_gradients(are_scaled=True)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._memory is not None:

@@ -95,11 +95,16 @@ class MemoryCheck:
             self.compare(optimizer)
         self._read_changes()
 
-    def compare_gradients(self) -> None:
-        """Compare this rank's gradients with their recorded sums, before they are clipped or added to."""
+    def compare_gradients(self, *, are_scaled: bool = False) -> None:
+        """Compare this rank's gradients with their recorded sums, before they are clipped or added to.
+
+        `are_scaled`: next they are scaled for the update, which then reads them without another comparison.
+        """
         self._forget_gradients()
         self._compare_gradients("they were clipped or added to")
         self._read_finished()
+        for sums in self._sums_of_gradients if are_scaled else ():
+            sums.forget()
 
     def _forget_gradients(self) -> None:
         """Drop the recorded checksums of gradients that were set to None, as by `zero_grad`."""

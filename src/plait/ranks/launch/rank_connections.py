@@ -24,6 +24,17 @@ _LISTENS = 0
 """The port of the other end of a socket that listens."""
 
 
+def shared_socket(descriptor: int) -> socket.socket:
+    """Return a socket object for a descriptor's connection, which stays as blocking as it is.
+
+    With `socket.setdefaulttimeout` a new object makes it non-blocking, also for its other users.
+    """
+    is_blocking = os.get_blocking(descriptor)
+    own = socket.socket(fileno=os.dup(descriptor))
+    os.set_blocking(descriptor, is_blocking)
+    return own
+
+
 class RankConnections:
     """Finds and shuts the connections of this process to other ranks, of TCP or shared memory.
 
@@ -51,7 +62,7 @@ class RankConnections:
                 status = os.fstat(int(entry))
                 if not stat.S_ISSOCK(status.st_mode):
                     continue
-                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                with shared_socket(int(entry)) as connection:
                     if self._is_shut(connection, status.st_ino, table, with_store):
                         connection.shutdown(socket.SHUT_RDWR)
 

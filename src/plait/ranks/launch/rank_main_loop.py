@@ -97,8 +97,9 @@ def _leave_failed_world(connection: Connection) -> None:
 
     A GPU may still wait for a lost rank: then too. The supervisor may start another process in its place.
     """
-    is_kept = forget_connections_of_kept_run()
-    if has_used_accelerator() or not leave_world(_SECONDS_TO_LEAVE):
+    has_gpu = has_used_accelerator()
+    is_kept = not has_gpu and forget_connections_of_kept_run()
+    if has_gpu or not leave_world(_SECONDS_TO_LEAVE):
         with suppress(OSError):
             connection.send_bytes(pickle.dumps(LEAVES_BY_ENDING))
         end_process(1)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Never, cast
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,11 @@ class TorchTransport:
     def forget_process_group(self) -> None:
         """Drop the process group, which ends with its last reference; then no operation can start."""
         del self.process_group
+
+    def __getattr__(self, name: str) -> Never:
+        if name == "process_group":
+            raise ConnectionError("the world of its group has failed: make a new mesh")
+        raise AttributeError(name)
 
     @cached_property
     def carries_cpu_tensors(self) -> bool:

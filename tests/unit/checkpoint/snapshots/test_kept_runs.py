@@ -15,7 +15,7 @@ from snapshot_runs import step_once
 import plait
 from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.errors import CommunicationError, CorruptionError, ReplicaError
-from plait.ranks.kept_run import KeptRun, keep_run, take_kept_run
+from plait.ranks.kept_run import KeptRun, forget_connections_of_kept_run, keep_run, take_kept_run
 from plait.ranks.supervised_rank import go_on_before, variables_of_supervisor
 
 LOST = CommunicationError("another rank is lost")
@@ -154,3 +154,21 @@ def test_a_kept_run_that_cannot_move_is_freed(tmp_path: Path, monkeypatch: pytes
         return 0 if unit() is None else 1
 
     assert copy_context().run(drop_after_wrong_bits) == 0
+
+
+def test_a_kept_run_of_a_world_before_the_one_that_failed_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_twice() -> tuple[bool, bool]:
+        found = []
+        engine, optimizer = new_run()
+        for name, value in variables_of_supervisor(str(tmp_path), 3).items():
+            monkeypatch.setenv(name, value)
+        keep_run(KeptRun(engine, optimizer, 2, {}, engine.run_state))
+        for generation in (3, 4):
+            for name, value in variables_of_supervisor(str(tmp_path), generation).items():
+                monkeypatch.setenv(name, value)
+            found.append(forget_connections_of_kept_run())
+        return found[0], found[1]
+
+    assert copy_context().run(fail_twice) == (True, False)

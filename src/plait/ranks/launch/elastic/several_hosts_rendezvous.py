@@ -347,8 +347,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
             elif kind == "waits":
                 self._awaited, self._is_spare = message["why"], message["is_spare"]
             elif kind == "failed":
-                if self._failure is None or message["last_good_step"] is not None:
-                    self._failure = message
+                self._failure = _merged(self._failure, message)
             elif kind == "waiting":
                 self._waiting = {int(host): (one[0], one[1]) for host, one in message["hosts"].items()}
             elif kind in ("end", "finished"):
@@ -512,3 +511,13 @@ def _plain(result: object, rank: int) -> str:
             f"rank {rank}'s result is a {error}, which elastic ranks do not send to other hosts: return "
             "numbers, text, tensors and containers of them."
         ) from None
+
+
+def _merged(known: Message | None, message: Message) -> Message:
+    """Return the failure to tell of two: one with wrong bits first; of two such, what holds for both."""
+    if known is None or known["last_good_step"] is None:
+        return message if known is None or message["last_good_step"] is not None else known
+    if message["last_good_step"] is None:
+        return known
+    step = min(known["last_good_step"], message["last_good_step"])
+    return {**message, "last_good_step": step, "ranks": sorted({*known["ranks"], *message["ranks"]})}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from plait.ranks.failure.failure_log import RankFailure, from_exit
 from plait.ranks.failure.rank_activity import Activity, ActivityFile
+from plait.ranks.launch.rank_connections import shared_socket
 from plait.ranks.launch.rank_job import RankJob, stack_file
 from plait.ranks.launch.rank_main_loop import END, LEAVES_BY_ENDING, PING, READY, STOP
 from plait.ranks.world import is_stopped
@@ -177,7 +178,7 @@ def _opened_pidfd(process: int) -> int:
 def _limit_stalls(connection: Connection, seconds: float) -> None:
     """Let reads and writes of a connection raise BlockingIOError after so many seconds without progress."""
     limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+    with shared_socket(connection.fileno()) as own:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             own.setsockopt(socket.SOL_SOCKET, option, limit)
 

@@ -49,7 +49,7 @@ _GRACE = 1.0
 """Seconds for the failure that caused others to be reported, and for processes to end."""
 _SAME_FAILURES = 3
 """Times that one failure happens without new snapshots, after the last of which the run ends."""
-_LEAST_PATIENCE, _SHARE_OF_LIMIT = 1.0, 0.05
+_LEAST_PATIENCE, _MOST_PATIENCE, _SHARE_OF_LIMIT = 1.0, 600.0, 0.05
 """Seconds that a rank is given to leave a failed world, at least, and as a share of the limit.
 
 Where nothing would take its place, it is given the whole limit.
@@ -89,7 +89,7 @@ class Supervisor(SimpleElasticAgent):
         self._start_member, self._make_job, self._folder = start_member, make_job, folder
         self._limit = limit
         share = _SHARE_OF_LIMIT if settings.replace else 1.0
-        self._patience = max(_LEAST_PATIENCE, share * limit)
+        self._patience = min(max(_LEAST_PATIENCE, share * limit), _MOST_PATIENCE)
         """Seconds for a rank to leave a failed world; then its process is killed."""
         self._started = 0
         """The number of processes that were started, without those in the place of `left_by_ending` ones."""
@@ -353,7 +353,9 @@ class Supervisor(SimpleElasticAgent):
         world = self._host.ranks(len(self._running))[1]
         if self._settings.replace or len(ranks) < world:
             for rank in set(ranks) & set(self._ranks_here):
-                self._running[self._ranks_here.index(rank)].kill()
+                process = self._running[self._ranks_here.index(rank)]
+                process.kill()
+                process.left_by_ending = False  # no other process is counted in its place
 
     def _note_elsewhere(self) -> None:
         """Print why other hosts made this one stop; after wrong bits also limit what ranks may load."""
