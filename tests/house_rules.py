@@ -227,7 +227,7 @@ PRIVATE_USES = {
     ("tensor/autograd/torch_calls.py", "zero_each", "_foreach_zero_"): "likewise",
     ("tensor/autograd/torch_calls.py", "multiply_each", "_foreach_mul_"): "likewise",
     (
-        "tensor/autograd/regather.py",
+        "tensor/autograd/regathered_activations.py",
         "version_of",
         "_version",
     ): "whether a layer wrote to what entered: likewise",

@@ -21,7 +21,7 @@ from plait.ranks.mesh import Mesh
 from plait.ranks.transport.process_ranks import current_ranks
 from plait.schedules.action import Kind
 from plait.tensor.autograd import paired_collectives
-from plait.tensor.autograd import regather as uneven_collectives
+from plait.tensor.autograd import regathered_activations as uneven_collectives
 from plait.tensor.experts import token_exchange
 
 Defect = Callable[[], AbstractContextManager[object]]

@@ -27,7 +27,7 @@ from plait.ranks.group import Group
 from plait.rules import column, entrance, row, sequence
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd.deferred_weight_gradients import linear
-from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_range
+from plait.tensor.autograd.regathered_activations import Gather, GatherRegistry, Regathered, own_range
 from plait.tensor.dropout_mask import DimPart
 from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.linear import RegionBoundary, RowParallelLinear

@@ -117,7 +117,7 @@ class KnownParts:
         self._parts: dict[Hashable, Any] = {}
 
     def part(self, make: Callable[..., T], *arguments: Any, key: Hashable = ()) -> T:
-        """Return `make(*arguments)`; a later call with an equal `key` returns the same result."""
+        """Return `make(*arguments)`, cached by `make` and `key`; the arguments are not compared."""
         known = make, key
         if known not in self._parts:
             self._parts[known] = make(*arguments)

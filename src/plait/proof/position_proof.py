@@ -295,7 +295,7 @@ class PositionTracker:
                 self._require(tensor, call.mark.dim, f"gives {call.function.__name__} as {name}")
 
     def follow_result(self, call: MarkedCall) -> None:
-        """Set the sequence dim of a marked function's result."""
+        """Set which dim of a marked function's result is the sequence, by its mark or else by its size."""
         at = None if call.mark.dim is None else PositionDim(call.mark.dim)
         if call.mark.like is not None:
             given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from plait.ranks.collectives import all_reduce
-from plait.ranks.kept_run import KeptRun, forget_connections_of_kept_run, keep_run, take_kept_run
 from plait.ranks.launch.world_membership import leave_world
 from plait.ranks.mesh import GridMesh
+from plait.ranks.run_kept_in_memory import KeptRun, forget_connections_of_kept_run, keep_run, take_kept_run
 
 
 def threads_of_gloo() -> int:

@@ -40,7 +40,7 @@ from plait.errors import (
     terminal_text,
 )
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
-from plait.ranks.kept_run import keeps_runs, take_moved_run
+from plait.ranks.run_kept_in_memory import keeps_runs, take_moved_run
 from plait.ranks.supervised_rank import (
     WorldChange,
     found_at_start,
@@ -257,7 +257,7 @@ class Checkpoints(Callback):
         self._warned = False
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Finish saving, withdraw checkpoints with wrong bits, and close the snapshots.
+        """Finish saving, rename checkpoints that may have wrong bits, and close or release the snapshots.
 
         Not finished where the run ended by an error that other ranks may not have.
         """

@@ -42,8 +42,8 @@ from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, CorruptionError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.failure.failure_log import is_secondary
-from plait.ranks.kept_run import KeptRun, keep_run, keeps_runs, take_moved_run
 from plait.ranks.launch.rank_threads import join_thread
+from plait.ranks.run_kept_in_memory import KeptRun, keep_run, keeps_runs, take_moved_run
 from plait.ranks.supervised_rank import (
     WorldChange,
     newest_good_step,

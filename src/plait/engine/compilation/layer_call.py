@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.engine.compilation.weight_gradients import WeightTerms
 from plait.tensor.autograd.kept_results import Tensors
-from plait.tensor.autograd.regather import Gather, Regathered
+from plait.tensor.autograd.regathered_activations import Gather, Regathered
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import Dropout
 

@@ -21,7 +21,7 @@ from plait.engine.compilation.torch_compiler import example_of, is_view
 from plait.tensor.autograd.deferred_weight_gradients import add_product, add_rows
 from plait.tensor.autograd.eager_operations import AUTOGRAD_CALL_BACKWARD
 from plait.tensor.autograd.float8_linear import add_float8_product
-from plait.tensor.autograd.regather import Regathered
+from plait.tensor.autograd.regathered_activations import Regathered
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import SCALED_PRODUCT

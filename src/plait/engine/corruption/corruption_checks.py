@@ -15,7 +15,7 @@ from plait.engine.engine import Engine
 from plait.engine.runner import Runner
 from plait.errors import PlanError
 from plait.plan.argument_checks import require_flag, require_instance, require_number
-from plait.ranks.kept_run import keeps_runs
+from plait.ranks.run_kept_in_memory import keeps_runs
 
 
 class CorruptionChecks:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.engine.corruption.word_checksums import WordChecksums
 from plait.ranks.device import read_later
-from plait.tensor.autograd.regather import version_of
+from plait.tensor.autograd.regathered_activations import version_of
 
 STATE = "optimizer state"
 """How the names of tensors of optimizer state begin."""

@@ -26,8 +26,8 @@ from plait.engine.resharding.optimizer_of_new_engine import (
     set_state,
 )
 from plait.engine.resharding.planned_transfers import Moves, PlacedBlueprint, plan_moves
-from plait.engine.resharding.rank_contribution import RankContribution
 from plait.engine.resharding.rank_report import RankReport
+from plait.engine.resharding.reshard_arguments import ReshardArguments
 from plait.engine.whole_tensors import TensorLocation, locate_tensors
 from plait.errors import PlaitError, PlanError
 from plait.models.layers.layer_sequence import sequence_of
@@ -72,12 +72,12 @@ def reshard(
     require_instance("the mesh", mesh, Mesh, "give plait.Mesh(plan)", PlanError)
     mesh.check_plan(plan)
     refuse_unavailable(plan, mesh.device)
-    own: RankContribution | None = None
+    own: ReshardArguments | None = None
     with _raising_on_all_ranks(mesh):
         if isinstance(engine, Engine):
-            own = RankContribution.of_engine(engine, optimizer)  # type: ignore[arg-type]
+            own = ReshardArguments.of_engine(engine, optimizer)  # type: ignore[arg-type]
         else:
-            own = RankContribution.joining(engine, optimizer, mesh.device, loss, rules)
+            own = ReshardArguments.joining(engine, optimizer, mesh.device, loss, rules)
     assert own is not None
     texts = all_gather_text(own.report.to_text(), mesh.all_ranks, mesh.device)
     change = _agreed_change(own, [RankReport.from_text(text) for text in texts], plan, mesh)
@@ -112,7 +112,7 @@ class _Change:
     seed: int
 
 
-def _agreed_change(own: RankContribution, reports: Sequence[RankReport], plan: Plan, mesh: Mesh) -> _Change:
+def _agreed_change(own: ReshardArguments, reports: Sequence[RankReport], plan: Plan, mesh: Mesh) -> _Change:
     """Return the new blueprint, moves and optimizers, agreed on by all ranks. Raises PlanError on all."""
     change: _Change | None = None
     with _raising_on_all_ranks(mesh):
@@ -177,13 +177,13 @@ def _require_alike(old: Sequence[tuple[int, RankReport]], reports: Sequence[Rank
             )
 
 
-def _blueprint(own: RankContribution, plan: Plan, mesh: Mesh) -> Blueprint:
+def _blueprint(own: ReshardArguments, plan: Plan, mesh: Mesh) -> Blueprint:
     if own.engine is not None and own.engine.plan == plan:
         return own.engine.blueprint
     return shared_blueprint(own.model, plan, own.rules, mesh.shared_results)
 
 
-def _carried_out(change: _Change, own: RankContribution, mesh: Mesh) -> tuple[Engine | None, Any]:
+def _carried_out(change: _Change, own: ReshardArguments, mesh: Mesh) -> tuple[Engine | None, Any]:
     """Move everything, and return the new engine and its optimizers; this rank may have none."""
     leaving = None if own.engine is None else LeavingValues(own.engine, own.optimizers)
     dtypes = {key: one.dtype_of(key) for one in reversed(change.reports) for key in one.dtypes}

@@ -56,7 +56,7 @@ class Unit:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that the layers of the first stage use, by full name in the model."""
+        """The unit's parameters by full name, as this rank's first stage that uses the unit holds them."""
         return self.parameters_of(self.stages[0])
 
     @cached_property

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from plait.tensor.autograd.joined_linears import JoinedLinears, are_side_by_side
-from plait.tensor.autograd.regather import version_of
+from plait.tensor.autograd.regathered_activations import version_of
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.find_module_hooks import call_hooks, has_own_forward
 from plait.tensor.parallel.apply_float8 import CASTS

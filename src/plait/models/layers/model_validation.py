@@ -30,7 +30,7 @@ from plait.models.layers.layer_sequence import (
 )
 from plait.plan.rules import join
 from plait.ranks.gradient_hook_detection import first_gradient_hook
-from plait.tensor.autograd.regather import version_of
+from plait.tensor.autograd.regathered_activations import version_of
 from plait.tensor.dropout import is_plain_dropout
 from plait.tensor.find_module_hooks import HOOKS, call_hooks, computed_by_hooks, weight_utility
 

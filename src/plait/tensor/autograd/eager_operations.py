@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.tensor.autograd.float8_inputs import carrier_like, sum_of_gradients
-from plait.tensor.autograd.regather import Gather
+from plait.tensor.autograd.regathered_activations import Gather
 
 Operation = Callable[[Tensor], Tensor]
 

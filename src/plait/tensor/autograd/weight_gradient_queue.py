@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from plait.tensor.autograd.float8_inputs import CastInputs
-from plait.tensor.autograd.regather import GatherRegistry
+from plait.tensor.autograd.regathered_activations import GatherRegistry
 from plait.tensor.autograd.torch_calls import add_each
 
 WeightWork = Callable[[], object]

@@ -21,7 +21,7 @@ from plait.tensor.autograd.deferred_weight_gradients import defers
 from plait.tensor.autograd.eager_operations import TRACE, TensorForm
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, computed_once, kept
 from plait.tensor.autograd.paired_collectives import gather, split
-from plait.tensor.autograd.regather import own_range
+from plait.tensor.autograd.regathered_activations import own_range
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.assignments import Assignments, assign
 from plait.tensor.experts.expert_casts import ExpertCasts

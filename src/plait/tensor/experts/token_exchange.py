@@ -26,7 +26,7 @@ from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_gather, all_to_all_uneven
 from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
-from plait.tensor.autograd.regather import PendingTensor
+from plait.tensor.autograd.regathered_activations import PendingTensor
 from plait.tensor.experts.copies_of_tokens import TokenRows
 
 

@@ -39,7 +39,7 @@ from plait.tensor.autograd.paired_collectives import (
     scatter_out,
     split,
 )
-from plait.tensor.autograd.regather import GatherRegistry
+from plait.tensor.autograd.regathered_activations import GatherRegistry
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout_mask import DimPart
 from plait.tensor.parallel.partition import AXIS, EVEN, Partition, column_layouts, local_shard, row_layouts

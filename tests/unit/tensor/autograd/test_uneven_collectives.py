@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.ranks import Group, Mesh, Traffic
-from plait.tensor.autograd.regather import Gather, own_range, start_reduce_scatter
+from plait.tensor.autograd.regathered_activations import Gather, own_range, start_reduce_scatter
 
 SHAPES = [
     (1, 8, 3),

@@ -39,7 +39,7 @@ from plait.ranks.launch.elastic.host_agreement import (
     sizes_of_hosts,
 )
 from plait.ranks.launch.elastic.host_link import HostLink, Message
-from plait.ranks.launch.elastic.host_search import HubPlace, answer_where
+from plait.ranks.launch.elastic.meeting_address_search import HubPlace, answer_where
 from plait.ranks.run_store import listen
 
 _PAUSE = 0.1

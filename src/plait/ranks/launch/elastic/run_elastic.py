@@ -24,7 +24,7 @@ from plait.ranks.launch.elastic.supervisor import Supervisor
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
 from plait.ranks.launch.rank_main_loop import serve
-from plait.ranks.launch.run_folder import run_folder
+from plait.ranks.launch.temporary_run_folder import run_folder
 from plait.ranks.rank_device import newer_nccl
 from plait.ranks.supervised_rank import removed_at_end, variables_of_supervisor
 from plait.ranks.world import World, derived_ports

@@ -38,7 +38,7 @@ from plait.ranks.launch.elastic.host_link import (
     Message,
     connect_to_host,
 )
-from plait.ranks.launch.elastic.host_search import HubPlace, searching
+from plait.ranks.launch.elastic.meeting_address_search import HubPlace, searching
 from plait.ranks.launch.rank_job import unpickled_result
 from plait.ranks.run_store import is_loopback, listening_socket, plain_address, require_known
 

@@ -1,4 +1,4 @@
-"""Where the hosts of a run have met last, as those say that can be reached.
+"""Asks the hosts of a run, one after another, at which address its supervisors met last.
 
 A host that was started again, or cut off for a while, finds the others so: they may have gone on elsewhere.
 """

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from plait.files import try_lock
-from plait.ranks.launch.run_folder import run_folder
+from plait.ranks.launch.temporary_run_folder import run_folder
 
 MAKES_ONE = """
 import sys
-from plait.ranks.launch.run_folder import run_folder
+from plait.ranks.launch.temporary_run_folder import run_folder
 with run_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
@@ -68,7 +68,7 @@ def test_a_file_system_without_locks_has_folders_too(tmp_path: Path, monkeypatch
         raise OSError("no locks available")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("plait.ranks.launch.run_folder.try_lock", fail)
+    monkeypatch.setattr("plait.ranks.launch.temporary_run_folder.try_lock", fail)
     with run_folder() as one, run_folder() as other:
         assert {*tmp_path.iterdir()} == {Path(one), Path(other)}
     assert [*tmp_path.iterdir()] == []

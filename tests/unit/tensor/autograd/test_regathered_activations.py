@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.autograd.deferred_weight_gradients import linear
 from plait.tensor.autograd.paired_collectives import gather_in
-from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_range
+from plait.tensor.autograd.regathered_activations import Gather, GatherRegistry, Regathered, own_range
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 
 ROWS, LENGTH, WIDTH = 2, 5, 3

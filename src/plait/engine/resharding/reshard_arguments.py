@@ -27,7 +27,7 @@ from plait.tensor.torch_losses import GivenLoss, as_loss
 
 
 @dataclass(frozen=True)
-class RankContribution:
+class ReshardArguments:
     """One rank's arguments of `reshard`: the model, and its engine and optimizers if it has any."""
 
     model: nn.Module
@@ -44,14 +44,14 @@ class RankContribution:
     """Whether optimizers were given as a list."""
 
     @staticmethod
-    def of_engine(engine: Engine, optimizer: GivenOptimizers) -> RankContribution:
+    def of_engine(engine: Engine, optimizer: GivenOptimizers) -> ReshardArguments:
         """Return the contribution of a rank with an engine. Raises PlaitError for state that cannot move."""
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
         _refuse_owners(optimizers)
         model = meta_model(engine.blueprint.sequence, runtime.context)
         refuse_lost_settings(model, runtime.loss)
-        return RankContribution(
+        return ReshardArguments(
             model,
             runtime.loss,
             runtime.rules,
@@ -64,7 +64,7 @@ class RankContribution:
     @staticmethod
     def joining(
         model: object, maker: Any, device: torch.device, loss: GivenLoss | None, rules: Rules | None
-    ) -> RankContribution:
+    ) -> ReshardArguments:
         """Return the contribution of a rank without engine: its model. Raises PlanError or ModelError."""
         if not isinstance(model, nn.Module):
             raise PlanError(
@@ -78,7 +78,7 @@ class RankContribution:
         refuse_compiled_loss(loss)
         refuse_lost_settings(model, as_loss(loss))
         makers = () if maker is None else tuple(maker) if isinstance(maker, list | tuple) else (maker,)
-        return RankContribution(
+        return ReshardArguments(
             meta_model(without_values(sequence_of(model)), getattr(model, "context", None)),
             as_loss(loss),
             chosen_rules(model, rules),
