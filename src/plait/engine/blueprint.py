@@ -315,7 +315,7 @@ class Blueprint:
         Not where their memory is freed after each use: their casts would take half of it.
         """
         names = (join(path, "gate_up_proj") for path in self.float8.experts)
-        kept = any(self.kinds[name].keeps_parameters for name in names)
+        kept = any(self.kinds[name].keeps_parameters for name in names if name in self.kinds)
         return kept and self.plan.microbatches > 1
 
     def recomputing(self, recompute: Recompute | tuple[Recompute, ...]) -> Blueprint:

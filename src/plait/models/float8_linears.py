@@ -163,8 +163,8 @@ def require_multipliable(choice: LinearChoice, layouts: Mapping[str, Layout], re
             _require_own_features(layouts[name], path, recipe)
     for path in choice.experts:
         for name in ("gate_up_proj", "down_proj"):
-            layout = layouts[join(path, name)]
-            _require_multiples(layout, "etp", f"{name} of {path}", recipe)
+            if (layout := layouts.get(join(path, name))) is not None:  # else another layer's
+                _require_multiples(layout, "etp", f"{name} of {path}", recipe)
 
 
 def _require_multiples(layout: Layout, axis: str, weight: str, recipe: str) -> None:

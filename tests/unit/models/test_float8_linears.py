@@ -242,3 +242,13 @@ def test_evaluations_of_an_encoder_layer_of_torch_multiply_in_float8_as_training
     inputs = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).double()
     targets = torch.zeros(2, 5, dtype=torch.int64)
     torch.testing.assert_close(engine.evaluate(inputs, targets), engine.forward_backward(inputs, targets))
+
+
+def test_experts_that_two_layers_share_train_in_float8() -> None:
+    first, second = (plait.MixtureOfExperts(32, 32, 4, 2) for _ in range(2))
+    second.experts = first.experts
+    model = nn.Sequential(nn.Embedding(64, 32), first, second, nn.Linear(32, 64))
+    plan = Plan(microbatches=2, linears="float8", precision="bf16", master_precision="fp32")
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    ids = torch.arange(32).view(2, 16)
+    assert engine.forward_backward(ids, ids).isfinite()

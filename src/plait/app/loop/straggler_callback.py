@@ -22,7 +22,7 @@ from plait.app.loop.rebalancing import (
 from plait.app.loop.slow_ranks import SlowRank, SlowRanks
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.work_division import WorkDivision, agreed_division, why_rows_stay, work_of
-from plait.errors import PlaitError, listed
+from plait.errors import PlanError, listed
 from plait.plan.argument_checks import require_flag, require_whole
 from plait.proof.optimizer_proof import communicating_class
 from plait.ranks.device import is_accelerator
@@ -219,18 +219,18 @@ class Stragglers(Callback):
             return
         try:
             self._divide_anew(run, work, simulation.costs.total)
-        except PlaitError as error:  # on every rank, before anything has moved
+        except PlanError as error:  # on every rank, before anything has moved
             run.tell(f"WARNING: the run was not rebalanced: {error}")
         else:
             run.tell(f"Rebalanced after step {run.done}: {changes}, by simulation {gain}.")
 
     def _divide_anew(self, run: TrainingLoop, work: WorkDivision, costs: Sequence[float]) -> None:
         """Go on with another division of work; compare ranks by the measured `costs` of layers."""
-        if work.rows != run.rows_of_replicas:
-            run.share_rows(work.rows)
         cut_anew = work.cut != run.engine.blueprint.layers_per_stage
         if cut_anew:
             run.reshard(replace(run.engine.plan, layers_per_stage=work.cut))
+        if work.rows != run.rows_of_replicas:
+            run.share_rows(work.rows)
         ordered_anew = work.order.actions != run.engine.schedule.actions
         if ordered_anew:
             run.engine.follow(work.order)

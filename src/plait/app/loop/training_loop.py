@@ -19,6 +19,7 @@ from plait.app.loop.parameter_rates import SCALE
 from plait.app.loop.stream import RankStream, Stream
 from plait.app.loop.stream_reader import Source
 from plait.engine.engine import Engine
+from plait.engine.local_batch import SequencePart
 from plait.engine.resharding.reshard import reshard
 from plait.errors import ConfigError, DataError, NonFiniteError, listed, terminal_text
 from plait.plan.argument_checks import require_instance, require_number
@@ -170,8 +171,8 @@ class TrainingLoop:
         self._rows = rank_rows(self.mesh.index("dp"), replicas, size)
         self.rows_of_replicas: tuple[int, ...] = (size // replicas,) * replicas
         """How many rows of each batch a replica of the model takes, by index along `dp`: see `share_rows`."""
-        self.gives_microbatches = False
-        """Whether the latest batch came in micro-batches, which may have no rows."""
+        self.gives_uncut_rows = True
+        """Whether the latest batch came as whole rows: not in micro-batches, nor as a part of sequences."""
         self._tokens, self._data_seconds = 0, 0.0
         self._unread: tuple[int, Callable[[], StepMetrics]] | None = None
 
@@ -331,8 +332,8 @@ class TrainingLoop:
         self._end_with_data(step + 1)
         self._tokens = token_count(targets, self.batches.size)
         self.optimizer.zero_grad()
-        self.gives_microbatches = isinstance(inputs, Microbatches)
-        if len(set(self.rows_of_replicas)) > 1:
+        self.gives_uncut_rows = not isinstance(inputs, Microbatches | SequencePart)
+        if len(set(self.rows_of_replicas)) > 1 and self.gives_uncut_rows:
             inputs, targets, _ = counted_microbatches(inputs, targets, self.engine.plan.microbatches, None)
         return self.engine.forward_backward(inputs, targets)
 

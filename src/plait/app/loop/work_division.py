@@ -60,8 +60,8 @@ def why_rows_stay(run: TrainingLoop) -> str:
         return "the model has one replica"
     if isinstance(run.batches, RankStream):
         return "a stream gives all replicas equally many rows"
-    if run.gives_microbatches:
-        return "batches are given in micro-batches"
+    if not run.gives_uncut_rows:
+        return "batches are given in micro-batches, or as parts of sequences"
     if engine.plan.cuda_graphs:
         return "CUDA graphs are recorded for equally many rows"
     if engine.runtime.balance is not None:
