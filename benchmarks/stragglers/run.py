@@ -326,9 +326,7 @@ def main() -> None:
     parser.add_argument(
         "--plans", nargs="+", default=(), help="the plans of the tables, by name; default: all"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=0.2, help="of sleep a rank and step; more if others run"
-    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="of sleep a rank and step")
     given = parser.parse_args()
     for kind in given.kinds:
         print(f"\n## {kind}\n")
