@@ -8,6 +8,7 @@ With `--traced` of models whose layers run on the meta device, as those of folde
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from multiprocessing import get_context
 from resource import RUSAGE_SELF, getrusage
 from time import process_time
@@ -39,17 +40,7 @@ CASES = {
     16384: ("405 B", LLAMA_405B, 2048),
 }
 """By ranks: the model, and the sequences of a step."""
-LLAMA_8B = Decoder(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    inner=14336,
-    vocab=128256,
-    context=8192,
-    gated=True,
-    rotary=True,
-)
+LLAMA_8B = replace(LLAMA_405B, layers=32, hidden=4096, heads=32, inner=14336)
 TRACED = {
     8: ("8 B, traced", LLAMA_8B, 64),
     64: ("8 B, traced", LLAMA_8B, 256),

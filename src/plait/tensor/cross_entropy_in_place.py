@@ -83,7 +83,7 @@ class CrossEntropyInPlace:
         return lambda part, chunk: overwrite_logits(part, found.rows(chunk), vocabulary, terms, scale)
 
     def rows_at_once(self, rows: Tensor) -> int:
-        """Return how many `rows` of logits are computed at once: all where none is copied, or all-reduced."""
+        """Return the rows per chunk: all `rows`, unless logits of all classes are copied in a wider dtype."""
         if self.vocabulary is not None or wide(rows[:0]).dtype == rows.dtype:
             return max(len(rows), 1)
         return max(LOSS_CHUNK_BYTES // (torch.float32.itemsize * max(rows.shape[1], 1)), 1)

@@ -31,7 +31,7 @@ class WorkDivision:
         return [rows * len(self.rows) / sum(self.rows) for rows in self.rows]
 
     def changes_from(self, before: WorkDivision) -> str:
-        """Return as text what differs from `before`."""
+        """Return the differences from the division `before`, as text."""
         changes = []
         if self.cut != before.cut:
             changes.append(f"stages of {_listed(self.cut)} layers in place of {_listed(before.cut)}")

@@ -100,7 +100,7 @@ class SnapshotFolder:
         (self.half(half) / name).unlink(missing_ok=True)
 
     def note_wrong(self, rank: int, attempts: Collection[str], step: int) -> None:
-        """Write for all hosts which states have wrong bits: after `step` steps, of those starts of the ranks.
+        """Write a file saying that snapshots after `step` steps, by ranks of these starts, have wrong bits.
 
         It takes the place of what this rank wrote before, by which ranks have restored since. Raises OSError.
         """
@@ -110,7 +110,7 @@ class SnapshotFolder:
         write_text(Disk(), path, text)
 
     def wrong_states(self) -> dict[str, int]:
-        """Return after how many steps states have wrong bits, by the start of the ranks that had them."""
+        """Return for each start of the ranks the step after which its snapshots have wrong bits."""
         found: dict[str, int] = {}
         for path in self.path.glob(f"{_WRONG}*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # it was not written to its end

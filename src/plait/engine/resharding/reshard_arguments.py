@@ -65,7 +65,7 @@ class ReshardArguments:
     def joining(
         model: object, maker: Any, device: torch.device, loss: GivenLoss | None, rules: Rules | None
     ) -> ReshardArguments:
-        """Return the contribution of a rank without engine: its model. Raises PlanError or ModelError."""
+        """Return the arguments of a rank without an engine: its model. Raises PlanError or ModelError."""
         if not isinstance(model, nn.Module):
             raise PlanError(
                 f"plait.reshard was given a {type(model).__name__} in place of an engine: give the engine, "

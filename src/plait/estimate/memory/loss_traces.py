@@ -63,7 +63,7 @@ def _traced(
 
 
 def _rows_at_once(end: LossStage, given: Value) -> int | None:
-    """Return how many rows a cross-entropy that overwrites logits computes at once; None for other losses."""
+    """Return the rows per chunk of a cross-entropy that overwrites logits; None for other losses."""
     loss = end.loss
     if not (isinstance(end, OverwritingLossStage) and isinstance(loss, CrossEntropyInPlace)):
         return None

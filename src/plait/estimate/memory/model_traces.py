@@ -76,7 +76,7 @@ class ModelTraces:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """The bytes that layers allocate in a forward and save for its backward."""
+        """The bytes that all layers together allocate in a forward and keep for the backward."""
         forwards = (trace.forward for trace in self.layers)
         return sum(one.allocated.get(number, 0) for one in forwards for number in one.saved)
 
@@ -176,7 +176,7 @@ class TracedLayer:
 
     @cached_property
     def described(self) -> str:
-        """What the traces of the next layer depend on: see `_described`."""
+        """Shapes, strides and dtypes of the output, as text: equal ones give the next layer equal traces."""
         return _described(self.output)
 
 
@@ -256,7 +256,7 @@ def _traced_layer(
 
 
 def _forget(kept: Sequence[MatrixCasts]) -> None:
-    """Let the next run cast the matrices of experts, as in a step's first micro-batch, which takes most."""
+    """Clear the casts of experts' matrices, so that the next run makes them, as a step's first does."""
     for casts in kept:
         casts.begin_step()
 

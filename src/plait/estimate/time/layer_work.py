@@ -141,7 +141,7 @@ class MicrobatchSizes(ABC):
 
 
 def extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return what operations `few` are with `rows` rows more, if `more` has one more: numbers grow linearly.
+    """Extrapolate operations `few` linearly by `rows` rows, given the same for one row more (`more`).
 
     Or any other things of which there are more, instead of rows. Raises ValueError where the two have other
     parts.

@@ -71,7 +71,7 @@ class TorchTransport:
         self.index = index
 
     def forget_process_group(self) -> None:
-        """Drop the process group, which ends with its last reference; then no operation can start."""
+        """Delete this reference to the process group, so that torch can free it; no operation can start then."""
         del self.process_group
 
     def __getattr__(self, name: str) -> Never:
@@ -211,7 +211,7 @@ def backends_of(process_group: dist.ProcessGroup | None) -> str:
 
 
 def torch_timeout(seconds: float) -> timedelta:
-    """Return a timeout as torch takes it: of infinitely many seconds, the longest one."""
+    """Return `seconds` as a timeout for torch, which takes no infinite one: then about 30 years."""
     return timedelta(seconds=min(float(seconds), _LONGEST_TIMEOUT))
 
 

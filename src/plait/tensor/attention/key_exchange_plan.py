@@ -40,7 +40,7 @@ Selection = slice | Tensor
 
 @dataclass(frozen=True)
 class PeerBlock:
-    """Which keys this rank and another rank of `cp` send each other, and kernel calls on those received."""
+    """The keys that this rank and another of `cp` send each other, and attention calls on those received."""
 
     sent: Selection
     """The keys of this rank that the peer's queries see."""

@@ -91,7 +91,7 @@ class InputGradient:
 
 @dataclass(frozen=True)
 class InputParts:
-    """A tensor that float8 linears read and of which each rank has a part, before it is gathered."""
+    """This rank's part of an input of float8 linears, and the all-gather of the whole input."""
 
     part: Tensor
     gather: Gather

@@ -36,7 +36,7 @@ class RecomputedRun(Protocol):
 
     @property
     def output_is_read(self) -> bool:
-        """Whether the output of this run is needed; if not, only its saved tensors are."""
+        """Whether the output of this run is needed, or only the tensors that it saves."""
 
     @property
     def has_results(self) -> bool:

@@ -300,7 +300,7 @@ class StepBalance:
         self._uncorrected = {}
 
     def clear(self) -> None:
-        """Discard a step that has not ended."""
+        """Discard the router losses, loads and pending reductions of a step that was broken off."""
         for table in self._started:
             if table.handle is not None:
                 table.handle.abandon()

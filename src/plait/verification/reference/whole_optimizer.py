@@ -1,4 +1,4 @@
-"""The reference run's optimizer, on whole parameters; Muon is written anew, apart from plait's own."""
+"""The reference run's optimizer, on whole parameters; it has an independent implementation of Muon."""
 
 from __future__ import annotations
 

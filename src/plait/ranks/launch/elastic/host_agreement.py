@@ -45,16 +45,16 @@ class KnownWorlds:
 
     @property
     def worlds(self) -> tuple[HostWorld, ...]:
-        """All of them: one is the current one."""
+        """The newest world that has begun, and those accepted since, one of which may have begun."""
         return self.accepted if self.begun is None else (self.begun, *self.accepted)
 
     @property
     def generation(self) -> int:
-        """The number of the newest; 0: it knows none."""
+        """The number of the newest known world; 0 if none is known."""
         return max(map(_generation, self.worlds), default=0)
 
     def merged(self, *others: KnownWorlds) -> KnownWorlds:
-        """Return what several hosts know together."""
+        """Return the worlds that this host and others know together."""
         every = (self, *others)
         begun = max((one.begun for one in every), key=_generation)
         accepted = {world for one in every for world in one.accepted}

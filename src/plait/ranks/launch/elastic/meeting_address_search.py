@@ -20,7 +20,7 @@ _PATIENCE = 1.0
 
 @dataclass(frozen=True)
 class HubPlace:
-    """Where supervisors meet."""
+    """Address at which the supervisors of a run meet, and the newest world that has met there."""
 
     number: int
     """Of the hub's host."""
@@ -31,7 +31,7 @@ class HubPlace:
 
 
 def answer_where(place: HubPlace | None) -> Message:
-    """Return the answer to `where`: where the supervisor's host has met others last, if it has."""
+    """Return the answer to a message `where`: the address of the last meeting, if there was one."""
     return {"kind": "at"} | ({} if place is None else asdict(place))
 
 

@@ -514,7 +514,7 @@ def _plain(result: object, rank: int) -> str:
 
 
 def _merged(known: Message | None, message: Message) -> Message:
-    """Return the failure to tell of two: one with wrong bits first; of two such, what holds for both."""
+    """Return one message for two failures: that with wrong bits; for two such, their earliest step and all ranks."""
     if known is None or known["last_good_step"] is None:
         return message if known is None or message["last_good_step"] is not None else known
     if message["last_good_step"] is None:

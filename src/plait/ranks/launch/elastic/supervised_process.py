@@ -135,7 +135,7 @@ class SupervisedProcess:
                 self.is_busy = isinstance(message, RankFailure)
 
     def _fail_stalled(self, summary: str) -> None:
-        """Kill the process, whose messages cannot be told apart from here on."""
+        """Kill the process because it stopped within a message, and record that as its failure."""
         if self._job is not None and self.report is None:
             self.fail(summary)
         else:

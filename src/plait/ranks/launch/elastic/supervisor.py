@@ -219,7 +219,7 @@ class Supervisor(SimpleElasticAgent):
         return self._settings.replace == "later"
 
     def _ranks_of(self, processes: int) -> int:
-        """Return how many ranks so many processes can be, by `Elastic.ranks_of`; 0: too few."""
+        """Return how many ranks `Elastic.ranks_of` allows for so many processes; 0: too few."""
         most, ranks_of = min(processes, self._wanted), self._settings.ranks_of
         if ranks_of is None or not most:
             return most
@@ -335,7 +335,7 @@ class Supervisor(SimpleElasticAgent):
             _print(cause.traceback.rstrip())
 
     def _note_wrong_bits(self) -> None:
-        """Leave out the wrong bits that ranks have found besides the failure that ended the generation."""
+        """Handle the CorruptionErrors that ranks raised besides the failure that ended the generation."""
         for failure in self._failures():
             error = failure.exception()
             if failure is not self.cause and isinstance(error, CorruptionError):
@@ -343,7 +343,7 @@ class Supervisor(SimpleElasticAgent):
                 self._leave_out_wrong(failure, error)
 
     def _leave_out_wrong(self, failure: RankFailure, error: CorruptionError) -> None:
-        """Let no rank, on any host, go on from wrong bits, and replace the ranks here that are wrong."""
+        """Exclude states with wrong bits from loading on all hosts, and replace the wrong ranks of this host."""
         self._host.report(failure, error.last_good_step, error.ranks)
         go_on_before(self._folder, error.last_good_step)
         self._replace_wrong(error.ranks)
