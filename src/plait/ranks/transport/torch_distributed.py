@@ -71,7 +71,7 @@ class TorchTransport:
         self.index = index
 
     def forget_process_group(self) -> None:
-        """Delete this reference to the process group, so that torch can free it; no operation can start then."""
+        """Delete the reference to the process group, so that torch can free it; no operation can follow."""
         del self.process_group
 
     def __getattr__(self, name: str) -> Never:

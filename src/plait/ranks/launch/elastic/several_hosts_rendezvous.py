@@ -514,7 +514,7 @@ def _plain(result: object, rank: int) -> str:
 
 
 def _merged(known: Message | None, message: Message) -> Message:
-    """Return one message for two failures: that with wrong bits; for two such, their earliest step and all ranks."""
+    """Return one message for two failures: the one with wrong bits; of two such, both joined in one."""
     if known is None or known["last_good_step"] is None:
         return message if known is None or message["last_good_step"] is not None else known
     if message["last_good_step"] is None:

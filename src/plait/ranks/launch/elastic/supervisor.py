@@ -343,7 +343,7 @@ class Supervisor(SimpleElasticAgent):
                 self._leave_out_wrong(failure, error)
 
     def _leave_out_wrong(self, failure: RankFailure, error: CorruptionError) -> None:
-        """Exclude states with wrong bits from loading on all hosts, and replace the wrong ranks of this host."""
+        """Exclude states with wrong bits from loading on all hosts; replace the wrong ranks of this host."""
         self._host.report(failure, error.last_good_step, error.ranks)
         go_on_before(self._folder, error.last_good_step)
         self._replace_wrong(error.ranks)
