@@ -39,7 +39,7 @@ def choices_of(routing: Routing, logits: Tensor, indices: Tensor) -> Tensor:
 
 
 def one_hot(indices: Tensor, experts: int) -> Tensor:
-    """Return how often each token has each expert, float64 `[T, E]`."""
+    """Return how often each token chose each expert, float64 `[T, E]`."""
     return functional.one_hot(indices.clamp(min=0), experts).sum(1).double()
 
 
