@@ -46,7 +46,7 @@ def _spelled(names: Sequence[str]) -> BeforeValidator:
 
 
 class OptimizerConfig(Section):
-    """The optimizer (of torch.optim, or `plait.Muon`), and its options; those unset have its own defaults."""
+    """The optimizer (of torch.optim, or `plait.Muon`), and its options; unset ones keep its defaults."""
 
     name: Annotated[OptimizerName, _spelled(get_args(OptimizerName))] = "AdamW"
     """class of torch.optim that updates parameters; or Muon, which updates hidden matrices, beside AdamW"""
