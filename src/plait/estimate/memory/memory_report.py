@@ -106,7 +106,7 @@ class MemoryLedger:
         return MemorySnapshot(instruction, self._held.copy(), self._host)
 
     def reset_peaks(self) -> None:
-        """Reset the recorded peaks, before the next step."""
+        """Reset the recorded peaks, before another step."""
         self.peak, self.host_peak, self.most = None, 0, 0
 
     def _count(self, block: MemoryBlock, nbytes: int) -> None:
