@@ -26,7 +26,7 @@ _CYCLED = ("momentum", "betas")
 
 
 def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group's rate and what torch's schedulers had added, such as `initial_lr`.
+    """Return a saved group's learning rate, and what torch's schedulers had added, such as `initial_lr`.
 
     Nothing where the group starts from another rate than when it was saved.
     """

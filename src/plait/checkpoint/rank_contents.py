@@ -61,7 +61,7 @@ def state_of(
 def whole_state_of(
     optimizers: OptimizerSet, name: str, shard: nn.Parameter, layout: Layout
 ) -> Iterator[tuple[str, Layout, Tensor]]:
-    """Yield key, layout and value of a parameter's state tensors that this rank has whole, others none."""
+    """Yield key, layout and value of the state tensors of a parameter that only this rank has, whole."""
     for key, value in optimizers.state_of(shard).items():
         _require_no_dot(key, name)
         if isinstance(value, Tensor):
@@ -111,7 +111,7 @@ def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, An
 def merge_optimizers(
     optimizers: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the ranks' results of `describe` as one, and the numbers in it of each rank's parameter groups.
+    """Return the ranks' results of `describe` as one, and for each rank the numbers of its groups in that.
 
     Groups of two ranks are the same if their options are. Where one rank has several groups with the same
     options, the first of them is the first of every rank, and so on.

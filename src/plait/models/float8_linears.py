@@ -67,7 +67,7 @@ class LinearChoice:
         return {**chosen, **experts, **self.others}
 
     def within(self, layer: str) -> tuple[str, ...]:
-        """Return the names, in the layer of that path, of its linears and experts that multiply in float8."""
+        """Return the names, in the layer at a path, of its linears and experts that multiply in float8."""
         start = f"{layer}." if layer else ""
         return tuple(
             path.removeprefix(start)
@@ -81,7 +81,7 @@ NO_LINEARS = LinearChoice((), {})
 
 
 def choose_linears(layers: Sequence[NamedLayer], rules: Mapping[str, Rule]) -> LinearChoice:
-    """Return which linears multiply in float8; `rules`: those of the model's modules by path."""
+    """Return which linears multiply in float8; `rules`: the tensor-parallel rules of modules by path."""
     linears = {
         join(layer.path, name): module
         for layer in layers

@@ -93,7 +93,7 @@ def views(axes: Collection[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def view_of(axes: Collection[str], sizes: Collection[str]) -> tuple[str, ...]:
-    """Return the first view that has all of `axes`. Raises `MeshError` where none has."""
+    """Return the first grid of axes in `views` that has all of `axes`. Raises `MeshError` where none has."""
     for view in views(sizes):
         if set(axes) <= set(view):
             return view
@@ -109,7 +109,7 @@ def world_size(sizes: Mapping[str, int]) -> int:
 
 
 def layout_degrees(sizes: Mapping[str, int], *, experts: bool = False) -> dict[str, int]:
-    """Return the axes of the layouts of a stage's tensors, with their degrees: all of a view but `pp`.
+    """Return the axes of the layouts of a stage's tensors, with their degrees: a grid's axes but `pp`.
 
     `experts`: those of the experts' view, where `sizes` have it.
     """
@@ -179,7 +179,7 @@ def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the rank at a coordinate, which has an index along each axis of a view (the first such counts).
+    """Return the rank at a coordinate, which has an index for each axis of at least one grid in `views`.
 
     Inverse of `coordinate_of`. Raises `MeshError` outside the mesh.
     """

@@ -161,7 +161,7 @@ class Selection:
         return self.dims[0] if is_one_block else 0
 
     def of_others(self, at: PositionDim) -> PositionDim | None:
-        """Return where the sequence dim `at` of `self` is in the result; None where it is indexed."""
+        """Return where the tensor's sequence dim `at` is in the result; None where `at` itself is indexed."""
         other = at.without(self.dims)
         return other if other is None or other.dim < self.first else at.at(other.dim + self.index_ndim)
 

@@ -106,7 +106,7 @@ def noted_stop() -> int:
 
 
 def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
-    """Return the names found in a folder at this launch's first call of this function, which stores `now`.
+    """Return the `now` of the first call for this folder in this launch, stored for restarted ranks.
 
     Without a supervisor, `now`.
     """

@@ -45,7 +45,7 @@ class HeldCounts(NamedTuple):
     """Gradients that are being sent, after the first backwards."""
 
     def covers(self, other: HeldCounts) -> bool:
-        """Return whether no count is below that of `other`, a rank whose stages have equal layers."""
+        """Return whether every count is at least that of `other`, a rank whose stages have equal layers."""
         return all(map(ge, self[2:], other[2:])) and all(
             _covered(held, self.starts.get(start, ()))
             for start, most in other.starts.items()

@@ -30,7 +30,7 @@ class MaskCall(NamedTuple):
 
 
 class MaskNotes:
-    """Notes which masks an eager micro-batch draws at a stage, for the tables of its graphs."""
+    """Records which masks an eager micro-batch draws at a stage, for the tables of its graphs."""
 
     def __init__(self) -> None:
         self.elements: dict[MaskCall, int] = {}

@@ -185,6 +185,7 @@ def test_overlap_is_chosen_or_left_open(overlap: bool | None) -> None:
 
 @pytest.mark.parametrize("overlap", [1, 0, "yes", ()])
 def test_other_overlaps_are_refused(overlap: object) -> None:
+    """`Plan.overlap` is True, False or None."""
     with pytest.raises(PlanError) as caught:
         Plan(overlap=overlap)  # type: ignore[arg-type]
     assert str(caught.value) == f"plan.overlap is {overlap!r}: give True, False or None."

@@ -63,6 +63,8 @@ def test_the_first_line_that_differs_is_shown_on_every_rank(thread_ranks: Any) -
 
 
 def test_ranks_without_a_text_may_be_left_out(thread_ranks: Any) -> None:
+    """With `optional=True` only the texts that are not empty are compared."""
+
     def body() -> list[dict[str, list[int]]]:
         group = Mesh(dp=3).group("dp")
         return [

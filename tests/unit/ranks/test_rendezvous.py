@@ -185,6 +185,7 @@ def test_missing_ranks_are_named_on_all_others():
 
 
 def test_a_missing_rank_0_is_a_sentence():
+    """A rank whose rank 0 does not listen raises an error that says where nothing answers."""
     (port,) = free_ports(1)
     (told,) = meeting(world(1, 2, port), timeout=0.3)
     assert f"nothing answers at port {port} of 127.0.0.1 (Connection refused): see whether rank 0" in told

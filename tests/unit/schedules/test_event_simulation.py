@@ -37,6 +37,7 @@ def simulate_events(rows: ActionRows, timing: Timing) -> EventTimes:
 
 
 def test_a_full_backward_on_two_ranks() -> None:
+    """The end of each action, computed by hand, with messages of 10 units of time."""
     made = written(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], rank_of=(0, 1), microbatches=2)
     timing = steady(2, forward=1, inputs=2, weights=3, hop=10)
     assert simulate_events(made.actions, timing) == EventTimes([[1, 2, 32, 38], [12, 17, 18, 23]], {})

@@ -21,6 +21,7 @@ POLICIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", 
 
 @given(policy=st.sampled_from(POLICIES), ranks=st.integers(1, 5), data=st.data())
 def test_the_peaks_are_those_of_the_actions_in_order(policy, ranks, data) -> None:
+    """Peaks from counts of held micro-batches equal `peak_memory`, which goes through the actions."""
     made = schedule(policy, ranks=ranks, microbatches=data.draw(st.integers(1, 8)))
     sizes = st.lists(st.integers(0, 50), min_size=made.stages, max_size=made.stages)
     first, second = tuple(data.draw(sizes)), tuple(data.draw(sizes))

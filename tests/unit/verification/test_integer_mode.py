@@ -158,6 +158,7 @@ def test_a_run_that_recomputes_is_equal_bit_by_bit(recompute: Recompute) -> None
 
 @pytest.mark.parametrize("norm", [functional.layer_norm, functional.rms_norm])
 def test_a_norm_has_its_weight_and_bias(norm: Callable[..., Tensor]) -> None:
+    """In `IntegerMode` a norm's result is multiplied by its weight, and its bias is added."""
     x, weight, bias = whole(4, 6), whole(6, seed=1, largest=3), whole(6, seed=2, largest=3)
     with IntegerMode():
         plain, scaled = norm(x, (6,)), norm(x, (6,), weight=weight)

@@ -31,6 +31,7 @@ def test_a_parameter_of_zeros_moves_too() -> None:
 
 
 def test_moves_depend_on_the_name_and_the_seed_alone() -> None:
+    """The offsets that `add_offsets` adds to start values."""
     value = torch.ones(8)
     first = add_offsets(0)("a", value)
     assert torch.equal(first, add_offsets(0)("a", value))

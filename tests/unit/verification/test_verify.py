@@ -305,6 +305,7 @@ def test_models_and_batches_that_verify_cannot_run_are_refused(
 
 @pytest.mark.parametrize("inputs", [torch.tensor(1.0), "no tensor"])
 def test_every_layout_of_a_batch_without_rows_is_a_sentence(inputs: Any) -> None:
+    """`verify_all` raises an error that names the inputs."""
     case = replace(mlp_case(steps=1), batches=[(inputs, torch.zeros(2, dtype=torch.int64))])
     with pytest.raises((DataError, PlanError), match="the inputs have"):
         verify_all(case, PLAN, 1)

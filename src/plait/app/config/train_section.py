@@ -46,7 +46,7 @@ def _spelled(names: Sequence[str]) -> BeforeValidator:
 
 
 class OptimizerConfig(Section):
-    """The optimizer of torch.optim, or `plait.Muon`, and its options; none: that optimizer's own default."""
+    """The optimizer (of torch.optim, or `plait.Muon`), and its options; unset ones keep its defaults."""
 
     name: Annotated[OptimizerName, _spelled(get_args(OptimizerName))] = "AdamW"
     """class of torch.optim that updates parameters; or Muon, which updates hidden matrices, beside AdamW"""
@@ -180,7 +180,7 @@ class RateConfig(Section):
         return self
 
     def scale_of(self, lr: float) -> float:
-        """Return the learning rate of these parameters divided by `lr`, that of all other parameters."""
+        """Return the learning rate of these parameters divided by `lr`, the rate of all other parameters."""
         return self.lr / lr if self.lr is not None else 1.0 if self.scale is None else self.scale
 
 

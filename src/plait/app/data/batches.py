@@ -284,7 +284,7 @@ class ValidationBatches:
         return {"rows": self.windows.count, "taken": self.rows}
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return those of `rows` that validation batch number `step` has; the last one may be smaller."""
+        """Return `rows` of validation batch number `step`, those that it has; the last one may be smaller."""
         numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
         return self.windows.take(numbers[numbers < self.rows] * self.windows.count // self.rows)
 

@@ -215,7 +215,7 @@ def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterat
 
 
 def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
-    """Yield the texts in a portion of a file; `column`: of a table, that with the text. DataError if none."""
+    """Yield the texts in a portion of a file; `column`: a table's column of text. DataError for no text."""
     if portion.kind == "text":
         yield from _parts_of_text(portion)
     elif portion.kind == "lines":

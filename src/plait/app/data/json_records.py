@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """The place of a line in a file, whose `str` is FILE:LINE; lines are only counted for that."""
+    """The place of a line in a file. Its `str` is FILE:LINE; only that counts the lines before it."""
 
     path: str
     begin: int

@@ -205,7 +205,7 @@ class EarlyStop(Callback):
         self._stop_if_worse(run, run.done)
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Stop the run on all ranks where enough validations had no lower loss."""
+        """Stop the run on all ranks after `patience` validations in a row without a lower loss."""
         if self._validation.loss_name in row:
             self._stop_if_worse(run, int(row["step"]))
 

@@ -172,7 +172,7 @@ class Report(Callback):
         """Whether the file of experts has been opened."""
 
     def describe(self, description: RunDescription) -> None:
-        """Set the description for `run.json`, on rank 0; by default that of the engine and the batches."""
+        """Set what `run.json` contains, on rank 0; by default a description made of engine and batches."""
         self._description = description
 
     def tell_through(self, show: Callable[[str], None]) -> Callable[[str], None]:

@@ -207,7 +207,7 @@ class Validation(Callback):
 
     @property
     def is_regular(self) -> bool:
-        """Whether there are validations before the end of the run."""
+        """Whether the data are also validated during the run, and not only at its end."""
         return self._data is not None and self._every > 0
 
     def begin(self, run: TrainingLoop) -> None:

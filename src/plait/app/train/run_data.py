@@ -66,7 +66,7 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The data of one validation: each held-out sequence once, or those of `train.validate_batches`."""
+    """The data of one validation: all held-out sequences, or as many as `train.validate_batches` says."""
 
     name: str
     """That of the source; "" for a single one."""

@@ -93,7 +93,7 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the configured model, with parameters frozen and routers balanced as `train` says."""
+    """Return the configured model, with parameters frozen and router settings as the section `train` says."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
     if options := config.train.balance_options():

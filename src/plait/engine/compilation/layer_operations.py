@@ -78,5 +78,5 @@ def with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def arguments_of(node: Node) -> tuple[Any, ...]:
-    """Return a node's arguments, whose types the node's operator knows."""
+    """Return `node.args`, typed as `Any`: their types depend on the node's operator."""
     return node.args

@@ -83,7 +83,7 @@ class LayerRerun:
     def run(
         self, place: RunPlace, own: LayerRecord, sent: SentRecord, described: dict[str, Any]
     ) -> tuple[Results, Results]:
-        """Compute the layers on tensors that another rank `sent`; return the results, and those it sent."""
+        """Compute the layers on tensors that another rank `sent`; return these results, and that rank's."""
         stage = self._runtime.pipeline.stages[place.stage]
         views = stage_views(self._runtime, stage, place.first, own.last)
         units = units_of(self._runtime, stage, place.first, own.last)
@@ -160,7 +160,7 @@ def snapshot(runtime: Runtime, stage: Stage, first: int, last: int) -> GradientS
 
 
 def units_of(runtime: Runtime, stage: Stage, first: int, last: int) -> list[Unit]:
-    """Return the units that have parameters of layers `first` to `last` of a stage."""
+    """Return the units (parameters gathered together) that layers `first` to `last` of a stage use."""
     layers = stage.layers[first : last + 1]
     held = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     return [

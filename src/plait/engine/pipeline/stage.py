@@ -393,7 +393,7 @@ class EagerLayer:
 
 
 class CompiledRunner:
-    """Runs a layer as compiled graphs, or by `other` for inputs for which there are none."""
+    """Runs a layer as compiled graphs, or by `other` for inputs that no graphs were made for."""
 
     def __init__(self, compiled: CompiledLayer, layer: EagerLayer, other: LayerRunner) -> None:
         self.compiled, self.layer, self.other = compiled, layer, other

@@ -48,7 +48,7 @@ class LeavingValues:
         return LocalBoxes(held.shard.contiguous(), shard_boxes(held.layout, where))
 
     def discard_round(self, tensors: Round) -> None:
-        """Free optimizer state that has moved."""
+        """Free the old optimizer state of a round of tensors, which have moved."""
         for one in tensors.tensors:
             held = self._held.pop(one.key, None)
             if held is not None and one.entry not in ("", GRADIENT):
@@ -56,7 +56,7 @@ class LeavingValues:
                     optimizer.state.get(self._parameters[one.parameter], {}).pop(one.entry, None)
 
     def discard_unit(self, name: str) -> None:
-        """Free the memory of a unit that has moved."""
+        """Free the old parameters and gradients of a unit (parameters gathered together), which has moved."""
         unit = self._units.get(name)
         for buffer in () if unit is None else unit.buffers:
             buffer.discard()
@@ -95,12 +95,12 @@ class ArrivingValues:
         return buffer
 
     def skip(self, name: str) -> None:
-        """Send this rank's copy of a buffer to the ranks that need it from here."""
+        """Take part in moving a buffer that this rank does not need: send its copy to ranks that do."""
         if self.places[name].is_buffer:
             self._receive_buffer(name, None)
 
     def unit_built(self, name: str, unit: Unit | None) -> None:
-        """Fill a unit that has been built, and free the old one; None where this rank will not have it."""
+        """Receive the values of a new unit, and free the old one; `unit` is None on ranks without it."""
         for one in self.moves.units[name]:
             targets = {} if unit is None else self._targets(one, unit)
             self._exchange(one.transfers, targets, one.dtype)
@@ -110,7 +110,7 @@ class ArrivingValues:
             self.leaving.discard_unit(name)
 
     def send_all(self) -> None:
-        """Take part in all rounds as a rank that will hold nothing of the new run."""
+        """Take part in moving all tensors, as a rank that will hold nothing of the new run."""
         for name in self.after.blueprint.buffer_specs:
             self.unit_built(name, None)
         for name in self.places:

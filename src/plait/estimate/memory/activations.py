@@ -129,7 +129,7 @@ class ActivationAccount:
         self._losses: dict[int, Blocks] = {}
 
     def begin(self) -> None:
-        """Begin a step: record that results which layers shared in the last step are freed."""
+        """Begin a step: release in the ledger the results that layers shared in the step before."""
         for microbatch in self._results:
             self._ledger.drop(("sequences", microbatch))
         self._results.clear()

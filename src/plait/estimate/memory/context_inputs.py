@@ -30,7 +30,7 @@ class ContextShare:
     """Bytes of the micro-batch's tensors that are not part of `inputs` and `targets`: those are copies."""
 
     def uncut_beside(self, classes: Value) -> int:
-        """Return the bytes of whole tensors kept beside their parts; `classes`: the targets, if not known."""
+        """Return the bytes of whole tensors kept beside their parts; `classes`: targets, where not known."""
         if self.targets is not None or self.sequence is None or self.sequence.group.size == 1:
             return self.uncut
         parts = sum(tensor.nbytes for tensor in tensors_of(classes))

@@ -92,7 +92,7 @@ class OperationRecorder(TorchDispatchMode):
         )
 
     def assume_backward(self) -> None:
-        """Derive the backward from the forward, since it does not run on the meta device."""
+        """From now on derive the backward from the forward, since it does not run on the meta device."""
         self._assumes_backward = True
 
     def collective(self, group: Group, kind: str, tensor: Tensor) -> None:

@@ -168,7 +168,7 @@ def prediction_of(
 
 
 class RunDetails(TypedDict, total=False):
-    """What else predictions take of a run, such as optimizer and loss; the arguments of `plait.memory`."""
+    """Optional arguments of predictions, as of `plait.memory`: inputs, targets, loss, rules, `moments`."""
 
     inputs: Any
     targets: Any

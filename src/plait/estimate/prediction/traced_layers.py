@@ -245,7 +245,7 @@ class TracedSizes(MicrobatchSizes):
 
     @cached_property
     def loss_bytes(self) -> float:
-        """Bytes that the loss allocates at least beside what layers save: those of few rows, of many."""
+        """A lower bound of the bytes that the loss allocates beside saved tensors, traced for few rows."""
         return self._traces(self.plan, ceil(min(self.rows, FEW_ROWS[0]))).loss_bytes
 
     def _traces(self, plan: Plan, rows: int) -> ModelTraces:

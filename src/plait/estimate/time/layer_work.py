@@ -141,7 +141,7 @@ class MicrobatchSizes(ABC):
 
 
 def extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Extrapolate operations `few` linearly by `rows` rows, given the same for one row more (`more`).
+    """Return the operations `few` extrapolated linearly to `rows` more rows; `more`: those of one more row.
 
     Or any other things of which there are more, instead of rows. Raises ValueError where the two have other
     parts.

@@ -55,7 +55,7 @@ class ExpertNames:
         return key.replace(f".{self.block}.", ".mlp.")
 
     def in_files(self, name: str) -> str:
-        """Return the key of a tensor of the model that is not of experts."""
+        """Return the name in weight files of a tensor of the model that is not of experts."""
         return name.replace(".mlp.", f".{self.block}.")
 
 

@@ -69,7 +69,7 @@ class Participant:
 
     @property
     def run(self) -> str:
-        """The run of this rank, for messages."""
+        """Text that names the run of this rank, with user, launcher and process, for messages."""
         job = f" {self.job}" if self.job else ""
         return (
             f"a run of user {self.user} by {self.launcher}{job}, of which rank {self.rank} is {self.process}"

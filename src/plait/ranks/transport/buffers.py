@@ -48,7 +48,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shown(versions: Mapping[str, Sequence[int]]) -> str:
-    """Return texts as one text, each after the ranks that have it: `rank 0: …; ranks 1, 2: …`."""
+    """Return the ranks' differing texts as one text: `rank 0: …; ranks 1, 2: …`."""
     return "; ".join(
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in versions.items()

@@ -28,7 +28,7 @@ class RankSubset(RankTransports):
 
     @property
     def failure_log(self) -> FailureLog | None:
-        """The log of all ranks; None where their numbers are others there."""
+        """The failure log of all ranks; None where ranks have other numbers there than in the subset."""
         return self.everyone.failure_log if self.members == tuple(range(self.size)) else None
 
     def connect(

@@ -148,7 +148,7 @@ class RecordedPair:
 
 @dataclass
 class LayerTrace:
-    """What a layer calls outside its graphs, recorded while it is traced."""
+    """The operations and calls that a layer runs outside its graphs, recorded while it is traced."""
 
     names: Mapping[int, str]
     """Each module's name in the layer, by its `id`."""
@@ -175,7 +175,7 @@ class LayerTrace:
     def record_with_carrier(
         self, input: Tensor, shape: Sequence[int], pair: RecordedPair
     ) -> tuple[Tensor, Tensor]:
-        """Record as `record` does; return also a carrier of the result, whose gradient may be in fp32."""
+        """As `record`; return also a carrier: a placeholder of the result whose gradient may be in fp32."""
         numbers = self._numbers(pair)
         made: tuple[Tensor, Tensor]
         made = _RecordedWithCarrier.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]
@@ -193,7 +193,7 @@ class LayerTrace:
         return whole
 
     def carrier_of(self, part: Tensor, shape: Sequence[int], backward: Operation) -> Tensor:
-        """Record `backward`, from a carrier's gradient to that of `part`; return a carrier of `shape`."""
+        """Return a carrier (placeholder) of `shape`; record `backward`, from its gradient to `part`'s."""
         carrier: Tensor = _RecordedCarrier.apply(part, tuple(shape), *self.numbers(backward))  # type: ignore[no-untyped-call]
         return carrier
 

@@ -43,7 +43,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def carrier_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor of the shape of `tensor` (or `shape`) with one element in memory, in a wide dtype."""
+    """Return a carrier: a placeholder of the shape of `tensor` (or `shape`), one element, in a wide dtype."""
     shape = tensor.shape if shape is None else shape
     return tensor.new_empty_strided(shape, (0,) * len(shape), dtype=wide(tensor.dtype))
 
@@ -117,7 +117,7 @@ class SavedInput:
 
 
 class CastInput:
-    """One input of float8 linears: its casts, its carrier and the gradient of that."""
+    """One input of float8 linears: its casts, and the carrier (a placeholder) that takes its gradient."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ def carrier_of(
     shape: Sequence[int],
     backward: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the carrier, of `shape`, of a tensor that linears read, or of the whole of which it is a part.
+    """Return the carrier (a placeholder that takes the gradient) of linears' `input`, or of its whole.
 
     `gradient`: to which the linears add. `backward` returns the gradient of `input` from that of the carrier;
     None: as it is.

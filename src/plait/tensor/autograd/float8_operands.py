@@ -73,7 +73,7 @@ class LinearCasts:
         """Called with each operand that is cast and the result; a verification sets it."""
 
     def reducing(self, reduce_largest: ReduceOverGroups) -> LinearCasts:
-        """Return casts that reduce largest values by `reduce_largest`, without factors of the weight."""
+        """Return a copy that reduces largest values by `reduce_largest`, and remembers no factors yet."""
         return LinearCasts(self.recipe, self.divided, reduce_largest)
 
     def all_groups(self, parts: Groups) -> set[Groups]:
@@ -105,12 +105,12 @@ class LinearCasts:
 
     @property
     def key_of_weight(self) -> FactorKey:
-        """Which factor W is cast by in O = X Wᵀ."""
+        """The key of the factor by which W is cast in O = X Wᵀ."""
         return _factor_key(self.recipe.weight, 1)
 
     @property
     def key_of_weight_for_input(self) -> FactorKey:
-        """Which factor W is cast by in dX = G W."""
+        """The key of the factor by which W is cast in dX = G W."""
         return _factor_key(self.recipe.weight_for_input, 0)
 
     @property
@@ -183,7 +183,7 @@ class LinearCasts:
     def weight_for_input(
         self, weight: Tensor, scale: Tensor | None, factor: Tensor | None = None
     ) -> ScaledMatrix:
-        """Return W, `[outputs, inputs]`, cast for the input gradient; the others as for `weight`."""
+        """Return W, `[outputs, inputs]`, cast for the input gradient; other arguments as of `weight`."""
         return self._weight("weight_for_input", weight, scale, self.key_of_weight_for_input, factor)
 
     def _weight(

@@ -169,7 +169,7 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
 
 @dataclass(frozen=True)
 class SumOfSummands:
-    """How the ranks' summands become a sum, or each rank's part of it along `dim`, without a graph."""
+    """How the ranks' summands become a sum, or each rank's part of it along `dim`, outside of autograd."""
 
     group: Group
     dim: int | None

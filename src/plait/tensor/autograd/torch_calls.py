@@ -54,7 +54,7 @@ def apply_function(function: type[_Function], *arguments: Any) -> Any:
 
 
 def reshaped_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a contiguous tensor in another shape, on the same memory; the tensor given is lost.
+    """Return a contiguous tensor in another shape, on its memory; the given one may not be used again.
 
     The result is no view, so that an autograd function may return it, and others write to it.
     """

@@ -148,7 +148,7 @@ def _factor_of_weight(weight: Tensor, form: CastFormat, divided: tuple[Group, ..
 
 @dataclass(frozen=True)
 class ExpertCasts:
-    """Float8 products of experts: casts of the `gate_up` and of the `down` matrices."""
+    """Multiplies by the matrices of experts in float8: a `MatrixCasts` of `gate_up` and one of `down`."""
 
     gate_up: MatrixCasts
     down: MatrixCasts

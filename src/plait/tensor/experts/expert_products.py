@@ -64,7 +64,7 @@ class ExpertParameters:
         return self.gate_up, self.down, self.gate_up_bias, self.down_bias, *factors
 
     def to(self, dtype: torch.dtype) -> ExpertParameters:
-        """Return the parameters in another dtype, through which their gradients go."""
+        """Return the parameters cast to `dtype`; autograd casts their gradients back."""
         return replace(
             self,
             gate_up=self.gate_up.to(dtype),

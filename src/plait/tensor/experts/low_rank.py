@@ -32,7 +32,7 @@ class LowRank:
     scale: float
 
     def to(self, dtype: torch.dtype) -> LowRank:
-        """Return the adapter in another dtype, through which its gradients go."""
+        """Return the adapter cast to `dtype`; autograd casts its gradients back."""
         return LowRank(self.down.to(dtype), self.up.to(dtype), self.scale)
 
     def add_outputs(self, outputs: Tensor, inputs: Tensor, groups: Groups) -> None:
@@ -46,7 +46,7 @@ class LowRank:
         return of_narrow
 
     def narrow(self, inputs: Tensor, groups: Groups) -> Tensor:
-        """Return `scale · down` of each row: `[rows, rank]`."""
+        """Return each row times `scale` and the `down` of its expert: `[rows, rank]`."""
         return grouped_product(inputs, self.down.transpose(1, 2), groups).mul_(self.scale)
 
 

@@ -38,7 +38,7 @@ from plait.tensor.layer_values import NamedLayer
 
 @dataclass(frozen=True)
 class RouterPlace:
-    """A router of the model, as all ranks know it."""
+    """What all ranks know of a router: its number of experts, and whether `tp` ranks give it equal tokens."""
 
     experts: int
     in_parts: bool

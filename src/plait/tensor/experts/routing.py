@@ -159,7 +159,7 @@ class Routing:
 
 
 def normalized_weights(weights: Tensor) -> Tensor:
-    """Return the weights `[T, k]` over the sum of each token's. Overridable by a `TorchFunctionMode`."""
+    """Return each token's weights, `[T, k]`, divided by their sum. A `TorchFunctionMode` can replace it."""
     if has_torch_function_variadic(weights):
         replaced: Tensor = handle_torch_function(normalized_weights, (weights,), weights)
         return replaced

@@ -196,7 +196,7 @@ def _places(mask: Tensor, count: int) -> Tensor:
 
 
 def pack(values: Tensor, *others: Tensor) -> Tensor:
-    """Return rows `[n, width]` of the values, and behind them the bits of others, in the dtype of `values`.
+    """Return `values [n, width]`, each row followed by the bits of that row of the other tensors.
 
     The dtypes of others are as wide, or several times.
     """

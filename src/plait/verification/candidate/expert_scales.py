@@ -57,7 +57,7 @@ class ExpertScales:
         return counts_of(torch.cat([one[one >= 0] for one in own]))
 
     def of_weight(self, path: str, recorded: Tensor, *, is_transposed: bool) -> Tensor:
-        """Return this rank's scales of a weight, of those `[E, out]`, or `[E, 1]`, that are recorded."""
+        """Return this rank's part of the recorded scales of a weight, `[E, out]` or `[E, 1]`, flat."""
         layout = self.layouts[path]
         if recorded.shape[1] == 1:
             own = self._own(recorded.T)

@@ -48,7 +48,7 @@ class ActivationParts:
         return ComparedBox(tuple(shape), of)
 
     def of_tokens(self, shape: Sequence[int], count: int) -> ComparedBox:
-        """Return the part of a tensor `[rows, length, n]` that `count` tokens of this rank are, `[count, n]`.
+        """Return the part of a tensor `[rows, length, n]` at this rank's `count` tokens, as `[count, n]`.
 
         Its positions, or its part of them along `tp`.
         """

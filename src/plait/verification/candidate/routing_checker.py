@@ -26,7 +26,7 @@ from plait.verification.step_location import Location, RecordKey, RecordScope, S
 
 @dataclass(frozen=True)
 class Routed:
-    """What a call of a router has given."""
+    """The logits and the chosen experts in one call of a router."""
 
     router: Router
     logits: Tensor

@@ -196,7 +196,7 @@ class Definitions:
 
     @contextmanager
     def mistaken(self, **mistake: Any) -> Iterator[None]:
-        """Context in which attention is computed with a known mistake, to recognise that.
+        """Context in which attention is computed with a known mistake, by which a wrong run is recognised.
 
         `mask`, `positions`: documents with other ids. `windows`: other windows, by the right ones.
         """

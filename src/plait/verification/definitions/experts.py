@@ -79,7 +79,7 @@ def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, T
 
 
 def weights_over_their_sum(weights: Tensor) -> Tensor:
-    """Return the weights `[T, k]` over the sum of each token's; modes of torch can replace the function."""
+    """Return each token's weights, `[T, k]`, divided by their sum; modes of torch can replace this."""
     if has_torch_function_variadic(weights):
         replaced: Tensor = handle_torch_function(weights_over_their_sum, (weights,), weights)
         return replaced

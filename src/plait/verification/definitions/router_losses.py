@@ -20,7 +20,7 @@ from plait.verification.definitions.experts import experts_of_largest, scores_of
 
 
 def probabilities_of(routing: Routing, logits: Tensor) -> Tensor:
-    """Return the softmax of the logits `[T, E]`, or, of a router with sigmoids, each over their sum."""
+    """Return the softmax of the logits `[T, E]`; of a router with sigmoids, these divided by their sum."""
     if routing.scores != "sigmoid":
         return logits.softmax(-1)
     scores = logits.sigmoid()
@@ -39,7 +39,7 @@ def choices_of(routing: Routing, logits: Tensor, indices: Tensor) -> Tensor:
 
 
 def one_hot(indices: Tensor, experts: int) -> Tensor:
-    """Return how often each token has each expert, float64 `[T, E]`."""
+    """Return how often each token chose each expert, float64 `[T, E]`."""
     return functional.one_hot(indices.clamp(min=0), experts).sum(1).double()
 
 

@@ -31,7 +31,7 @@ def call_names(layer: nn.Module, weights: Sequence[Tensor]) -> list[str]:
 
 
 def records_of(layer: nn.Module, number: int, calls: Sequence[RouterCall], given: Value) -> Records:
-    """Return the records of the calls in a run of layer `number`, whose input is `given`."""
+    """Return which experts the routers of layer `number` chose in `calls`, and by which margins."""
     records: Records = {}
     for name, call in zip(call_names(layer, [one.weight for one in calls]), calls, strict=True):
         for kind, tensor in ((ROUTING, call.indices), (MARGIN, call.margins.unsqueeze(-1))):

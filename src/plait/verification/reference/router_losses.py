@@ -36,7 +36,7 @@ OF_ROUTERS = "of routers"
 
 
 class RouterLosses:
-    """The losses, loads and corrections of all routers of a reference run."""
+    """Computes auxiliary losses, expert loads and bias corrections of all routers of a reference run."""
 
     def __init__(self, layers: Iterable[NamedLayer]) -> None:
         self.routers = routers_of(layers)

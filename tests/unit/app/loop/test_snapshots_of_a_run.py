@@ -201,6 +201,7 @@ def test_a_run_that_starts_over_leaves_no_snapshot_of_before(
 def test_memory_that_is_short_stops_a_run_or_is_a_warning(
     thread_ranks: Any, rows: list[tuple[float, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without a folder in shared memory: an error, or with `require_snapshots=False` a warning."""
     nowhere = partial(plait.Snapshots, name="run", folder=tmp_path / "missing")
     with pytest.raises(CheckpointError, match="there is no folder"):
         thread_ranks.run(partial(train, snapshots=nowhere), tmp_path, 9, ranks=2)

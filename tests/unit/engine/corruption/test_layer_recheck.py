@@ -250,6 +250,7 @@ def test_faults_are_found_at_the_rate_that_is_asked_for(thread_ranks: Any) -> No
     ],
 )
 def test_rates_that_mean_nothing_are_refused(plan: Plan, rate: float, told: str) -> None:
+    """`recheck_rate` outside of 0 to 1, or where no other rank can compute a layer again."""
     engine = engine_of(plan, gpt)
     with pytest.raises(PlanError, match=told):
         CorruptionChecks(engine, adamw(engine), recheck_rate=rate)

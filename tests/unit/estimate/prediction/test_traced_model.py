@@ -95,6 +95,7 @@ def test_memory_is_that_of_plait_memory(
 
 @pytest.mark.parametrize("schedule", in_quick(("1f1b", "zb-h1", "interleaved"), "zb-h1"))
 def test_many_micro_batches_follow_from_fewer(schedule: str) -> None:
+    """The peak predicted for 64 micro-batches, of which few are simulated, is that of `plait.memory`."""
     plan = Plan(pp=2, schedule=schedule, microbatches=64, layers_per_stage=None)
     found = predict(adapted(), plan, "h100-sxm")
     assert found.peak_memory == pytest.approx(plait.memory(adapted(), plan, device="cuda").most, rel=1e-3)

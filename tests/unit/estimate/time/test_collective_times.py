@@ -61,6 +61,7 @@ ACROSS: tuple[tuple[Plan, Collective, Axis, float], ...] = (
 
 
 def test_a_transfer_takes_its_steps_and_its_bytes() -> None:
+    """The time of a collective: a fixed start, a latency for each step, and the bytes by the bandwidth."""
     for rows in [INSIDE, ACROSS]:
         for plan, collective, axis, expected in rows:
             found = seconds(plan, collective, axis)

@@ -219,6 +219,7 @@ RECORDED: tuple[tuple[str, Decoder, dict[str, Any], dict[str, tuple[float, ...]]
 
 
 def test_layers_have_the_bytes_that_were_recorded(planner: Any) -> None:
+    """Of each kind of layer in other frameworks: the recorded numbers."""
     for name, decoder, fields, expected in RECORDED:
         shape, framework = MicrobatchShape(decoder, Plan(**fields, **BF16), 2), getattr(planner, name)
         for kind, numbers in expected.items():

@@ -139,6 +139,7 @@ def test_what_plaits_experts_would_not_compute_is_refused(
     ],
 )
 def test_values_that_change_nothing_are_taken(make: Any) -> None:
+    """Settings of transformers that leave the result as it is are not refused."""
     model = cases.drawn(make).eval()
     tokens = torch.arange(16).view(2, 8) % cases.GPT2_VOCAB
     model.config._experts_implementation = "eager"

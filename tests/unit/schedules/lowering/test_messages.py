@@ -145,6 +145,7 @@ def test_a_receive_is_posted_before_it_is_taken_and_in_time_for_its_sender(made:
 @UNHURRIED
 @given(legal_schedules())
 def test_of_the_receives_that_wait_one_at_most_is_for_what_nobody_makes_yet(made: Schedule) -> None:
+    """At most one posted receive of a channel is for a message whose sender has not begun to compute it."""
     for coming, ahead in waiting_receives(made):
         assert sum(made.grid.steps[sender][made_by] >= coming for _, sender, made_by in ahead) <= 1
 

@@ -251,6 +251,7 @@ def refuse_chunks(refused: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_shortest_number_of_chunks_wins() -> None:
+    """`schedule_and_cut` takes the number of stages per rank with the shortest makespan."""
     made, cut = schedule_and_cut("auto", COSTS, ranks=2, microbatches=2)
     alone = [
         schedule_and_cut("auto", COSTS, ranks=2, microbatches=2, chunks=chunks) for chunks in range(1, 5)

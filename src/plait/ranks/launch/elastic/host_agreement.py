@@ -9,7 +9,7 @@ from itertools import chain
 
 @dataclass(frozen=True)
 class HostWorld:
-    """The hosts and ranks of one generation, as all its supervisors know them."""
+    """The hosts and ranks of one generation (from one restart to the next), as all supervisors know them."""
 
     generation: int
     """Counts the worlds of a run, from 1."""
@@ -36,7 +36,7 @@ class HostWorld:
 
 @dataclass(frozen=True)
 class KnownWorlds:
-    """The worlds that a host knows; none after a start with empty memory."""
+    """The worlds (hosts and ranks of a generation) that a host knows; none after a start without memory."""
 
     begun: HostWorld | None = None
     """The newest that all its hosts have accepted, so that their ranks may have started."""

@@ -88,7 +88,7 @@ class OneHostRendezvous(RendezvousHandler):
         return ""
 
     def exchange_waiting(self, some: bool, each: bool) -> tuple[bool, bool]:
-        """Return (False, True): on other hosts no rank waits, and there is none that does not."""
+        """Return (False, True): without other hosts, "some ranks there wait" is false and "all wait" true."""
         return False, True
 
     def finish(self, results: Sequence[bytes]) -> bool:

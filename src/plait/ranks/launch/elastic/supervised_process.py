@@ -15,9 +15,9 @@ from pathlib import Path
 
 from plait.ranks.failure.failure_log import RankFailure, from_exit
 from plait.ranks.failure.rank_activity import Activity, ActivityFile
-from plait.ranks.launch.rank_connections import shared_socket
 from plait.ranks.launch.rank_job import RankJob, stack_file
 from plait.ranks.launch.rank_main_loop import END, LEAVES_BY_ENDING, PING, READY, STOP
+from plait.ranks.launch.shut_rank_connections import shared_socket
 from plait.ranks.world import is_stopped
 
 _GRACE = 1.0

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.ranks.launch.rank_connections import RankConnections, shared_socket
+from plait.ranks.launch.shut_rank_connections import RankConnections, shared_socket
 from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
 
 
