@@ -114,7 +114,7 @@ FORWARD = 4 * BLOCKS * MICROBATCHES
         ({}, 1, FORWARD),
         # Row-parallel linears add their bias after the sum.
         ({"tp": 2, "sequence_parallel": "regather"}, 2, FORWARD // 2),
-        ({"dp": 2, "strategy": "full", "reduce": "each"}, 2, FORWARD),
+        pytest.param({"dp": 2, "strategy": "full", "reduce": "each"}, 2, FORWARD, marks=pytest.mark.full),
         ({"cp": 2}, 2, 6 * FORWARD // 4),  # keys are sent while the query is computed
     ],
     ids=str,

@@ -215,6 +215,7 @@ def body_about() -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_timeout_error_names_the_purpose_of_the_operation(rank_pool: Any) -> None:
     assert rank_pool.run(body_about, ranks=2)[0].startswith(
         "rank 0 waits for all_reduce over tp with 1 (gradient of head): no answer within 1 s"

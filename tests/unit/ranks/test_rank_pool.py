@@ -409,6 +409,7 @@ def test_a_cell_of_a_notebook_may_define_a_class_anew(pool, monkeypatch):
         assert pool.run(lambda one: pickle.loads(pickle.dumps(one))[0], main.Number(), ranks=1) == [value]
 
 
+@pytest.mark.full
 def test_child_processes_of_a_rank_end_with_it(pool):
     """Also where it came from a fork server of its own, and so would never learn of it."""
 

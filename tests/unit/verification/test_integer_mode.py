@@ -424,6 +424,7 @@ def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, threa
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
+@pytest.mark.full
 def test_compiled_linears_in_float8_are_equal_bit_by_bit() -> None:
     """Of which graphs of the backward cast the gradients."""
     plan = Plan(linears="float8", compile="graphs", microbatches=2)

@@ -200,6 +200,7 @@ def test_auto_prints_how_far_the_schedule_is_from_the_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plait.schedules.search.auto_search.EXACT_SIZE", 0)
+    monkeypatch.setattr("plait.schedules.search.auto_search.BUDGET", 20_000)
     arguments = ["schedule", "auto", "--ranks", "3", "--microbatches", "4", "--chunks", "1", "--limit", "2"]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -289,6 +289,7 @@ def test_a_rank_that_does_not_come_ends_the_group_for_all(rank_pool):
     assert after_gone == gone
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_an_error_after_the_timeout(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=1.0).group("tp")

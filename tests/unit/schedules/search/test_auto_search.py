@@ -141,7 +141,6 @@ def tiny(draw: st.DrawFn) -> Case:
     return Case(ranks, microbatches, chunks, costs, draw(st.sampled_from(MEASURES)), limit)
 
 
-@settings(max_examples=40)
 @given(tiny())
 def test_auto_finds_the_optimum_of_tiny_pipelines_and_a_bound_equal_to_it(case: Case) -> None:
     ranks, microbatches, chunks, costs, measure, limit = case
