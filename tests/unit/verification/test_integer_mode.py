@@ -149,7 +149,7 @@ def test_recomputed_functions_have_integer_replacements_in_the_backward(
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.full), "full"])
 def test_a_run_that_recomputes_is_equal_bit_by_bit(recompute: Recompute) -> None:
     plan = Plan(microbatches=2, recompute=recompute)
     for case in (mlp_case(mode="exact", steps=1), case_of(gpt2(layers=1), mode="exact", steps=1)):

@@ -334,7 +334,9 @@ def test_bad_arguments_are_refused_before_any_rank_starts() -> None:
         assert str(caught.value).startswith(told)
 
 
-@pytest.mark.parametrize(("mode", "in_chunks"), [("float64", True), ("exact", False)])
+@pytest.mark.parametrize(
+    ("mode", "in_chunks"), in_quick([("float64", True), ("exact", False)], ("float64", True))
+)
 def test_every_plan_of_a_sweep_is_verified_or_refused(
     monkeypatch: pytest.MonkeyPatch, mode: Any, in_chunks: bool
 ) -> None:
