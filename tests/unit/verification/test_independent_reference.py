@@ -89,9 +89,7 @@ def test_every_family_is_equal_to_transformers(thread_ranks: RankPool, name: str
 @pytest.mark.transformers
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["one", "pp tp"])
-def test_balance_losses_of_routers_are_left_out_beside_a_reference(
-    thread_ranks: RankPool, plan: str
-) -> None:
+def test_balance_losses_of_routers_are_left_out_beside_a_reference(thread_ranks: RankPool, plan: str) -> None:
     model = cases.mixtral(output_router_logits=True, router_aux_loss_coef=0.5)
     layers = plait.models.from_huggingface(model)
     report = beside(layers, model, PLANS[plan], contexts(), thread_ranks)

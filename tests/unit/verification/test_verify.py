@@ -32,9 +32,7 @@ from plait.verification.verify import build_report, verify_all
 
 PLAN = Plan(microbatches=2)
 BY_NAME = {case.name: case for case in USER_CASES}
-QUICK = (
-    *("on_meta", "dictionary_to_the_end", "crossing_ties", "twice_in_a_layer", "buffers", "weighted"),
-)
+QUICK = ("on_meta", "dictionary_to_the_end", "crossing_ties", "twice_in_a_layer", "buffers", "weighted")
 """Of the users' models; the full run has all."""
 
 

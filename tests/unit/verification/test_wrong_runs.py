@@ -118,7 +118,8 @@ SCALED = replace(MIXED, loss_scale=1024.0)
         (SCALED, updates_what_overflowed, 2, StepPhase.OPTIMIZER, "0.bias", "though the gradients"),
         (HALF, lambda e: halves(e, lambda finite: not finite), 2, StepPhase.LOSS_GRADIENT, LOSS_SCALE, ""),
         pytest.param(
-            *(SCALED, lambda e: halves(e, lambda finite: not finite), 2, StepPhase.LOSS_GRADIENT, LOSS_SCALE, ""),
+            *(SCALED, lambda e: halves(e, lambda finite: not finite), 2),
+            *(StepPhase.LOSS_GRADIENT, LOSS_SCALE, ""),
             marks=pytest.mark.full,
         ),
         (HALF, lambda e: halves(e, lambda finite: finite), 1, StepPhase.LOSS_GRADIENT, LOSS_SCALE, ""),

@@ -262,7 +262,8 @@ REFUSED_THOUGH_APART = {
 
 
 @pytest.mark.parametrize(
-    "layout", in_quick(LAYOUTS, "rows, positions, features", "positions, rows, features", "rows with positions")
+    "layout",
+    in_quick(LAYOUTS, "rows, positions, features", "positions, rows, features", "rows with positions"),
 )
 def test_each_operation_on_each_layout_is_accepted_only_if_positions_stay_apart(layout: str) -> None:
     for name, a, b in product_of(STEPS, range(4), range(2)):
