@@ -384,6 +384,7 @@ def test_plait_verify_all_as_a_process_verifies_every_layout_of_four_ranks() -> 
     assert set(by_heads) == {4}  # two heads
 
 
+@pytest.mark.full
 def test_plait_verify_over_two_ranks_gives_the_same_report_for_processes_and_threads(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

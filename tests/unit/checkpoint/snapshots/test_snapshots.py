@@ -104,6 +104,7 @@ def own_folders(plan: plait.Plan, folder: Path, steps: int) -> Ended:
     return train(plan, own, steps)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [plait.Plan(pp=2, dp=2), plait.Plan(dp=4), plait.Plan(pp=2, tp=2, sequence_parallel="keep")],

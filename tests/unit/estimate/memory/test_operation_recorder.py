@@ -205,7 +205,12 @@ def described(trace: Trace) -> list[object]:
 
 @pytest.mark.parametrize(
     "plan",
-    [{"recompute": "full", **BF16}, {"tp": 2, "sequence_parallel": "regather", "recompute": "selective"}],
+    [
+        {"recompute": "full", **BF16},
+        pytest.param(
+            {"tp": 2, "sequence_parallel": "regather", "recompute": "selective"}, marks=pytest.mark.full
+        ),
+    ],
 )
 def test_recording_operations_changes_no_trace_of_memory(plan: dict[str, Any]) -> None:
     model = plait.models.llama(**SMALL, **GROUPED)
@@ -257,7 +262,7 @@ def test_a_backward_that_does_not_run_on_meta_is_taken_to_be_that_of_the_forward
     assert work.weights == (Product(8, 8, ROWS, result_bytes=4),)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", in_quick(("gpt2", "llama"), "llama"))
 def test_a_block_on_the_meta_device_does_what_it_does_on_a_cpu(family: str) -> None:
     """Operation by operation, in an engine's stage."""
     sizes = SMALL | (GROUPED if family == "llama" else {})

@@ -47,7 +47,11 @@ def test_iterations_and_exchanges_take_the_time_of_their_products_and_elements()
     assert muon.step_seconds == pytest.approx(sum(muon.breakdown.values()))
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(pp=2, microbatches=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(dp=2, strategy="full"), pytest.param(Plan(pp=2, microbatches=2), marks=pytest.mark.full)],
+    ids=str,
+)
 def test_memory_of_muon_is_a_moment_of_matrices_two_of_others_and_its_buffers(plan: Plan) -> None:
     model = plait.models.gpt2(layers=2, hidden=32, heads=4, vocab=64, context=8)
     of_none, of_one, of_two, of_muon = (
