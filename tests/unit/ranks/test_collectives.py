@@ -377,7 +377,7 @@ def test_collectives_with_invalid_arguments_on_every_rank_are_refused(rank_pool)
 
 def test_a_peer_that_is_gone_is_an_error_from_wait(rank_pool):
     def body():
-        mesh = Mesh(dp=2, timeout=5)
+        mesh = Mesh(dp=2, timeout=20)
         group = mesh.group("dp")
         if group.index == 1:
             mesh.close()

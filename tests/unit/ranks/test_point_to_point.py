@@ -96,7 +96,7 @@ def test_a_tensor_may_be_dropped_while_it_is_sent(rank_pool):
 
 def test_a_failed_wait_names_the_purpose_of_the_message(rank_pool):
     def body():
-        mesh = Mesh(pp=2, timeout=5)
+        mesh = Mesh(pp=2, timeout=20)
         group = mesh.group("pp")
         if group.index == 0:
             mesh.close()

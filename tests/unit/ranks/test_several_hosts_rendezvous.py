@@ -117,7 +117,7 @@ def test_a_host_whose_rank_has_failed_makes_the_others_stop_and_all_meet_again()
 
 
 def test_of_two_hosts_the_first_goes_on_alone_and_the_other_ends_after_the_limit() -> None:
-    with supervisors(2, 4, limit=1.0) as hosts:
+    with supervisors(2, 4) as hosts:
         one, two = hosts.first
         hosts.meet(one, two)
         two.shutdown()
@@ -341,7 +341,7 @@ def test_a_host_that_was_cut_off_finds_where_the_others_have_gone_on_from_those_
 
 def test_two_hosts_do_not_begin_anew_beside_a_third_that_goes_on_though_one_has_forgotten_it() -> None:
     """Hosts 1 and 2 have gone on; host 2, started again, meets host 0, which knows the first world only."""
-    with supervisors(3, 6, limit=1.0) as hosts:
+    with supervisors(3, 6, limit=1.5) as hosts:
         one, two, three = hosts.first
         hosts.meet(one, two, three)
         three.shutdown()
