@@ -187,7 +187,13 @@ def test_ranks_killed_anywhere_are_restored_to_the_newest_snapshot_of_both(
         for mine, others in product(one, other)
         if max(mine.begun, others.begun) - 1 <= min(mine.committed, others.committed)
     ]
-    pairs = random.Random(0).sample(pairs, number)
+    choice = random.Random(0)
+    groups = [
+        [pair for pair in pairs if min(one.committed for one in pair) == done] for done in range(STEPS + 1)
+    ]
+    pairs = [
+        pair for group in groups for pair in choice.sample(group, min(len(group), number // len(groups)))
+    ]
     bases = [tmp_path / str(pair) for pair in range(len(pairs))]
     for base, (mine, others) in zip(bases, pairs, strict=True):
         put(base, mine.files | others.files)
