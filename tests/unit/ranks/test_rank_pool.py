@@ -271,6 +271,7 @@ def test_a_timeout_of_a_pool_shows_where_each_rank_is(pool, tmp_path, timeout_on
     assert gone(pids)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_of_a_pool_is_ended_on_timeout(pool, monkeypatch, timeout_once):
     pids = pool.run(os.getpid, ranks=1)
     timeout_once(lambda left: states(pids) == "T")

@@ -312,6 +312,7 @@ def test_all_hosts_meet_again_where_the_last_world_has_met_though_that_host_has_
         assert three.generation == 3
 
 
+@pytest.mark.full
 def test_a_host_that_was_cut_off_finds_where_the_others_have_gone_on_from_those_that_it_knew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

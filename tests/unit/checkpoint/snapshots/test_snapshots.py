@@ -232,6 +232,7 @@ def found_after_wrong_bits(folder: Path, last_right: int | None) -> int | None:
     return found and found.step
 
 
+@pytest.mark.full
 def test_no_host_goes_on_from_what_a_rank_of_another_has_found_wrong(
     thread_ranks: Any, tmp_path: Path
 ) -> None:

@@ -85,9 +85,8 @@ def train_on_documents(plan: Plan, rate: float) -> tuple[int, dict[str, Tensor]]
     return count, engine.state_dict(everywhere=True)
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(dp=2, microbatches=2), pytest.param(Plan(dp=2, cp=2), marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("plan", [Plan(dp=2, microbatches=2), Plan(dp=2, cp=2)])
 def test_runs_on_other_documents_have_the_same_bits(thread_ranks: Any, plan: Plan) -> None:
     (none, expected), *_ = thread_ranks.run(train_on_documents, plan, 0.0, ranks=plan.world)
     (count, found), *_ = thread_ranks.run(train_on_documents, plan, 1.0, ranks=plan.world)

@@ -293,6 +293,7 @@ def test_copies_of_state_are_those_in_which_experts_can_be_divided() -> None:
     assert {one[2] for one in RankDivision(1, 4, 1, 1, 1, ep=4).states(FEW)} == {1}
 
 
+@pytest.mark.full
 def test_a_sparse_model_does_the_operations_of_its_active_parameters() -> None:
     """Router, top_k of the experts and the shared one, for each token: six operations for each element."""
     one, two, dense = (
