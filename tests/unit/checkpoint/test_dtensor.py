@@ -107,6 +107,7 @@ def test_a_dtensor_of_a_flat_shard_is_gathered(rank_pool: Any) -> None:
             assert rank["shown"][name][0][0] == Whole()
 
 
+@pytest.mark.full
 def test_only_a_rank_without_others_makes_a_group(rank_pool: Any) -> None:
     """Of itself, once, and it goes with the mesh."""
 

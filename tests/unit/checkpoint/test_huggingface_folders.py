@@ -28,6 +28,7 @@ from parity.one_rank import (
     saved,
     tensors_in,
 )
+from parity.pairs import in_quick, in_turns
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.huggingface.config_json import _rope_base, sizes_from_manifest
 from plait.checkpoint.huggingface.export_import import export_adapted, export_own, import_folder
@@ -40,6 +41,7 @@ from plait.plan.decoder_sizes import ROPE_BASE, Decoder
 pytestmark = pytest.mark.transformers
 
 TOKENS = torch.randint(VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
+NAMES = {name: name for name in MODELS}
 SMALL_FILES = 20_000
 """Bytes: less than half of any of the models, more than any of their tensors."""
 
@@ -99,8 +101,7 @@ def assert_same_logits(ours: nn.Module, theirs: Any) -> None:
     torch.testing.assert_close(in_double(theirs)(TOKENS).logits, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("most", [None, SMALL_FILES])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "most"), in_turns(NAMES, {"whole": None, "in files": SMALL_FILES}))
 def test_transformers_computes_what_was_exported(name: str, most: int | None, tmp_path: Path) -> None:
     model = lively(MODELS[name]())
     path = saved(model, tmp_path / "whole")
@@ -146,8 +147,7 @@ def llama(heads: int, **more: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fixed, **more))
 
 
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "shard"), in_turns(NAMES, {size: size for size in ("20KB", "1GB")}))
 def test_plait_computes_what_was_imported(name: str, shard: str, tmp_path: Path) -> None:
     """And exported again it is what it was, bit by bit."""
     theirs = lively(THEIRS[name]())
@@ -166,10 +166,13 @@ def test_plait_computes_what_was_imported(name: str, shard: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("gpt2", "llama-tied-biased", "qwen2", "gpt-neox", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
-        *("smollm3", "mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3"),
-    ],
+    in_quick(
+        (
+            *("gpt2", "llama-tied-biased", "qwen2", "gpt-neox", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
+            *("smollm3", "mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3"),
+        ),
+        *("gpt2", "phi3", "gemma3", "mixtral", "gpt-oss", "deepseek-v3"),
+    ),
 )
 def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_path: Path) -> None:
     theirs = lively(cases.MODELS[name](), torch.float32)
@@ -197,9 +200,15 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     assert torch.equal(again(tokens).logits, opened(tmp_path / "theirs")(tokens).logits)
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["an expert a tensor", "all experts in one"])
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3"]
+    ("name", "joined"),
+    in_turns(
+        {
+            name: name
+            for name in ("mixtral", "qwen2-moe-partly-dense", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3")
+        },
+        {"an expert a tensor": False, "all experts in one": True},
+    ),
 )
 def test_experts_are_exported_as_transformers_saves_them(name: str, joined: bool, tmp_path: Path) -> None:
     theirs = lively(cases.MODELS[name](), torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,25 @@ from plait.plan.layout.shards import full_box
 STATE = {"step": 3, "config": {"model": {"name": "gpt2", "heads": 6}}}
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    """A checkpoint of three ranks, with an optimizer."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, with an optimizer, of one rank, `whole`, and of three, `cut`."""
     engine = engine_of(lively(MODELS["gpt2"]()))
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=1e-2)
     tokens = torch.randint(VOCAB, (2, CONTEXT + 1))
     engine.forward_backward(tokens[:, :-1], tokens[:, 1:])
     engine.step(optimizer, 1.0)
-    plait.save(engine, optimizer, tmp_path / "whole", STATE)
-    return cut(tmp_path / "whole", tmp_path / "cut")
+    made = tmp_path_factory.mktemp("trained")
+    plait.save(engine, optimizer, made / "whole", STATE)
+    cut(made / "whole", made / "cut")
+    return made
+
+
+@pytest.fixture
+def trained(folder: Path, tmp_path: Path) -> Path:
+    """Both, copied: the folder of three ranks."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "cut"
 
 
 @pytest.mark.parametrize("most", [None, 9000, 1])

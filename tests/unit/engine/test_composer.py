@@ -51,7 +51,10 @@ def test_plan_recompute_is_one_mode_or_one_for_each_layer() -> None:
         (5, Plan(pp=2, layers_per_stage=(1, 4)), (1, 4)),
         (5, Plan(pp=2, chunks=2, schedule="interleaved", microbatches=8), (2, 1, 1, 1)),
         (5, Plan(pp=2, schedule="zb-v", layers_per_stage=(1, 1, 1, 2)), (1, 1, 1, 2)),
-        (5, Plan(pp=2, schedule="auto", layers_per_stage=(1, 1, 1, 2)), (1, 1, 1, 2)),
+        pytest.param(
+            *(5, Plan(pp=2, schedule="auto", layers_per_stage=(1, 1, 1, 2)), (1, 1, 1, 2)),
+            marks=pytest.mark.full,  # the search takes half a second
+        ),
     ],
 )
 def test_layers_are_cut_into_stages_of_even_cost(layers: int, plan: Plan, counts: tuple[int, ...]) -> None:

@@ -72,9 +72,9 @@ def calls_of_a_step(make_layer: Any, recompute: Recompute, compile: Any = False)
         (lambda: nn.Linear(WIDTH, WIDTH), "full", 40),
         (Residual, "none", 52),
         (Residual, "selective", 140),
-        (Residual, "full", 126),
+        pytest.param(Residual, "full", 126, marks=pytest.mark.full),
         (Attentive, "none", 102),
-        (Attentive, "selective", 385),
+        pytest.param(Attentive, "selective", 385, marks=pytest.mark.full),
     ],
 )
 def test_a_layer_calls_few_python_functions(make_layer: Any, recompute: Recompute, most: int) -> None:
@@ -85,7 +85,7 @@ def test_a_layer_calls_few_python_functions(make_layer: Any, recompute: Recomput
     ("make_layer", "recompute", "most"),
     [
         (lambda: nn.Linear(WIDTH, WIDTH), "none", 48),
-        (Residual, "none", 68),
+        pytest.param(Residual, "none", 68, marks=pytest.mark.full),
         (Residual, "selective", 65),
     ],
 )

@@ -10,6 +10,7 @@ from torch import nn
 
 import plait
 from parity import huggingface_cases
+from parity.pairs import in_quick
 from plait.models.layers.layer_sequence import sequence_of
 from plait.proof.position_proof import prove_positions_apart
 from plait.tensor.layer_values import Value
@@ -26,6 +27,9 @@ OWN_MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: plait.models.llama(layers=2, hidden=16, heads=4, kv_heads=2, vocab=37, context=8),
 }
 
+QUICK = ("gpt2", "gpt-neox", "gemma3-capped-untied", "qwen2-moe-partly-dense", "gpt-oss", "deepseek-v3")
+"""Families with an attention, a norm or experts of their own."""
+
 
 @pytest.mark.parametrize("name", OWN_MODELS)
 def test_plaits_models_keep_positions_apart(name: str) -> None:
@@ -33,7 +37,7 @@ def test_plaits_models_keep_positions_apart(name: str) -> None:
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("name", huggingface_cases.MODELS)
+@pytest.mark.parametrize("name", in_quick(huggingface_cases.MODELS, *QUICK))
 def test_adapted_models_keep_positions_apart(name: str) -> None:
     model = plait.models.from_huggingface(huggingface_cases.MODELS[name]())
     prove_all(model, huggingface_cases.GPT2_CONTEXT)

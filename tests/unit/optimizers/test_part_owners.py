@@ -8,6 +8,7 @@ from math import prod
 import pytest
 
 import plait
+from parity.pairs import in_quick
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.optimizers.hidden_matrices import parameter_matrices
 from plait.optimizers.part_exchange import transfers_from_owners, transfers_to_owners
@@ -52,7 +53,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", in_quick(PLANS, "full", "tp", "pp"))
 def test_ranks_share_the_operations_of_24_blocks_to_within_5_percent(name: str) -> None:
     """Eight ranks, or with stages the four of each, which have their own blocks."""
     parts, _ = owned(PLANS[name], layers=24)

@@ -87,6 +87,7 @@ def test_all_to_all_uneven_joins_received_ranges_in_order_of_sending_rank(
         assert traffic == {"all_to_all": Count(1, 8 * to_others)}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ranks_as", ["threads", "processes"])
 def test_all_to_all_uneven_moves_every_dtype(rank_pool: Any, thread_ranks: Any, ranks_as: str) -> None:
     sizes = SIZES["own ranges too"]

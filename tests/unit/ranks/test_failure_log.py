@@ -144,7 +144,7 @@ class Deaf(Gone):
             self.hangs.wait(60)
 
 
-@pytest.mark.parametrize("name", ["set", "check"])
+@pytest.mark.parametrize("name", ["set", pytest.param("check", marks=pytest.mark.full)])
 def test_a_failure_log_waits_once_for_a_store_that_does_not_answer(name: str) -> None:
     """Each wait comes on top of a timeout that has passed: there is one deadline for all, a share of it."""
     store = Deaf(name)
@@ -215,6 +215,7 @@ def body_about() -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_timeout_error_names_the_purpose_of_the_operation(rank_pool: Any) -> None:
     assert rank_pool.run(body_about, ranks=2)[0].startswith(
         "rank 0 waits for all_reduce over tp with 1 (gradient of head): no answer within 1 s"

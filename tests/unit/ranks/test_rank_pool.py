@@ -153,11 +153,12 @@ def test_a_late_cause_comes_before_its_consequences(pool, monkeypatch):
         pool.run(fail)
 
 
-def test_a_peer_that_left_early_is_named(pool):
+def test_a_peer_that_left_early_is_named(pool, monkeypatch):
     def leave():
         if dist.get_rank() > 0:
             dist.recv(torch.ones(1), 0)
 
+    monkeypatch.setattr(rank_pool_module, "_GRACE", 0.1)  # no other rank fails
     with pytest.raises(RankError, match=r"by peer(?s:.)*Finished before: rank 0"):
         pool.run(leave)
 
@@ -270,6 +271,7 @@ def test_a_timeout_of_a_pool_shows_where_each_rank_is(pool, tmp_path, timeout_on
     assert gone(pids)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_of_a_pool_is_ended_on_timeout(pool, monkeypatch, timeout_once):
     pids = pool.run(os.getpid, ranks=1)
     timeout_once(lambda left: states(pids) == "T")
@@ -409,6 +411,7 @@ def test_a_cell_of_a_notebook_may_define_a_class_anew(pool, monkeypatch):
         assert pool.run(lambda one: pickle.loads(pickle.dumps(one))[0], main.Number(), ranks=1) == [value]
 
 
+@pytest.mark.full
 def test_child_processes_of_a_rank_end_with_it(pool):
     """Also where it came from a fork server of its own, and so would never learn of it."""
 

@@ -117,13 +117,13 @@ def test_a_host_whose_rank_has_failed_makes_the_others_stop_and_all_meet_again()
 
 
 def test_of_two_hosts_the_first_goes_on_alone_and_the_other_ends_after_the_limit() -> None:
-    with supervisors(2, 4, limit=2.0) as hosts:
+    with supervisors(2, 4) as hosts:
         one, two = hosts.first
         hosts.meet(one, two)
         two.shutdown()
         assert wait_for(one.reason) == "host 1 is gone"
         assert hosts.meet(one) == (2, {0: [0, 1]})
-    with supervisors(2, 4, limit=2.0) as hosts:
+    with supervisors(2, 4, limit=1.0) as hosts:
         one, two = hosts.first
         hosts.meet(one, two)
         one.shutdown()
@@ -294,6 +294,7 @@ def test_a_host_finds_the_others_while_the_first_one_is_gone() -> None:
         joined[0].result(LIMIT)
 
 
+@pytest.mark.full
 def test_all_hosts_meet_again_where_the_last_world_has_met_though_that_host_has_forgotten_it() -> None:
     """Hosts 1 and 2 have met at host 1; then host 1 is started again, and later host 0."""
     with supervisors(3, 6, named=True) as hosts:
@@ -311,6 +312,7 @@ def test_all_hosts_meet_again_where_the_last_world_has_met_though_that_host_has_
         assert three.generation == 3
 
 
+@pytest.mark.full
 def test_a_host_that_was_cut_off_finds_where_the_others_have_gone_on_from_those_that_it_knew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -86,6 +86,7 @@ GRACEFUL = BLOCKED.replace("import Watchdog", "import Watchdog, GracefulStop").r
 ASKED_AGAIN = GRACEFUL.replace("    store.wait", "    time.sleep(0.3)\n    store.wait")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "program",
     [

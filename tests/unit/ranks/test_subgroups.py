@@ -125,6 +125,7 @@ def expected_rooted(ranks: tuple[int, ...], index: int, root: int) -> dict[str, 
     }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 def test_collectives_of_groups_smaller_than_the_world_work(rank_pool: Any, messages: bool) -> None:
     """Indices are places in the group; roots, ranges and neighbours follow them, not the global ranks."""

@@ -263,6 +263,7 @@ def growing(folder: Path, failures: Failures) -> list[int]:
     return [int(line) for line in (folder / f"sizes-{dist.get_rank()}").read_text().split()]
 
 
+@pytest.mark.full
 def test_ranks_become_more_when_new_processes_are_ready_and_living_ones_go_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

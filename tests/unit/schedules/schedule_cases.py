@@ -29,7 +29,7 @@ from plait.schedules.schedule import Schedule
 
 UNHURRIED = settings(deadline=None)
 """No timing is asserted."""
-BRIEF = settings(UNHURRIED, max_examples=40)
+BRIEF = settings(UNHURRIED, max_examples=min(40, settings().max_examples))
 """Of tests that run several times, with other parameters."""
 WORDS: dict[type, str] = {
     TakeBatch: "take",

@@ -87,10 +87,12 @@ def test_every_family_is_equal_to_transformers(thread_ranks: RankPool, name: str
 
 
 @pytest.mark.transformers
-def test_balance_losses_of_routers_are_left_out_beside_a_reference(thread_ranks: RankPool) -> None:
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("plan", ["one", "pp tp"])
+def test_balance_losses_of_routers_are_left_out_beside_a_reference(thread_ranks: RankPool, plan: str) -> None:
     model = cases.mixtral(output_router_logits=True, router_aux_loss_coef=0.5)
     layers = plait.models.from_huggingface(model)
-    report = beside(layers, model, PLANS["pp tp"], contexts(), thread_ranks)
+    report = beside(layers, model, PLANS[plan], contexts(), thread_ranks)
     assert report, report
     assert {one.balance.weight for one in layers.modules() if isinstance(one, Router)} == {0.5}
 
@@ -133,10 +135,11 @@ BEFORE = "on one rank model.layers.0.self_attn.o_proj is given something else, w
             "on one rank all modules that both have give the same: look at what follows lm_head.",
             marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             partial(cases.smollm3, sliding_window=3, layer_types=TYPES, use_sliding_window=False),
             the_switch_counts,
             BEFORE,
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -20,6 +20,7 @@ from verification_cases import CLASSES, case_of, label, mlp_case, rows_and_class
 from parity.case import Case as ParityCase
 from parity.cases import USER_CASES, gpt2, llama, sparse_llama, with_values
 from parity.dropping import DROPPING, dropping
+from parity.pairs import in_quick
 from plait.errors import ModelError, PlanError
 from plait.plan.plan import Plan, Recompute
 from plait.ranks.launch.rank_pool import RankPool
@@ -149,7 +150,7 @@ def test_recomputed_functions_have_integer_replacements_in_the_backward(
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.full), "full"])
 def test_a_run_that_recomputes_is_equal_bit_by_bit(recompute: Recompute) -> None:
     plan = Plan(microbatches=2, recompute=recompute)
     for case in (mlp_case(mode="exact", steps=1), case_of(gpt2(layers=1), mode="exact", steps=1)):
@@ -425,6 +426,7 @@ def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, threa
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
+@pytest.mark.full
 def test_compiled_linears_in_float8_are_equal_bit_by_bit() -> None:
     """Of which graphs of the backward cast the gradients."""
     plan = Plan(linears="float8", compile="graphs", microbatches=2)
@@ -503,7 +505,7 @@ WITH_STAND_INS = (
 )
 
 
-@pytest.mark.parametrize("name", WITH_STAND_INS)
+@pytest.mark.parametrize("name", in_quick(WITH_STAND_INS, "convolution", "tied_table", "buffers"))
 def test_users_models_in_exact_mode_are_equal_bit_by_bit(name: str) -> None:
     (case,) = (case for case in USER_CASES if case.name == name)
     assert verify_here(case_of(case, mode="exact", steps=1))

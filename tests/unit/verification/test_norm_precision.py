@@ -143,6 +143,7 @@ def test_more_than_a_quarter_of_the_features_makes_a_difference(
             assert torch.equal(told[2], right)
 
 
+@pytest.mark.full
 def test_norms_of_a_layer_that_is_traced_for_its_graphs_are_not_compared() -> None:
     """Their tensors have no values."""
     case = case_of(llama(layers=1, tied=False), mode="native", steps=1)

@@ -7,7 +7,7 @@ from itertools import cycle, islice, product
 from math import factorial, prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from verification_cases import mlp_case, rows_and_classes, run_each
@@ -37,6 +37,8 @@ MODES = ("none", "selective", "full")
 IN_TURNS = (*MODES, "full")
 """Four, so that a mode meets every kind of offload and every schedule."""
 PLANS = st.builds(Plan, dp=st.integers(1, 4), microbatches=st.integers(1, 8))
+FEW = settings(max_examples=settings().max_examples // 3)
+"""Of what lists thousands of plans each time."""
 
 
 def degrees(plans: tuple[Plan, ...]) -> list[tuple[int, int, int]]:
@@ -160,6 +162,7 @@ def with_cp(plans: tuple[Plan, ...]) -> list[Plan]:
     return [one for one in plans if one.cp > 1]
 
 
+@FEW
 @given(RANKS, PLANS)
 def test_layouts_with_tp_run_in_parts_both_ways_with_every_mode(ranks: int, plan: Plan) -> None:
     without = plans_on(ranks, plan, factorial(64))
@@ -186,6 +189,7 @@ def test_a_sequence_that_the_plan_cuts_is_cut_as_it_says() -> None:
     assert {one.sequence_parallel for one in plans} == {"regather"}
 
 
+@FEW
 @given(RANKS, PLANS)
 def test_each_layout_with_cp_has_each_attention_and_each_layout_of_positions(ranks: int, plan: Plan) -> None:
     added = with_cp(plans_on(ranks, plan, factorial(64), in_parts=True))
@@ -285,6 +289,7 @@ def test_after_a_plan_that_was_refused_the_next_one_runs(thread_ranks: RankPool)
     assert [len(reasons) for reasons in told] == [1, 1]
 
 
+@FEW
 @given(st.integers(1, 8), PLANS)
 def test_experts_are_divided_in_every_way_over_each_layout(ranks: int, plan: Plan) -> None:
     """Also those of a plan that divides them itself, which other layouts may not allow."""

@@ -128,7 +128,6 @@ def found(model: ParityCase, plan: Plan, key: RecordKey, index: tuple[int, ...])
     return comparison.findings
 
 
-@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("key", "phase", "layer", "index"),
     [

@@ -115,6 +115,8 @@ def test_the_degrees_of_an_error_name_context_parallelism_where_there_is_some() 
 
 def test_plait_shows_help_and_refuses_options_without_importing_torch() -> None:
     codes = {"--help": 0, "train --help": 0, "train --train.steps 0": 2, "plan --ranks 2": 2, "zzz": 2}
+    codes |= {"verify --help": 0, "verify --steps 0": 2, "verify --train.steps abc": 2}
+    codes |= {"schedule 1f1b --ranks 2 --microbatches 4 --json": 0}
     script = (
         "import sys\nfrom plait.app.cli.main import main\n"
         "for line in sys.argv[1:]:\n    print('exits with', main(line.split()))\n"

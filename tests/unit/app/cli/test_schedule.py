@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -200,6 +198,7 @@ def test_auto_prints_how_far_the_schedule_is_from_the_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plait.schedules.search.auto_search.EXACT_SIZE", 0)
+    monkeypatch.setattr("plait.schedules.search.auto_search.BUDGET", 20_000)
     arguments = ["schedule", "auto", "--ranks", "3", "--microbatches", "4", "--chunks", "1", "--limit", "2"]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -273,13 +272,3 @@ def test_schedule_help_lists_its_options(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     options = ("--cost.F", "--cost.until_W", "--cost.comm", "--limit", "--measure", "--compare", "--json")
     assert [option for option in options if option not in shown] == []
-
-
-def test_plait_schedule_does_not_import_torch() -> None:
-    script = (
-        "import sys\nfrom plait.app.cli.main import main\n"
-        "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"
-    )
-    command = [sys.executable, "-c", script, *DEMO, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr

@@ -320,17 +320,6 @@ def test_verify_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> N
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_plait_verify_shows_help_without_importing_torch() -> None:
-    script = (
-        "import sys\nfrom plait.app.cli.main import main\n"
-        "for line in sys.argv[1:]:\n    main(['verify', *line.split()])\n"
-        "    assert 'torch' not in sys.modules, f'{line} imported torch'"
-    )
-    command = [sys.executable, "-c", script, "--help", "--steps 0", "--train.steps abc"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.usefixtures("alone")
 def test_plait_verify_of_one_rank_prints_equal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *TINY]) == 0
@@ -368,8 +357,6 @@ def test_plait_verify_exits_with_1_on_a_defect(
     out = capsys.readouterr().out
     assert out.startswith("NOT EQUAL to one rank: the clip of ")
     assert "likely   all of it is 2 times what it should be" in out
-    assert main(["verify", "--steps", "1", "--json", *TINY]) == 1
-    assert json.loads(capsys.readouterr().out)["first"]["phase"] == "clip"
 
 
 @pytest.mark.full
@@ -397,6 +384,7 @@ def test_plait_verify_all_as_a_process_verifies_every_layout_of_four_ranks() -> 
     assert set(by_heads) == {4}  # two heads
 
 
+@pytest.mark.full
 def test_plait_verify_over_two_ranks_gives_the_same_report_for_processes_and_threads(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -217,7 +217,7 @@ def texts_of(records: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in READERS if "transformers" not in name])
 def test_a_mutated_file_is_read_as_it_is_or_refused(tmp_path: Path, name: str) -> None:
-    read_mutations(tmp_path, name, 24)
+    read_mutations(tmp_path, name, 12)
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from parity.pairs import in_quick
 from plait.app.loop.rebalancing import StepSimulation
 from plait.app.loop.work_division import WorkDivision
 from plait.schedules.costs import peak_memory
@@ -66,7 +67,7 @@ def test_no_other_cut_is_faster(factors: list[float]) -> None:
     assert step.seconds(step.with_fastest_cut(now)) <= 1.02 * min(every)
 
 
-@pytest.mark.parametrize(("ranks", "least"), [(2, 0.66), (4, 0.85)])
+@pytest.mark.parametrize(("ranks", "least"), in_quick([(2, 0.66), (4, 0.85)], (4, 0.85)))
 def test_with_another_order_more_is_won_back_and_no_rank_holds_more(ranks: int, least: float) -> None:
     """Of two ranks by a named order, of four by one that is searched."""
     one = case([1.0] * (ranks - 1) + [2.0])
@@ -93,7 +94,9 @@ def test_a_slow_rank_with_two_stages_loses_layers_of_both() -> None:
     assert of_rank[1] < of_rank[0]
 
 
-@pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 1.1, 3.0), (2.0, 1.0, 1.0, 1.4)])
+@pytest.mark.parametrize(
+    "factors", [(1.0, 2.0), (1.0, 1.1, 3.0), pytest.param((2.0, 1.0, 1.0, 1.4), marks=pytest.mark.full)]
+)
 def test_rows_are_shared_so_that_no_other_shares_are_faster(factors: tuple[float, ...]) -> None:
     replicas = len(factors)
     step, now = case(*([one] for one in factors), rows=9)

@@ -8,6 +8,7 @@ from statistics import median_low
 
 import pytest
 
+from parity.pairs import in_turns
 from plait.app.loop.slow_ranks import SlowRanks
 
 STEPS, WINDOWS = 4, 3
@@ -75,8 +76,9 @@ def test_a_rank_that_is_slow_from_the_first_step_is_named_within_20_steps(peers:
     assert [found for _, found, _ in told if found] == [[1]]
 
 
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("peers", PEERS)
+@pytest.mark.parametrize(
+    ("peers", "noise"), in_turns({name: name for name in PEERS}, {name: name for name in NOISES})
+)
 def test_nobody_is_named_in_ten_thousand_ordinary_steps(peers: str, noise: str) -> None:
     told = run(PEERS[peers], 10_000, lambda rank, step: 1.0, noise=NOISES[noise], seed=7)
     assert not any(found for _, found, _ in told)

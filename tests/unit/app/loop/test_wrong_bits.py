@@ -106,6 +106,7 @@ def rows_of_run(folder: Path, plan: Plan, disturbed: int, snapshots: bool) -> li
     return [(row["step"], row["loss"]) for row in history.rows]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_what_was_kept_after_the_last_good_step_is_withdrawn_and_no_run_resumes_from_it(
     thread_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshots: bool

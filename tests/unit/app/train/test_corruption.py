@@ -24,6 +24,7 @@ def make(folder: Path, **run: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+            "data": {"source": "random"},
             "train": {"steps": 4, "batch": 4, "microbatches": 2, "validate_batches": 1},
             "parallel": {"dp": 2},
             "run": {"dir": folder, "tensorboard": False, "progress": False, "report": False} | run,

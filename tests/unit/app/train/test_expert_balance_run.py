@@ -37,6 +37,7 @@ def test_a_run_with_experts_writes_their_losses_and_load_and_equals_one_rank(
     assert "balance_loss" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_a_run_corrects_the_choice_of_experts_and_equals_one_rank(
     thread_ranks: RankPool, tmp_path: Path
 ) -> None:

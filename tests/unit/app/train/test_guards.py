@@ -26,6 +26,7 @@ def make(folder: Path, *, pp: int = 2, **run: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+            "data": {"source": "random"},
             "train": {"steps": 4, "batch": 4, "microbatches": 2, "validate_batches": 1},
             "parallel": {"pp": pp, "tp": 2},
             "run": {"dir": folder, "tensorboard": False, "progress": False} | run,

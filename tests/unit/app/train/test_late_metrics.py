@@ -49,7 +49,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_metrics_read_a_step_late_are_the_same(
     thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str]
 ) -> None:
-    options: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 1, "steps": 6, "validate_every": 3}
+    options: dict[str, Any] = {"pp": 2, "microbatches": 1, "steps": 6, "validate_every": 3}
     late = run(thread_ranks, make(tmp_path / "late", **options))
     seen = list(order)
     monkeypatch.setattr(training, "is_accelerator", lambda device: False)

@@ -182,10 +182,8 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "replace",
-    [True, pytest.param(False, marks=pytest.mark.full), pytest.param("later", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("replace", [True, False, "later"])
 def test_a_run_outlives_killed_ranks_with_the_losses_of_the_run_that_lost_none(
     thread_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], replace: bool | str
 ) -> None:

@@ -222,10 +222,8 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "Adafactor" else [pytest.mark.full]) for name in PARALLEL],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", PARALLEL)
 def test_an_optimizer_is_the_same_on_every_plan(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
     more: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adafactor": {"owned": True}}
     options = {"name": name} | more.get(name, {})

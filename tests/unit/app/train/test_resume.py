@@ -119,6 +119,7 @@ def test_plait_train_goes_on_from_memory_with_the_same_bits(
     assert [*memory.iterdir()] == []
 
 
+@pytest.mark.full
 def test_a_run_resumed_in_another_layout_has_the_losses_of_the_whole_run(
     thread_ranks: RankPool, whole: Path, tmp_path: Path
 ) -> None:
@@ -265,6 +266,7 @@ def test_plait_train_keeps_the_best_checkpoint_and_stops_early(
     assert main(["checkpoint", "export", best, str(tmp_path / "exported"), "--format", "huggingface"]) == 0
 
 
+@pytest.mark.full
 def test_training_continues_where_checkpoints_cannot_be_written(
     thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

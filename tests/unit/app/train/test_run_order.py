@@ -30,6 +30,7 @@ def make(folder: Path, microbatches: int = 4, **parallel: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"layers": 2, "hidden": 16, "heads": 2, "context": 16},
+            "data": {"source": "random"},
             "train": {"steps": 4, "batch": 4, "microbatches": microbatches, "validate_batches": 1},
             "parallel": {"pp": 2} | parallel,
             "run": {"dir": folder, "tensorboard": False, "progress": False, "compare": 4},

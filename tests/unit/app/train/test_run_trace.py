@@ -6,13 +6,11 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.loop.builtin_callbacks import Progress
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.ranks.launch.rank_pool import RankPool
@@ -24,33 +22,23 @@ LINE = re.compile(
 
 
 def make(folder: Path, **run: Any) -> Config:
-    """Three steps of a model of one block over two stages, twice."""
+    """Three steps of a model of one block over two stages."""
     return Config.model_validate(
         {
             "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+            "data": {"source": "random"},
             "train": {"steps": 3, "batch": 8, "microbatches": 2, "validate_batches": 1},
-            "parallel": {"pp": 2, "dp": 2},
+            "parallel": {"pp": 2},
             "run": {"dir": folder, "tensorboard": False, "progress": False} | run,
         }
     )
 
 
-def told(config: Config) -> list[str]:
-    """As a rank: the lines of a run that are shown."""
-    lines: list[str] = []
-    original = Progress.print
-
-    def show(self: Progress, text: str) -> None:
-        original(self, text)
-        lines.append(text)
-
-    with patch.object(Progress, "print", show):
-        train(config)
-    return lines
-
-
-def test_a_traced_step_is_drawn_and_its_file_named(rank_pool: RankPool, tmp_path: Path) -> None:
-    lines = rank_pool.run(told, make(tmp_path, trace=2), ranks=4)[0]
+def test_a_traced_step_is_drawn_and_its_file_named(
+    thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread_ranks.run(train, make(tmp_path, trace=2), ranks=2)
+    lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("Trace")]
     match = LINE.fullmatch(line)
     assert match
@@ -71,7 +59,7 @@ def test_a_traced_step_is_drawn_and_its_file_named(rank_pool: RankPool, tmp_path
 def test_nothing_is_recorded_unless_it_is_asked_for(
     thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    thread_ranks.run(train, make(tmp_path), ranks=4)
+    thread_ranks.run(train, make(tmp_path), ranks=2)
     assert "Trace" not in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.glob("trace*")) == []
 

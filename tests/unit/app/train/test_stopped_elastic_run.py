@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 import plait
 from plait.app.train.train_run import received_signal
 from plait.ranks.collectives import barrier
@@ -26,6 +28,7 @@ def signalled_and_lost(folder: Path) -> int:
         return received()
 
 
+@pytest.mark.full
 def test_a_signal_to_stop_counts_after_the_rank_that_received_it_was_replaced(tmp_path: Path) -> None:
     found = plait.launch(
         signalled_and_lost, tmp_path, ranks=2, threads=1, device="cpu", timeout=30.0, elastic=True

@@ -8,6 +8,9 @@ from plait.app.config.config import Config
 from plait.app.train.train_run import TrainingResult, train
 from plait.ranks.launch.rank_pool import RankPool
 
+TEXT = str(Path(__file__).with_name("test_loop.py"))
+"""Some thousand tokens: the standard library, read on each rank, takes longer than a run."""
+
 
 def make(
     folder: Path,
@@ -23,6 +26,7 @@ def make(
     return Config.model_validate(
         {
             "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16} | (model or {}),
+            "data": {"source": TEXT},
             "train": {"steps": 4, "batch": 4, "microbatches": 2, "validate_batches": 2, "warmup": 2}
             | settings,
             "parallel": {"pp": pp, "dp": dp, "ep": ep},

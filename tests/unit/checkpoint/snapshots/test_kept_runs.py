@@ -13,6 +13,7 @@ import torch
 from snapshot_runs import step_once
 
 import plait
+from parity.pairs import in_turns
 from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.errors import CommunicationError, CorruptionError, ReplicaError
 from plait.ranks.run_kept_in_memory import KeptRun, forget_connections_of_kept_run, keep_run, take_kept_run
@@ -64,8 +65,10 @@ def kept_after(
     return copy_context().run(run)
 
 
-@pytest.mark.parametrize("first", ["checks", "snapshots"])
-@pytest.mark.parametrize("flips", [False, True])
+@pytest.mark.parametrize(
+    ("flips", "first"),
+    in_turns({"right": False, "flipped": True}, {name: name for name in ("checks", "snapshots")}),
+)
 def test_a_kept_run_moves_only_if_its_memory_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, flips: bool
 ) -> None:

@@ -32,6 +32,7 @@ def test_a_snapshot_without_states_that_a_lost_rank_owned_is_left_out(
     assert [(one.first, one.losses) for one in again] == [(3, whole.losses[3:])] * 2
 
 
+@pytest.mark.full
 def test_an_owner_gets_the_parts_of_its_state_from_other_hosts(thread_ranks: Any, tmp_path: Path) -> None:
     """The state of AdamW was in shards, and is that of whole parameters afterwards."""
     plan = plait.Plan(dp=2, strategy="full")

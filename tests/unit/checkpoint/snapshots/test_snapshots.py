@@ -104,6 +104,7 @@ def own_folders(plan: plait.Plan, folder: Path, steps: int) -> Ended:
     return train(plan, own, steps)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [plait.Plan(pp=2, dp=2), plait.Plan(dp=4), plait.Plan(pp=2, tp=2, sequence_parallel="keep")],
@@ -231,6 +232,7 @@ def found_after_wrong_bits(folder: Path, last_right: int | None) -> int | None:
     return found and found.step
 
 
+@pytest.mark.full
 def test_no_host_goes_on_from_what_a_rank_of_another_has_found_wrong(
     thread_ranks: Any, tmp_path: Path
 ) -> None:

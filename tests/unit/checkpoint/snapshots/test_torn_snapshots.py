@@ -164,12 +164,14 @@ def put(base: Path, files: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
+@pytest.mark.parametrize("number", [60, pytest.param(200, marks=pytest.mark.full)])
 def test_ranks_killed_anywhere_are_restored_to_the_newest_snapshot_of_both(
     thread_ranks: Any,
     written: Written,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    number: int,
 ) -> None:
     """Pairs of what both ranks may have written when one of them is killed."""
     values = thread_ranks.run(train, tmp_path / "written", ranks=2)
@@ -185,8 +187,14 @@ def test_ranks_killed_anywhere_are_restored_to_the_newest_snapshot_of_both(
         for mine, others in product(one, other)
         if max(mine.begun, others.begun) - 1 <= min(mine.committed, others.committed)
     ]
-    pairs = random.Random(0).sample(pairs, 200)
-    bases = [tmp_path / str(number) for number in range(len(pairs))]
+    choice = random.Random(0)
+    groups = [
+        [pair for pair in pairs if min(one.committed for one in pair) == done] for done in range(STEPS + 1)
+    ]
+    pairs = [
+        pair for group in groups for pair in choice.sample(group, min(len(group), number // len(groups)))
+    ]
+    bases = [tmp_path / str(pair) for pair in range(len(pairs))]
     for base, (mine, others) in zip(bases, pairs, strict=True):
         put(base, mine.files | others.files)
     restored = zip(*thread_ranks.run(restore_all, bases, ranks=2), strict=True)

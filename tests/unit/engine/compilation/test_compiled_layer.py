@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
+from parity.pairs import in_quick
 from plait.engine.compilation import compiled_layer
 from plait.engine.compilation.compiled_layer import OutputGradient
 from plait.errors import ModelError, PlanError
@@ -147,7 +148,7 @@ def test_no_layer_is_compiled_after_the_first_step(
 
     def run() -> list[int]:
         engine, counts = engine_of(model_of(Dropping, Dropping), compile=True, recompute=recompute), []
-        for _ in range(50):
+        for _ in range(5):
             batch = Microbatches([batch_of(1), batch_of(2)])
             engine.forward_backward(batch, batch)
             counts.append(len(traced) + len(generated))
@@ -196,7 +197,7 @@ def weights_made(model: nn.Module, **options: Any) -> int:
     return counted.found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_quick(LAYOUTS, "alone", "tp", "zb-h1"))
 def test_no_gradient_of_a_weight_has_memory_of_its_own(name: str) -> None:
     options, recompute = LAYOUTS[name]
     run = partial(weights_made, model_of(*[Residual] * 4), compile="graphs", recompute=recompute, **options)
@@ -376,7 +377,7 @@ class Windowed(Attentive):
     window = 3
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", in_quick(("none", "selective", "full"), "selective"))
 def test_compiled_attention_in_blocks_draws_new_dropout_masks_in_each_step(recompute: Any) -> None:
     def gradients_after(compile: Any) -> list[Tensor]:
         engine, x, found = (

@@ -120,7 +120,9 @@ def test_experts_are_computed_under_the_autocast_of_their_layer(recompute: str) 
     assert len(differing) == len(expected)
 
 
-@pytest.mark.parametrize(("recompute", "products"), [("none", 1), ("selective", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("recompute", "products"), in_quick([("none", 1), ("selective", 1), ("full", 2)], ("full", 2))
+)
 def test_recomputation_repeats_the_first_products_of_experts_and_nothing_else(
     recompute: str, products: int
 ) -> None:
@@ -144,7 +146,7 @@ def test_recomputation_repeats_the_first_products_of_experts_and_nothing_else(
     assert calls == {"choose": runs, "gate_up": products * runs, "result": runs}
 
 
-@pytest.mark.parametrize("shared", [0, 4])
+@pytest.mark.parametrize("shared", in_quick((0, 4), 4))
 def test_a_layer_with_experts_is_two_graphs_forward_and_two_backward(
     monkeypatch: pytest.MonkeyPatch, shared: int
 ) -> None:

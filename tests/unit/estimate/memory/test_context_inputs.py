@@ -94,7 +94,6 @@ def test_each_layout_and_method_is_traced_by_itself() -> None:
         Plan(),
         Plan(cp=2, context_parallel="ring"),
         Plan(cp=2, context_parallel="ulysses", sequence_parallel="keep"),
-        Plan(cp=2, context_parallel="ring", sequence_parallel="keep"),
         Plan(cp=3, context_parallel="ring"),
     ]
     found = [estimator.estimate(plan).ranks[0] for plan in plans]

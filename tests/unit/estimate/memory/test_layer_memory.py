@@ -30,7 +30,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 MODES = ("none", "selective", "full")
 QUICK = (
     *(("gpt2", "alone", "none"), ("llama", "tp", "full"), ("llama", "ring", "none")),
-    *(("gpt2", "keep", "selective"), ("gpt2", "bf16", "full"), ("llama", "ulysses", "selective")),
+    *(("gpt2", "keep", "selective"), ("gpt2", "bf16", "full")),
 )
 
 

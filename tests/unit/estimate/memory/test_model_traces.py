@@ -70,7 +70,7 @@ def test_logits_that_something_else_reads_are_copied() -> None:
     assert traced(nn.Sequential(head), given).output_copy == ROWS * 6 * 4
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.full), "llama"])
 def test_equal_layers_are_traced_once_as_each_would_be(family: str) -> None:
     sizes = {"layers": 3, "hidden": 16, "heads": 2, "vocab": 32, "context": 8}
     once, apart = (getattr(plait.models, family)(**sizes) for _ in range(2))

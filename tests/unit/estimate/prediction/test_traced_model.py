@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import plait
-from parity.pairs import in_quick
+from parity.pairs import in_quick, in_turns
 from plait.errors import ConfigError, ModelError
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import TracedModel, traced_model
@@ -31,6 +31,8 @@ LLAMA = Decoder.of_family("llama", layers=2, hidden=1024, heads=8, kv_heads=4, v
 GPT2 = Decoder.of_family("gpt2", layers=2, hidden=1024, heads=8, vocab=8000, context=512)
 WIDE = Decoder.of_family("llama", layers=2, hidden=4096, heads=32, kv_heads=8, vocab=1000, context=4096)
 MIXED = {"precision": "bf16", "master_precision": "fp32"}
+HALF_BOUND = ({"pp": 2, "microbatches": 2, "schedule": "zb-h1", "recompute": "full"}, 0.6)
+"""A plan, and the part of its memory that its bound is at least."""
 
 
 def llama(**more: Any) -> nn.Module:
@@ -68,8 +70,14 @@ ROWS_OF_16 = {"inputs": torch.empty(1, 16), "targets": torch.empty(1, 3), "loss"
             *(adapted, Plan(tp=2, sequence_parallel="keep", microbatches=2, recompute="selective"), {}),
             marks=pytest.mark.full,
         ),
-        (half_frozen, Plan(pp=2, schedule="zb-h1", microbatches=4), {"moments": 1}),
-        (llama, Plan(dp=2, strategy="full", offload="full", microbatches=2, **MIXED), {}),
+        pytest.param(
+            *(half_frozen, Plan(pp=2, schedule="zb-h1", microbatches=4), {"moments": 1}),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *(llama, Plan(dp=2, strategy="full", offload="full", microbatches=2, **MIXED), {}),
+            marks=pytest.mark.full,
+        ),
         (perceptron, Plan(pp=2, dp=2, strategy="gradients", microbatches=3), ROWS_OF_16),
     ],
     ids=["lora-sharded", "lora-tp", "frozen", "offload", "sequential"],
@@ -124,15 +132,16 @@ def test_models_of_the_gallery_are_predicted(name: str) -> None:
     assert found.step_seconds > 0
 
 
-@pytest.mark.parametrize("sizes", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(microbatches=2),
-        Plan(pp=2, microbatches=4, recompute="full", **MIXED),
-        Plan(tp=2, sequence_parallel="keep"),
-    ],
-    ids=["one", "pp", "tp"],
+    ("plan", "sizes"),
+    in_turns(
+        {
+            "one": Plan(microbatches=2),
+            "pp": Plan(pp=2, microbatches=4, recompute="full", **MIXED),
+            "tp": Plan(tp=2, sequence_parallel="keep"),
+        },
+        {"llama": LLAMA, "gpt2": GPT2},
+    ),
 )
 def test_times_are_those_from_sizes(sizes: Decoder, plan: Plan) -> None:
     """On a CPU, where the sizes know that norms and rotations are several operations each.
@@ -184,7 +193,7 @@ def search_and_predict_all(
     return every
 
 
-@pytest.mark.parametrize("moments", [2, "muon"])
+@pytest.mark.parametrize("moments", in_quick((2, "muon"), "muon"))
 def test_a_search_returns_what_predicting_every_plan_does(moments: Any) -> None:
     layers = perceptron(wide=256 if moments == "muon" else 16)  # which takes Muon longer than the layers
     model = traced_model(layers, torch.empty(1, 16), torch.empty(1, 3), nn.MSELoss(), moments=moments)
@@ -193,13 +202,16 @@ def test_a_search_returns_what_predicting_every_plan_does(moments: Any) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "close"),
-    [
-        ({"dp": 2, "strategy": "full", "microbatches": 3}, 0.8),  # whole gradients beside the next loss
-        ({"dp": 2, "strategy": "gradients", "reduce": "each", "microbatches": 2}, 0.7),
-        ({"pp": 3, "microbatches": 6, "recompute": "selective"}, 0.7),
-        ({"pp": 2, "microbatches": 2, "schedule": "zb-h1", "recompute": "full"}, 0.6),
-        ({"pp": 2, "dp": 2, "microbatches": 1, "strategy": "full"}, 0.5),
-    ],
+    in_quick(
+        [
+            ({"dp": 2, "strategy": "full", "microbatches": 3}, 0.8),  # whole gradients beside the next loss
+            ({"dp": 2, "strategy": "gradients", "reduce": "each", "microbatches": 2}, 0.7),
+            ({"pp": 3, "microbatches": 6, "recompute": "selective"}, 0.7),
+            HALF_BOUND,
+            ({"pp": 2, "dp": 2, "microbatches": 1, "strategy": "full"}, 0.5),
+        ],
+        HALF_BOUND,
+    ),
     ids=str,
 )
 def test_memory_of_a_plan_is_at_least_its_bound_and_not_far_above_it(
@@ -282,6 +294,7 @@ def test_copies_of_state_are_those_in_which_experts_can_be_divided() -> None:
     assert {one[2] for one in RankDivision(1, 4, 1, 1, 1, ep=4).states(FEW)} == {1}
 
 
+@pytest.mark.full
 def test_a_sparse_model_does_the_operations_of_its_active_parameters() -> None:
     """Router, top_k of the experts and the shared one, for each token: six operations for each element."""
     one, two, dense = (
@@ -293,7 +306,11 @@ def test_a_sparse_model_does_the_operations_of_its_active_parameters() -> None:
     assert two - dense == pytest.approx(expert + 6 * 32 * (3 + 3 * 8))
 
 
-@pytest.mark.parametrize("plan", [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.full), {"dp": 2, "ep": 2, "recompute": "full"}],
+    ids=str,
+)
 def test_tokens_travel_once_to_each_rank_that_has_experts_of_them(plan: dict[str, Any]) -> None:
     """Under uniform routing; the results come back likewise, and gradients, and nothing travels again."""
     experts, top_k = 4, 2

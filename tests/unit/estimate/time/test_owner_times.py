@@ -47,7 +47,11 @@ def test_iterations_and_exchanges_take_the_time_of_their_products_and_elements()
     assert muon.step_seconds == pytest.approx(sum(muon.breakdown.values()))
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(pp=2, microbatches=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(dp=2, strategy="full"), pytest.param(Plan(pp=2, microbatches=2), marks=pytest.mark.full)],
+    ids=str,
+)
 def test_memory_of_muon_is_a_moment_of_matrices_two_of_others_and_its_buffers(plan: Plan) -> None:
     model = plait.models.gpt2(layers=2, hidden=32, heads=4, vocab=64, context=8)
     of_none, of_one, of_two, of_muon = (
@@ -120,8 +124,8 @@ def check_bounds(random: Random, name: str, ranks: int) -> None:
 
 
 def test_bounds_of_a_search_are_not_above_what_is_predicted_with_owners() -> None:
-    for seed in range(3):
-        check_bounds(Random(seed), "dense", (1, 2, 4)[seed])
+    for seed in range(2):
+        check_bounds(Random(seed), "dense", 1 + seed)
 
 
 @pytest.mark.full

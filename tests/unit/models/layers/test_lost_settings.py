@@ -290,7 +290,7 @@ def gradients(change: Callable[[Any], object], plan: plait.Plan) -> dict[str, Te
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.quick_cases(len(HONOURED))
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("what", HONOURED)
 def test_hooks_and_computed_weights_of_modules_are_honoured_on_every_plan(
     thread_ranks: Any, what: str

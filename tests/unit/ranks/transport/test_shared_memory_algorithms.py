@@ -76,7 +76,7 @@ def test_operations_of_all_kinds_are_under_way_at_once(rank_pool):
         group = Mesh(dp=4).group("dp")
         own, other = (shared_zeros(100_000, torch.float32, CPU, group).fill_(group.index) for _ in range(2))
         handles = []
-        for number in range(30):
+        for number in range(8):
             mine = torch.full((8, 4), float(number + group.index))
             large = torch.full((200_000,), float(number + group.index))
             handles += [all_gather(mine, group, checked=False), reduce_scatter(mine, group, checked=False)]
@@ -88,7 +88,7 @@ def test_operations_of_all_kinds_are_under_way_at_once(rank_pool):
 
     wanted = [
         seen
-        for number in range(30)
+        for number in range(8)
         for seen in ({number + index for index in range(4)}, *[{4.0 * number + 6}] * 3)
     ]
     assert rank_pool.run(body, ranks=4) == [([*wanted, {6.0}, {6.0}, {3.0}], {})] * 4
@@ -289,6 +289,7 @@ def test_a_rank_that_does_not_come_ends_the_group_for_all(rank_pool):
     assert after_gone == gone
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_an_error_after_the_timeout(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=1.0).group("tp")

@@ -129,7 +129,7 @@ DEADLOCKS = Path(__file__).parents[4] / "benchmarks" / "schedules" / "deadlocks.
 """The script of the table which policies hung, with fewer communicators than channels."""
 
 
-@pytest.mark.parametrize("policy", in_quick(POLICIES, "1f1b", "zb-v"))
+@pytest.mark.parametrize("policy", in_quick(POLICIES, "1f1b"))
 def test_the_benchmarks_readme_names_the_policies_that_deadlock(policy: str) -> None:
     """As the script finds; today none does."""
     table = runpy.run_path(str(DEADLOCKS))["table"]

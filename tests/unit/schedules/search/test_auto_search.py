@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import ROOMY, any_costs, operations, problem_of, searched, shortest, times
 
-from parity.pairs import Row, covering_rows, every_row
+from parity.pairs import Row, covering_rows, every_row, in_quick
 from plait.errors import ScheduleError
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.action import Kind
@@ -119,7 +119,10 @@ def test_auto_on_larger_pipelines_finds_legal_schedules_not_longer_than_any_poli
     ("policy", "case"),
     [
         ("v-min", Case(4, 9, 2, Costs(1, 0.5, 1, 0.5, until_I=2, until_W=0.5), "makespan", 4)),
-        ("v-min", Case(5, 13, None, Costs(0.5, 2, 0.5, 0.1, until_I=2, until_W=1), "makespan", 6)),
+        pytest.param(
+            *("v-min", Case(5, 13, None, Costs(0.5, 2, 0.5, 0.1, until_I=2, until_W=1), "makespan", 6)),
+            marks=pytest.mark.full,
+        ),
         ("zb-v", Case(2, 10, None, Costs(1, 0.5, 0.5, 0.5), "span", 2)),
     ],
 )
@@ -141,7 +144,6 @@ def tiny(draw: st.DrawFn) -> Case:
     return Case(ranks, microbatches, chunks, costs, draw(st.sampled_from(MEASURES)), limit)
 
 
-@settings(max_examples=40)
 @given(tiny())
 def test_auto_finds_the_optimum_of_tiny_pipelines_and_a_bound_equal_to_it(case: Case) -> None:
     ranks, microbatches, chunks, costs, measure, limit = case
@@ -273,7 +275,7 @@ def require_good_at_the_edge(
         require_good(case, case.search())
 
 
-@pytest.mark.parametrize("row", COVERING)
+@pytest.mark.parametrize("row", in_quick(COVERING, *COVERING[::2]))
 def test_auto_handles_extreme_costs_and_counts(row: Row) -> None:
     require_good_at_the_edge(**row)
 

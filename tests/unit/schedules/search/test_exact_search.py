@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from search_cases import (
     LINEAR,
     LOOP,
@@ -79,7 +79,6 @@ def test_exact_search_delays_a_forward_that_could_start_if_that_is_shorter(
     assert shortest(problem) == best
 
 
-@settings(max_examples=100)
 @given(problems(TINY, growing=False))
 def test_exact_search_finds_the_shortest_schedule_and_proves_it(problem: Problem) -> None:
     found = exact_search(problem, ROOMY, ENOUGH)
@@ -87,7 +86,6 @@ def test_exact_search_finds_the_shortest_schedule_and_proves_it(problem: Problem
     assert length_of(problem, found) == shortest(problem)
 
 
-@settings(max_examples=100)
 @given(problems(TINY))
 def test_exact_search_claims_proof_only_for_the_optimum(problem: Problem) -> None:
     best = shortest(problem)
@@ -115,7 +113,6 @@ def test_exact_search_is_right_where_input_gradients_take_memory(
     assert not found.proven or length_of(problem, found) == shortest(problem)
 
 
-@settings(max_examples=30)
 @given(problems(TINY, growing=False))
 def test_exact_search_finds_nothing_shorter_than_the_known_optimum(problem: Problem) -> None:
     best = shortest(problem)

@@ -5,7 +5,7 @@ from itertools import islice
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems, require_legal, words
 
@@ -128,7 +128,6 @@ def test_ranks_with_room_for_different_numbers_of_forwards_do_not_wait_for_each_
         require_legal(problem, orders_from(problem, start))
 
 
-@settings(max_examples=100)
 @given(problems(), st.integers(0, 70))
 def test_every_initial_order_can_run_within_the_memory_limit(problem: Problem, number: int) -> None:
     start = next(islice(initial_orders(problem, Random(0)), number, None))

@@ -105,7 +105,6 @@ def test_least_memory_is_enough_where_one_chunks_memory_grows_late() -> None:
     assert admitted_after(problem, (0, 0, 0)) == [(1, 0, 0)]
 
 
-@settings(max_examples=150)
 @given(problems(), st.randoms(use_true_random=False))
 def test_whatever_order_the_guard_admits_all_operations_can_finish(problem: Problem, rng: Random) -> None:
     room = MemoryGuard(problem)
@@ -116,7 +115,6 @@ def test_whatever_order_the_guard_admits_all_operations_can_finish(problem: Prob
     assert room.held == room.inside == [0] * problem.ranks
 
 
-@settings(max_examples=30)
 @given(problems(ALONE, growing=False))
 def test_the_guard_refuses_only_operations_after_which_not_all_can_finish(problem: Problem) -> None:
     room = MemoryGuard(problem)
@@ -140,7 +138,6 @@ def test_the_guard_refuses_only_operations_after_which_not_all_can_finish(proble
     assert goes_on(tuple(room.done))
 
 
-@settings(max_examples=50)
 @given(problems(ALONE))
 def test_least_memory_is_the_smallest_limit_with_a_complete_order(problem: Problem) -> None:
     least = least_memory(problem, 0)
@@ -215,7 +212,6 @@ def test_the_lower_bound_with_instant_forwards_uses_their_memory_last() -> None:
     assert shortest(problem) == lower_bound(problem) == 6
 
 
-@settings(max_examples=100)
 @given(problems(TINY))
 def test_no_schedule_is_shorter_than_the_bound(problem: Problem) -> None:
     best = shortest(problem)

@@ -4,7 +4,7 @@ from itertools import islice
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems, require_legal, words
 
@@ -175,7 +175,6 @@ def test_random_swaps_change_the_orders_by_seed() -> None:
     assert restless[0].orders != restless[1].orders != calm.orders
 
 
-@settings(max_examples=50)
 @given(started(), st.sampled_from(DISPATCH_RULES), st.integers(0, 4))
 def test_justification_never_lengthens_a_schedule(
     case: tuple[Problem, Orders], rule: DispatchRule, rounds: int

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, problem_of, problems, require_legal
 
@@ -121,7 +121,6 @@ def test_the_operations_that_are_scheduled_are_those_of_the_budget(
     assert 0.8 * budget <= scheduled.total() <= budget
 
 
-@settings(max_examples=30)
 @given(problems())
 def test_local_search_without_budget_returns_a_legal_candidate(problem: Problem) -> None:
     candidates = local_search([problem], 0)

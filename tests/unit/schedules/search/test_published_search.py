@@ -20,22 +20,22 @@ EXACT_OPTIMA = [
     # by exhaustive search.
     (LINEAR, 3, 4, (1, 1, 1, 0), 2, 17),
     (LINEAR, 4, 4, (1, 1, 1, 0), 3, 18),
-    (LINEAR, 4, 6, (1, 1, 1, 0), 3, 24),
-    (LINEAR, 4, 8, (1, 1, 1, 0), 3, 31),
+    pytest.param(*(LINEAR, 4, 6, (1, 1, 1, 0), 3, 24), marks=pytest.mark.full),
+    pytest.param(*(LINEAR, 4, 8, (1, 1, 1, 0), 3, 31), marks=pytest.mark.full),
     (LINEAR, 3, 6, (1, 1, 1, 0), 2, 25),
     (LINEAR, 3, 4, (1, 2, 1, 0), 3, 20),
     (LINEAR, 3, 4, (2, 2, 1, 1), 3, 34),
-    (LINEAR, 3, 6, (2, 2, 1, 0), 4, 35),
+    pytest.param(*(LINEAR, 3, 6, (2, 2, 1, 0), 4, 35), marks=pytest.mark.full),
     (LINEAR, 2, 6, (3, 4, 2, 1), 4, 58),
     (LINEAR, 3, 6, (1, 2, 1, 0), 3, 28),
     (LINEAR, 3, 4, (1, 1, 2, 0), 2, 20),
     (LINEAR, 2, 4, (2, 2, 1, 1), 2, 27),
     (V, 2, 3, (1, 1, 1, 0), 2, 25),
     (V, 2, 4, (1, 1, 1, 0), 2, 33),
-    (V, 3, 4, (1, 1, 1, 0), 3, 36),
+    pytest.param(*(V, 3, 4, (1, 1, 1, 0), 3, 36), marks=pytest.mark.full),
     (V, 3, 4, (1, 1, 1, 0), 6, 26),
-    (V, 3, 3, (1, 1, 1, 0), 4, 23),
-    (V, 2, 4, (1, 1, 1, 1), 4, 29),
+    pytest.param(*(V, 3, 3, (1, 1, 1, 0), 4, 23), marks=pytest.mark.full),
+    pytest.param(*(V, 2, 4, (1, 1, 1, 1), 4, 29), marks=pytest.mark.full),
     (V, 2, 3, (2, 2, 1, 1), 4, 37),
     (LOOP, 2, 4, (1, 1, 1, 0), 4, 25),
 ]
@@ -46,8 +46,8 @@ MEASURED = Costs(18.522, 18.086, 9.337, comm=0.601)
 BEST_KNOWN = [
     # Of 4 ranks and 8 micro-batches, in any layout: costs, limit, and the shortest makespan that other
     # programs reach: PyTorch's schedules, those of the zero-bubble papers' authors, and list scheduling.
-    (NEARLY_EQUAL, 6, 24.3),
-    (MEASURED, 6, 385.663),
+    pytest.param(*(NEARLY_EQUAL, 6, 24.3), marks=pytest.mark.full),
+    pytest.param(*(MEASURED, 6, 385.663), marks=pytest.mark.full),
     (EQUAL, 4, 24.75),
 ]
 MORE_BEST_KNOWN = [
@@ -145,7 +145,7 @@ def test_auto_reaches_the_best_known_makespans_under_other_limits(
 @pytest.mark.parametrize(
     ("microbatches", "limit", "best"),
     [
-        (24, 8, 76.4),
+        pytest.param(24, 8, 76.4, marks=pytest.mark.full),
         pytest.param(24, 10, 73.93, marks=pytest.mark.full),
         pytest.param(64, 8, 192.4, marks=pytest.mark.full),
         pytest.param(64, 10, 192.4 - 0.01, marks=pytest.mark.full),  # less than with the memory of 1f1b

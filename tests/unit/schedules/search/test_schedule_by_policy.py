@@ -3,7 +3,7 @@ from __future__ import annotations
 from math import inf, nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from search_cases import any_costs, searched
 
@@ -80,7 +80,6 @@ def test_v_patterns_in_unit_costs_have_the_published_memory_and_span(policy: str
     assert timeline.span == {"zb-v": 24, "v-half": 26.5, "v-min": 29.5}[policy]
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(IN_PATTERN)),
     st.integers(1, 4).flatmap(lambda ranks: st.tuples(st.just(ranks), any_costs(2 * ranks))),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parity.live_bytes import LiveBytes
 from parity.norm import assert_equal
+from parity.pairs import in_turns
 from plait.tensor.attention import block_attention, fused_kernels
 from plait.tensor.attention.block_attention import (
     WeightDropout,
@@ -123,8 +124,9 @@ def test_attention_over_blocks_of_keys_merges_to_attention_at_once(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("window", "packed"), in_turns({"none": None, "70": 70}, {"packed": True, "whole": False})
+)
 def test_the_block_calls_of_a_rank_make_up_its_attention(
     layout: str, window: int | None, packed: bool
 ) -> None:

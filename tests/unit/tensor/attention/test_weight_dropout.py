@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from parity.pairs import in_turns
 from plait.tensor.dropout import Dropout, DropoutGenerator, key_of, names_of, set_region_part
 from plait.tensor.dropout_mask import keep_mask
 
@@ -81,8 +82,9 @@ def test_a_blocks_weight_dropout_mask_is_its_part_of_the_mask_of_all_weights(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("kind", [nn.Dropout, Dropout])
+@pytest.mark.parametrize(
+    ("kind", "window"), in_turns({"torch": nn.Dropout, "plait": Dropout}, {"none": None, "40": 40})
+)
 def test_weight_dropout_in_plain_pytorch_drops_all_at_p_1_and_none_in_eval(
     kind: Any, window: int | None
 ) -> None:

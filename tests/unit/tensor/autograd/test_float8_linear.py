@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import plait
 from parity.live_bytes import LiveBytes
-from parity.pairs import in_quick
 from plait.errors import ModelError
 from plait.plan.plan import Plan
 from plait.ranks.group import alone
@@ -190,8 +189,9 @@ def test_a_transposed_weight_gives_the_bits_of_the_other(recipe: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.transformers
-@pytest.mark.parametrize("recipe", in_quick(RECIPES, "float8"))
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_linears_with_transposed_weights_equal_eager_ones(recipe: Any) -> None:
     from transformers.pytorch_utils import Conv1D
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from parity.kernels import Kernels
+from parity.pairs import in_turns
 from plait.plan.plan import Plan
 from plait.tensor.autograd.joined_linears import are_side_by_side, side_by_side
 
@@ -233,9 +234,18 @@ def test_linears_that_differ_in_input_or_output_compute_their_own_products(make:
     assert products(make) >= least
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize(
-    "make", [WithoutGradient, WithoutGradientOfSome, CheckpointsItself, BackwardWithin, GivesStrides]
+    ("make", "recompute"),
+    in_turns(
+        {
+            make.__name__: make
+            for make in (
+                *(WithoutGradient, WithoutGradientOfSome, CheckpointsItself, BackwardWithin),
+                GivesStrides,
+            )
+        },
+        {"selective": "selective", "none": "none"},
+    ),
 )
 def test_linears_whose_calls_autograd_treats_differently_are_not_joined(make: Make, recompute: str) -> None:
     """Each equals plain PyTorch; before, an output came from a product with other saved tensors."""
