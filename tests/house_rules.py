@@ -438,6 +438,14 @@ class House(dict[str, Source]):
             for name, source in self.items()
         }
 
+    @cached_property
+    def parts_below(self) -> dict[str, set[str]]:
+        """By part of a room, which others of the room its modules import."""
+        below: dict[str, set[str]] = {}
+        for source in self.values():
+            below.setdefault(part_of(source.name), set()).update(_other_parts(source, self))
+        return below
+
 
 Rule = Callable[[Source, House], Iterator[str]]
 
@@ -493,11 +501,7 @@ def no_cycles(source: Source, house: House) -> Iterator[str]:
 
 def no_cycles_of_parts(source: Source, house: House) -> Iterator[str]:
     """The packages and files of a room in a circle, told at each import that closes it."""
-    below: dict[str, set[str]] = {}
-    for other in house.values():
-        if other.room == source.room:
-            below.setdefault(part_of(other.name), set()).update(_other_parts(other, house))
-    own = part_of(source.name)
+    below, own = house.parts_below, part_of(source.name)
     for line, module in source.imports(house):
         reached, waiting = set[str](), [part_of(module)] if room_of(module) == source.room else []
         waiting = [part for part in waiting if part != own]

@@ -46,20 +46,26 @@ PROMISE = re.compile(
 )
 SHORTENED = doctest.ELLIPSIS
 SLOW = {
-    "checkpoints": ("load_checkpoint",),
+    "checkpoints": ("load_checkpoint", "transformers.Auto"),
     "context-parallelism": ("for layout in (", "context=32768"),
+    "compiled-layers": ("def gradients",),
+    "dtensor": ("named_dtensors",),
+    "experts": ("balance_experts", 'linears="float8'),
     "fine-tuning": ("plait.lora(",),
+    "float8": ("gathered_bytes",),
     "guards": ("guarded=True",),
     "huggingface": ("LlamaForCausalLM", "import transformers"),
+    "muon": ("plait.Owned(",),
     "sharding": ("layers=12",),
+    "traces": ("torch.profiler",),
     "which-plan": ("layers=32", "ranks_as="),
     "your-own-loop": ("warmup_cosine", "tempfile"),
 }
-"""By page, what stands in its scripts that take many seconds: the full run has them."""
-SLOW_COMMANDS = ("--calibrate", "--html", "--model.layers 24", "schedule auto")
+"""By page, what stands in scripts that are slow, or show what other quick tests do: the full run has them."""
+SLOW_COMMANDS = ("--calibrate", "--html", "--model.layers 24", "schedule auto", "plan --ranks 4", "zb-v,auto")
 """What stands in commands that take many seconds, or search for what the command of another page does."""
-ON_PROCESSES = ("dtensor", "failures", "launching", "traces")
-"""Pages whose ranks are processes in the quick run, too; elsewhere they are threads there: half the time."""
+ON_PROCESSES = {"dtensor": "", "failures": "elastic=True", "launching": "", "traces": ""}
+"""By page, what stands in scripts whose ranks are processes in the quick run, too; others' are threads."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,11 @@ def marks_of(script: Script) -> list[pytest.MarkDecorator]:
 def test_a_script_runs_and_prints_what_the_page_says(
     script: Script, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if script.code.page.stem not in ON_PROCESSES and "not full" in pytestconfig.option.markexpr:
-        monkeypatch.setattr(plait, "launch", partial(plait.launch, ranks_as="threads"))
+    on_processes = ON_PROCESSES.get(script.code.page.stem)
+    on_threads = on_processes is None or on_processes not in script.code.text
+    if on_threads and "not full" in pytestconfig.option.markexpr:
+        for name in ("launch", "verify"):
+            monkeypatch.setattr(plait, name, partial(getattr(plait, name), ranks_as="threads"))
     if "import transformers" in script.code.text:
         pytest.importorskip("transformers")
     # The line numbers of the page stand in a traceback.

@@ -81,6 +81,7 @@ def test_a_diffusion_transformer_draws_what_it_is_asked_for(capsys: pytest.Captu
     assert VERDICT.findall(printed) == ["EQUAL"], printed
 
 
+@pytest.mark.full  # `parity/test_split_backward.py` has another in the quick run
 def test_verify_finds_a_mistaken_split_of_a_gallery_model(capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by("own_split_backward", capsys)
     assert VERDICT.findall(printed) == ["EQUAL", "NOT EQUAL"], printed

@@ -77,7 +77,7 @@ class Run:
 
 def model() -> nn.Sequential:
     """That all of them train."""
-    return plait.models.gpt2(layers=2, hidden=24, heads=6, vocab=VOCAB, context=CONTEXT)
+    return plait.models.gpt2(layers=1, hidden=24, heads=6, vocab=VOCAB, context=CONTEXT)
 
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -31,8 +31,8 @@ def case(plain: Case, **options: Any) -> Case:
     return Case(f"{plain.name} with adapters", lambda: adapted(plain.build, **options), plain.draw)
 
 
-GPT2 = case(cases.gpt2(heads=4))
-LLAMA = case(cases.llama())
+GPT2 = case(cases.gpt2(layers=1, heads=4))
+LLAMA = case(cases.llama(layers=1))
 SOME = case(cases.llama(tied=False), targets=("blocks.0.*.query", "value", "*.mlp.down", "head.output"))
 UNTIED = case(cases.gpt2(heads=4, tied=False), targets=("head.output", "output"))
-DROPPING = case(cases.gpt2(heads=4), dropout=0.2)
+DROPPING = case(cases.gpt2(layers=1, heads=4), dropout=0.2)

@@ -104,10 +104,10 @@ def explicitly(model: nn.Module, inputs: Any) -> Any:
 CASE = Case("sinks", build, partial(draw, 7), reference=explicitly)
 CASES = {"whole": CASE, "packed": packed(CASE, 7)}
 PLANS: dict[str, dict[str, Any]] = {
+    "ring kept": {"cp": 2, "tp": 2, "context_layout": "striped", "sequence_parallel": "keep"},
     "one": {},
     "tp": {"tp": 2, "sequence_parallel": "none", "recompute": "selective"},
     "ring": {"cp": 3, "context_layout": "zigzag", "recompute": "full"},
-    "ring kept": {"cp": 2, "tp": 2, "context_layout": "striped", "sequence_parallel": "keep"},
     "ring split": {"cp": 2, "pp": 2, "schedule": "zb-h1", "context_layout": "contiguous"},
     "ulysses": {"cp": 3, "context_parallel": "ulysses", "dp": 2, "strategy": "full", "reduce": "each"},
     "ulysses kept": {
@@ -129,7 +129,8 @@ def test_runs_with_sinks_equal_a_softmax_with_one_more_score(
     check_parity(thread_ranks, CASES[case], Plan(**PLANS[plan], microbatches=2, precision="fp64"))
 
 
-@pytest.mark.parametrize("mode", ["exact", pytest.param("float64", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["exact", "float64"])
 def test_verify_finds_sinks_equal(thread_ranks: RankPool, mode: Any) -> None:
     plan = Plan(tp=2, cp=2, microbatches=2, context_parallel="ring")
     options = VerifyOptions(mode=mode, steps=1)

@@ -38,7 +38,7 @@ def draw_vectors(rows: int, generator: torch.Generator) -> Any:
 
 
 def lopsided() -> nn.Sequential:
-    return nn.Sequential(*(Busy(rounds) for rounds in (200, 1, 1, 1, 1, 1)))
+    return nn.Sequential(*(Busy(rounds) for rounds in (80, 1, 1, 1, 1, 1)))
 
 
 class SquaredError:
@@ -89,7 +89,7 @@ def costs_in_a_rank(case: Case, plan: Plan) -> Any:
     ids=["alone", "cut", "mixed", "contexts", "contexts-cut"],
 )
 def test_every_layer_of_every_rank_is_measured(thread_ranks: Any, plan: Plan) -> None:
-    case = llama(layers=2)
+    case = llama(layers=1)
     for costs in thread_ranks.run(costs_in_a_rank, case, plan, ranks=plan.world):
         assert len(costs.total) == woven.layer_count(case)
         assert all(cost > 0 for cost in costs.F)

@@ -24,7 +24,7 @@ LENGTH, TOLERANCE = 7, 1e-12
 
 
 def everything(plan: Plan) -> dict[str, Any]:
-    case = of_length(llama(heads=12, kv_heads=6), LENGTH)
+    case = of_length(llama(layers=1, heads=12, kv_heads=6), LENGTH)
     mesh = plait.Mesh(plan, guarded=True)
     engine = plait.parallelize(case.build(), plan, mesh, case.loss, seed=woven.SEED)
     inputs, targets = woven.shares(case, engine, 1)[0]

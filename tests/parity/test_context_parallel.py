@@ -78,7 +78,7 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
     check_parity(thread_ranks, case, Plan(**fields, microbatches=2, precision="fp64"), recipe)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_context_parallel_runs_equal_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]

@@ -120,7 +120,7 @@ def test_replayed_segments_compute_losses_in_chunks_and_offload(
 ) -> None:
     plan = Plan(**settings, microbatches=4, precision="fp64", cuda_graphs=True)
     with patch.object(losses, "is_accelerator", lambda _: True):  # a GPU's targets are not read on the host
-        every = check_replayed(thread_ranks, gpt2(layers=3, tied=False), plan)
+        every = check_replayed(thread_ranks, gpt2(layers=1, tied=False), plan)
     for counts in every:
         assert counts.replayed >= 2 * counts.recorded > 0
 
@@ -135,7 +135,7 @@ def test_replayed_segments_add_to_the_gradients_of_earlier_calls(
 ) -> None:
     plan = Plan(**settings, microbatches=3, precision="fp64", cuda_graphs=True)
     recipe = Recipe(steps=3, calls=2, set_to_none=False)
-    check_replayed(thread_ranks, gpt2(layers=3, tied=True), plan, recipe)
+    check_replayed(thread_ranks, gpt2(layers=1, tied=True), plan, recipe)
 
 
 @pytest.mark.parametrize("completion", ["late", pytest.param(1, marks=pytest.mark.full)])
@@ -146,7 +146,7 @@ def test_replayed_segments_train_as_one_rank_under_nccl_stream_rules(
         {"model": (2, 1), "data": (2, 1), "schedule": "zb-v", "strategy": "full", "microbatches": 5},
         cuda_graphs=True,
     )
-    check_replayed(thread_ranks.under_rules(completion), gpt2(layers=3, tied=True), plan)
+    check_replayed(thread_ranks.under_rules(completion), gpt2(layers=1, tied=True), plan)
 
 
 @pytest.mark.parametrize(

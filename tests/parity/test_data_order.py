@@ -28,7 +28,7 @@ from plait.tensor.layer_values import tensors_of
 pytestmark = pytest.mark.transformers
 
 SIZES = {"name": "gpt2", "layers": 1, "hidden": 16, "heads": 4, "vocab": len(chats.WORDS)}
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "copies": {"dp": 4, "strategy": "optimizer"},

@@ -20,7 +20,7 @@ from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 
 TARGETS = ("experts.gate_up_proj", "experts.down_proj", "query", "shared.*")
-CASE = lora_cases.case(cases.sparse_llama(), targets=TARGETS)
+CASE = lora_cases.case(cases.sparse_llama(layers=1), targets=TARGETS)
 PLANS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "dp 2 ep 2": {"dp": 2, "ep": 2},

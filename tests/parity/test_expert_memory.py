@@ -77,7 +77,7 @@ def the_first(scores: Tensor) -> Tensor:
 
 def routed(choose: Choose, experts: int, **sizes: int) -> nn.Module:
     model: nn.Module = plait.models.llama(
-        **{**SIZES, "layers": 2, "inner": 96, **sizes}, experts=experts, top_k=TOP_K, shared=32
+        **{**SIZES, "layers": 1, "inner": 96, **sizes}, experts=experts, top_k=TOP_K, shared=32
     )
     for module in model.modules():
         if isinstance(module, Router):

@@ -23,7 +23,7 @@ from plait.ranks.launch.rank_pool import RankPool
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 
 CHATS = chats.conversations(40)
-STEPS = 20
+STEPS = 8
 LIMIT = 1e-6
 PLANS: dict[str, dict[str, Any]] = {
     "pp-tp": {"pp": 2, "tp": 2, "schedule": "zb-h1"},

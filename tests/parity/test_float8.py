@@ -353,6 +353,7 @@ def frozen_losses(plan: Plan) -> list[float]:
     return [engine.forward_backward(tokens[:, :-1], tokens[:, 1:]).item() for _ in range(2)]
 
 
+@pytest.mark.full
 def test_compiled_layers_in_which_nothing_needs_a_gradient_multiply_in_float8(thread_ranks: Any) -> None:
     plan = Plan(linears="float8", precision="fp64")
     (expected,) = thread_ranks.run(frozen_losses, plan, ranks=1)

@@ -181,7 +181,7 @@ def etp_bytes(plan: Plan) -> dict[str, int]:
     return {kind: count.bytes for kind, count in engine.traffic().get("etp", {}).items()}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", in_quick((1, 2), 2))
 def test_etp_reduces_four_bytes_a_row_and_those_of_weights_once_a_step(
     thread_ranks: Any, microbatches: int
 ) -> None:

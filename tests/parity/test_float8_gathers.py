@@ -53,7 +53,7 @@ def plans_of(name: str) -> tuple[Plan, Plan]:
     """One whose linears cast their weights, and one that gathers them in float8."""
     degrees, sharding = LAYOUTS[name]
     fields = {"precision": "bf16", "master_precision": "bf16", "gradient_precision": "fp32"}
-    fields |= {"microbatches": 4, "linears": "float8"}
+    fields |= {"microbatches": 2, "linears": "float8"}
     return Plan(**fields | degrees), Plan(**fields | degrees | sharding)
 
 

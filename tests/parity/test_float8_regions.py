@@ -112,6 +112,7 @@ def test_float8_regions_gather_half_the_bytes_of_16_bits(
     assert saved == expected.get((recipe, mode), 0)
 
 
+@pytest.mark.full
 def test_compiled_layers_sum_as_many_bytes_over_tp_as_eager_ones(thread_ranks: Any) -> None:
     """So the gradients of a region's input are in fp32, also where regions are entered whole."""
     plan = Plan(tp=2, precision="bf16", linears="float8")

@@ -110,5 +110,6 @@ def test_verify_and_memory_take_loss_modules_as_parallelize_does() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     targets = torch.tensor([0, 1, -100, 2])
     for given in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")):
-        assert plait.verify(model, Plan(pp=2, microbatches=2), torch.randn(4, 4), targets, given)
+        plan, inputs = Plan(pp=2, microbatches=2), torch.randn(4, 4)
+        assert plait.verify(model, plan, inputs, targets, given, ranks_as="threads")
     assert plait.memory(model, Plan(), torch.zeros(4, 4), targets, loss=nn.CrossEntropyLoss()).peak

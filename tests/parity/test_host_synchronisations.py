@@ -69,7 +69,7 @@ def caller(frame: FrameType | None) -> str:
 
 def steady_step(plan: Plan, clip: float) -> Counter[str]:
     """The third step of a run on this rank."""
-    case = gpt2() if plan.linears is None else gpt2(hidden=64, heads=4)
+    case = gpt2(layers=1) if plan.linears is None else gpt2(layers=1, hidden=64, heads=4)
     engine = woven.weave(case, plan)
     optimizer = torch.optim.SGD(engine.parameter_groups(weight_decay=0.1), lr=1e-3)  # Adam counts on the CPU
     batches = woven.shares(case, engine, 1)
@@ -112,7 +112,7 @@ def test_a_steady_step_reads_no_tensor_on_the_host(
 
 def reads_in_a_step_of_experts(plan: Plan) -> list[str]:
     """Also calls that read memory without an operation."""
-    case = sparse_llama(wide=True, experts=4, shared=32)
+    case = sparse_llama(layers=1, wide=True, experts=4, shared=32)
     engine = woven.weave(case, plan)
     optimizer = torch.optim.SGD(engine.parameters(), lr=1e-3)
     ((inputs, targets),) = case.batches(4, 1, torch.float32)

@@ -244,7 +244,7 @@ CASES = [
     pytest.param(
         pair,
         id=" and ".join("-".join(map(str, case)) for case in pair),
-        marks=[pytest.mark.full] if number % 8 else [],
+        marks=[pytest.mark.full] if number % 16 else [],
     )
     for number, pair in enumerate(PAIRS)
 ] + [

@@ -252,7 +252,8 @@ def test_logits_are_freed_before_the_other_layers_backward_also_where_layers_sha
     assert foreseen.most == pytest.approx(counted.most, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", in_quick(OTHERS, "offload-full"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
 def test_predicted_memory_of_gpt2_is_what_ranks_allocate_in_other_configurations(
     rank_pool: Any, name: str
 ) -> None:

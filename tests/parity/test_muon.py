@@ -59,7 +59,7 @@ def check(
     return ranks
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_muon_equals_torchs_on_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
@@ -105,7 +105,7 @@ def nothing(name: str, values: Tensor) -> Sequence[Tensor]:
 COEFFICIENTS = [(4.0, -6.0, 2.5), (3.5, -5.0, 2.0), (3.0, -3.2, 1.2)]
 VARIANTS: dict[str, Any] = {
     "experts": (
-        sparse_llama(),
+        sparse_llama(layers=1, experts=3),
         {"dp": 4, "ep": 2, "strategy": "full"},
         experts,
         {"adjust_lr_fn": "match_rms_adamw"},

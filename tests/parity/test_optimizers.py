@@ -82,7 +82,8 @@ def losses_by(plan: Plan, kind: str) -> list[float]:
     engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
     (batch,) = case.batches(4, 1, torch.float32)
     share = [one.chunk(plan.dp)[engine.mesh.index("replicate")] for one in batch]
-    optimizer = getattr(torch.optim, kind)(engine.parameters(), lr=0.01)
+    options = {"max_iter": 4} if kind == "LBFGS" else {}
+    optimizer = getattr(torch.optim, kind)(engine.parameters(), lr=0.01, **options)
 
     def closure() -> Any:
         optimizer.zero_grad()

@@ -21,7 +21,7 @@ SLACK = 40_000
 
 
 def model() -> nn.Sequential:
-    return plait.models.gpt2(layers=6, hidden=64, heads=4, vocab=512, context=16, tied=False)
+    return plait.models.gpt2(layers=3, hidden=64, heads=4, vocab=512, context=16, tied=False)
 
 
 def nbytes(tensors: list[Tensor | None]) -> int:

@@ -93,10 +93,12 @@ def test_schedules_train_users_models_as_one_rank(
             Plan(pp=2, dp=2, schedule="auto", microbatches=3, strategy="full", precision="fp64"),
             False,
             id="sharded",
-            marks=pytest.mark.full,
         ),
         pytest.param(
-            Plan(pp=4, schedule="auto", microbatches=4, memory_limit=3, precision="fp64"), True, id="limited"
+            Plan(pp=4, schedule="auto", microbatches=4, memory_limit=3, precision="fp64"),
+            True,
+            id="limited",
+            marks=pytest.mark.full,
         ),
     ],
 )

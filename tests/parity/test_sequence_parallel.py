@@ -58,7 +58,7 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
     check_parity(thread_ranks, case, Plan(**fields, microbatches=2, precision="fp64"), recipe)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_sequence_parallel_runs_equal_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
@@ -156,7 +156,7 @@ def test_schedules_under_sequence_parallelism_give_the_same_bits(thread_ranks: A
             sequence_parallel=mode,
             precision="fp64",
         )
-        runs.append(thread_ranks.run(woven.train, case, plan, Recipe(steps=2), ranks=4))
+        runs.append(thread_ranks.run(woven.train, case, plan, Recipe(steps=1), ranks=4))
     for first, *others in zip(*runs, strict=True):
         for other in others:
             assert (other.losses, other.norms) == (first.losses, first.norms)

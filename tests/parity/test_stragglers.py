@@ -33,6 +33,8 @@ class Trained:
     """What a rank knows of a run."""
 
     lines: list[str]
+    told_after: list[int]
+    """The number of steps after which each line was told."""
     losses: list[float]
     norms: list[float]
     seconds: list[float]
@@ -61,9 +63,14 @@ class Told(Callback):
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.after: list[int] = []
 
     def begin(self, run: TrainingLoop) -> None:
-        run.tell = self.lines.append
+        def tell(line: str) -> None:
+            self.lines.append(line)
+            self.after.append(run.done)
+
+        run.tell = tell
 
     def before_step(self, run: TrainingLoop) -> None:
         self.work = work_of(run)
@@ -95,7 +102,7 @@ class Training:
     fails_after: int = 0
     waits: bool = False
     """Whether the slow rank only waits for a core for as long as it computes."""
-    every: int = 4
+    every: int = 3
     layers: int = 6
     rows: int = 8
     """Of a batch."""
@@ -136,7 +143,7 @@ def train(training: Training) -> Trained:
         if "slowness" in row
     ]
     losses, norms = ([row[name] for row in history.rows] for name in ("loss", "grad_norm"))
-    return Trained(told.lines, losses, norms, slowed.seconds, told.work, named, values)
+    return Trained(told.lines, told.after, losses, norms, slowed.seconds, told.work, named, values)
 
 
 def trained(thread_ranks: Any, training: Training) -> list[Trained]:
@@ -177,8 +184,11 @@ PLANS = {
 def test_work_moves_from_a_rank_at_half_speed_and_the_run_computes_the_same(
     thread_ranks: Any, name: str
 ) -> None:
-    plan, slow, rows, steps = PLANS[name], 1, 16 if "rows" in name else 8, 28 if name == "rows" else 15
-    runs = trained(thread_ranks, Training(plan, slow, rows=rows, steps=steps))
+    plan, slow, rows = PLANS[name], 1, 16 if "rows" in name else 8
+    training = Training(plan, slow, rows=rows, steps=12)
+    if name == "rows":  # the layers do not matter, and further comparisons are to find it as slow
+        training = replace(training, steps=21, layers=2)
+    runs = trained(thread_ranks, training)
     first, lines = runs[0], runs[0].lines
     assert all(run.lines == lines for run in runs)
     assert lines[0].startswith(f"WARNING: rank {slow} (host ")
@@ -188,7 +198,7 @@ def test_work_moves_from_a_rank_at_half_speed_and_the_run_computes_the_same(
     assert step <= SLOW_FROM + 20
     assert len(lines) == 2  # with fewer rows it is still as slow
 
-    undisturbed = trained(thread_ranks, Training(plan, None, rows=rows, steps=steps))[0]
+    undisturbed = trained(thread_ranks, replace(training, slow=None))[0]
     assert not undisturbed.lines
     assert undisturbed.work != first.work
     assert differences(first, undisturbed) <= 1e-12
@@ -207,26 +217,24 @@ def test_work_moves_from_a_rank_at_half_speed_and_the_run_computes_the_same(
         assert first.work.rows == (11, 5)
 
 
-@pytest.mark.parametrize(
-    "source", in_quick(["a file", "a file of rows", "memory"], "a file", "a file of rows")
-)
+@pytest.mark.parametrize("source", in_quick(["a file", "a file of rows", "memory"], "a file of rows"))
 def test_a_resumed_run_goes_on_with_the_work_of_before_and_has_the_same_bits(
     thread_ranks: Any, tmp_path: Path, source: str
 ) -> None:
     """From a checkpoint of another run, or a snapshot of a run that failed, taken after work had moved."""
     axis = {"dp": 2} if source == "a file of rows" else {"pp": 2}
-    training = Training(Plan(**axis, microbatches=2, precision="fp64"), 1, steps=18, layers=3, rows=16)
+    training = Training(Plan(**axis, microbatches=2, precision="fp64"), 1, steps=15, layers=3, rows=16)
     whole = trained(thread_ranks, training)[0]
     if source == "memory":
         with pytest.raises(DataError):
-            trained(thread_ranks, replace(training, fails_after=14, folder=tmp_path, in_memory=True))
+            trained(thread_ranks, replace(training, fails_after=12, folder=tmp_path, in_memory=True))
     else:
-        trained(thread_ranks, replace(training, steps=14, folder=tmp_path))
+        trained(thread_ranks, replace(training, steps=12, folder=tmp_path))
     resumed = trained(thread_ranks, replace(training, folder=tmp_path, in_memory=source == "memory"))[0]
     assert any(line.startswith("Rebalanced") for line in whole.lines)
     assert resumed.lines == [line for line in resumed.lines if line.startswith("Resumed from ")]
     assert resumed.work == whole.work
-    assert resumed.losses == whole.losses[14:]
+    assert resumed.losses == whole.losses[12:]
     assert all(torch.equal(value, resumed.values[name]) for name, value in whole.values.items())
 
 
@@ -270,5 +278,4 @@ def test_a_rank_that_only_waits_for_cores_is_named_after_twenty_comparisons(thre
     assert "rank 0 with the same work, since" in run.lines[0]  # no ratios of its own times
     assert f"since about step {SLOW_FROM};" in run.lines[0]
     assert len(run.lines) == 2
-    early = trained(thread_ranks, Training(plan, 1, steps=20, layers=1, waits=True, every=1))[0]
-    assert not early.lines
+    assert run.told_after[0] > 20

@@ -28,7 +28,7 @@ def everything(plan: Plan) -> dict[str, Any]:
     engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
     optimizer = torch.optim.AdamW(engine.parameter_groups(0.1), lr=0.01, fused=True)
     told: dict[str, Any] = {"losses": [], "evaluated": [], "layouts": dict(engine.layouts)}
-    for inputs, targets in case.batches(2 * plan.microbatches * plan.dp, 3, torch.float32):
+    for inputs, targets in case.batches(2 * plan.microbatches * plan.dp, 2, torch.float32):
         rows = 2 * plan.microbatches
         own = slice(engine.mesh.index("dp") * rows, (engine.mesh.index("dp") + 1) * rows)
         told["losses"].append(engine.forward_backward(inputs[own], targets[own]).item())

@@ -75,7 +75,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
 def test_runs_under_nccl_stream_rules_equal_one_rank_for_every_pair_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:
-    check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
+    check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=2), plan_of(row), Recipe(steps=2))
 
 
 NCCL = {
@@ -92,7 +92,7 @@ def test_a_mesh_that_uses_nccl_trains_as_one_rank(
 ) -> None:
     """Receives posted late, calls agreed on once, one communicator for axes of the same ranks, a watch."""
     monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
-    check_parity(thread_ranks.under_rules("late"), gpt2(layers=4), NCCL[name], Recipe(steps=2))
+    check_parity(thread_ranks.under_rules("late"), gpt2(layers=1), NCCL[name], Recipe(steps=2))
 
 
 EXPERTS = {
@@ -110,12 +110,12 @@ def test_experts_under_nccl_stream_rules_equal_one_rank(
     thread_ranks: Any, name: str, completion: Any
 ) -> None:
     plan = Plan(**EXPERTS[name], microbatches=4, precision="fp64")
-    check_parity(thread_ranks.under_rules(completion), sparse_llama(), plan, Recipe(steps=2))
+    check_parity(thread_ranks.under_rules(completion), sparse_llama(layers=1), plan, Recipe(steps=2))
 
 
 def communicators(plan: Plan) -> tuple[list[str], int]:
     """The axes whose transport no axis before has, and the number of this rank's channels."""
-    engine = woven.weave(gpt2(layers=4), plan)
+    engine = woven.weave(gpt2(layers=1), plan)
     seen: dict[int, str] = {}
     for axis, group in engine.mesh._groups.items():
         if group.transport is not None:
@@ -157,7 +157,7 @@ def test_axes_are_connected_when_the_mesh_is_made(thread_ranks: Any, monkeypatch
 def test_runs_under_nccl_stream_rules_equal_one_rank_for_every_triple_of_factors(
     thread_ranks: Any, row: dict[str, Any]
 ) -> None:
-    check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
+    check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=2), plan_of(row), Recipe(steps=2))
 
 
 LAYOUTS = {
@@ -196,7 +196,7 @@ def test_delayed_streams_give_the_same_bits_for_40_seeds(
 
 
 def compare(thread_ranks: Any, layout: str, completions: Any) -> None:
-    case = gpt2(layers=6 if layout == "interleaved" else 4)
+    case = gpt2(layers=3 if layout == "interleaved" else 1)
     plan = Plan(**LAYOUTS[layout], microbatches=4, precision="fp64")
     expected = thread_ranks.under_rules(None).run(everything_in_a_rank, case, plan, ranks=plan.world)
     for completion in completions:

@@ -93,7 +93,7 @@ def ignoring(case: Case, **loss) -> Case:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_label_smoothing_and_ignored_targets_over_tp_equal_one_rank(thread_ranks, tp):
-    case = ignoring(gpt2(heads=4), loss=SMOOTHED, mean=data.mean_smoothed)
+    case = ignoring(gpt2(layers=1, heads=4), loss=SMOOTHED, mean=data.mean_smoothed)
     check_parity(thread_ranks, case, Plan(tp=tp, dp=2, microbatches=2, precision="fp64"))
 
 
@@ -108,4 +108,4 @@ def test_a_loss_of_gathered_logits_over_tp_equals_one_rank(thread_ranks):
 
 
 def test_llama_in_fp32_over_pp_tp_and_dp_equals_one_rank(thread_ranks):
-    check_parity(thread_ranks, llama(), Plan(pp=2, tp=2, dp=2, microbatches=3, precision="fp32"))
+    check_parity(thread_ranks, llama(layers=1), Plan(pp=2, tp=2, dp=2, microbatches=3, precision="fp32"))

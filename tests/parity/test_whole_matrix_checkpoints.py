@@ -23,7 +23,7 @@ from plait.plan.plan import Plan
 
 ROWS = 4
 """Of the global batch."""
-STEPS, STOPS = 8, 4
+STEPS, STOPS = 4, 2
 CASE = CASES["gpt2"]
 PLANS = {
     "one": Plan(),

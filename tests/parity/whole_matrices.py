@@ -22,7 +22,7 @@ from plait.optimizers.part_owners import OwnedPart
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 
-STEPS = 20
+STEPS = 6
 BOUND = 1e-10
 """Of the difference after `STEPS` steps, relative to the largest change of the parameter."""
 CLIP = 0.05

@@ -2,6 +2,8 @@
 
 from contextlib import ExitStack, contextmanager
 
+import pytest
+
 from plait.verification.options import VerifyOptions
 from plait.verification.step_location import StepPhase
 from zoo import cases
@@ -46,9 +48,11 @@ def test_a_mistake_behind_another_is_listed(rank_pool):
     defect = together(other_epsilon, clipped_twice)
     report = report_of(rank_pool, cases.LLAMA, cases.TWO_STAGES, defect, ISOLATED)
     assert report.first.layer == cases.MLP
+    assert {report.path_of(one) for one in places_of(report) if one.layer is not None} == {cases.MLP}
     assert {location.phase for location in places_of(report) if location.layer is None} == {StepPhase.CLIP}
 
 
+@pytest.mark.full
 def test_a_mistake_of_a_layer_makes_differences_in_that_layer_only(rank_pool):
     report = report_of(rank_pool, cases.LLAMA, cases.TWO_STAGES, other_epsilon, ISOLATED)
     assert {report.path_of(location) for location in places_of(report)} == {cases.MLP}
@@ -56,6 +60,7 @@ def test_a_mistake_of_a_layer_makes_differences_in_that_layer_only(rank_pool):
     assert len({together.path_of(location) for location in places_of(together)}) > 1
 
 
+@pytest.mark.full
 def test_a_wrong_message_makes_one_difference_for_each(rank_pool):
     report = report_of(rank_pool, cases.GPT2, cases.TWO_STAGES, message_of_another_microbatch, ISOLATED)
     assert [(location.phase, location.microbatch) for location in places_of(report)] == [

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,11 +121,7 @@ class MetaLayers:
         modes = proves, torch.is_grad_enabled(), torch.get_default_dtype(), sequence and sequence.shape
         longest = 0 if sequence is None else sequence.longest
         for number in range(len(self.structures)):
-            key = self.structures[number], modes, given.length, given.repeats, _described(given.value)
-            # Documents change no shape, but a layer may refuse long ones: one that ran takes shorter ones.
-            if key not in self._results or self._results[key][0] < longest:
-                self._results[key] = longest, self._run(number, given, proves=proves)
-            run: InferredLayer = self._results[key][1]
+            run = self._run_once(number, given, modes, longest)
             counting = () if proves else self._counting(number, given)
             regions = () if proves else self.regions_in_float8(number, given)
             if counting or regions:
@@ -137,10 +133,30 @@ class MetaLayers:
         while len(self._results) > MOST_RESULTS:
             del self._results[next(iter(self._results))]
 
-    def _run(self, number: int, given: LayerInput, *, proves: bool) -> InferredLayer:
-        """Run a layer on the meta device with its rules applied; `proves`: also prove its gradients.
+    def _run_once(
+        self, number: int, given: LayerInput, modes: tuple[Hashable, ...], longest: int
+    ) -> InferredLayer:
+        """Return a layer's run, known from earlier or made now; `modes`: first whether it is proved."""
+        proves, *others = modes
+        shape = given.length, given.repeats, _described(given.value)
+        of_all, of_rank = ((one[number], *shape) for one in (self._structures_of_all_ranks, self.structures))
+        for key in (of_all, of_rank):
+            # Documents change no shape, but a layer may refuse long ones: one that ran takes shorter ones.
+            known, run = self._results.get((key, *modes), (-1, None))
+            if run is not None and known >= longest:
+                return cast(InferredLayer, run)
+        run, is_proved = self._run(number, given, proves=bool(proves))
+        # Parts of a sequence that `tp` does not divide evenly have the sizes of this rank.
+        key = of_all if run.output.length % self._rules.group.size == 0 else of_rank
+        for proved in {proves, is_proved}:
+            self._results[key, proved, *others] = longest, run
+        return run
 
-        Gradients are proved for the layer with its output linear, like those of the other layers.
+    def _run(self, number: int, given: LayerInput, *, proves: bool) -> tuple[InferredLayer, bool]:
+        """Run a layer on the meta device with its rules; return also whether its gradients are proved.
+
+        `proves`: they have to be; else they are where that takes no other run. They are proved for the layer
+        with its output linear, like those of the other layers.
         """
         layer = self._copy(number, trains=torch.is_grad_enabled())
         if proves:
@@ -155,11 +171,15 @@ class MetaLayers:
         run, output = run_on_meta(layer, given, circumstances)
         if name is not None:
             require_features(output, returned, layer, name)
-        if proves:
-            parameters = dict(layer.module.named_parameters(remove_duplicate=False))
-            claims = self._claims(number, layer)
+        learns_all = torch.is_grad_enabled() and not self._frozen[number]
+        if not proves and not (self.are_proved and learns_all and name is None):
+            return run, False
+        parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+        claims = self._claims(number, layer)
+        with nullcontext() if proves else suppress(ModelError):  # which `prove` raises when it is called
             prove_layer(layer.path, tensors_of(given.value), tensors_of(output), parameters, claims)
-        return run
+            return run, True
+        return run, False
 
     def _counting(self, number: int, given: LayerInput) -> tuple[str, ...]:
         """Return the names of values that count a layer's runs; in training refuse other state of it.
@@ -168,7 +188,7 @@ class MetaLayers:
         of their input. Raises ModelError where another layer shares it.
         """
         trains = torch.is_grad_enabled()
-        key = "carried values", self.structures[number], trains
+        key = "carried values", self._structures_of_all_ranks[number], trains
         if key not in self._results:
             copied = self._copy(number, trains=trains)
             # An evaluation counts nothing that training goes on with.
@@ -196,7 +216,7 @@ class MetaLayers:
         if not linears or self._rules.sequence_dims[self.layers[number].path].input is None:
             return ()
         shape = given.length, _described(given.value)  # a layer may read it for some shapes only
-        key = "regions in float8", self.structures[number], linears, trains, *shape
+        key = "regions in float8", self._structures_of_all_ranks[number], linears, trains, *shape
         if key not in self._results:
             copied = self._copy(number, trains=trains)
             self._results[key] = read_by_float8_only(copied, linears, given.value, given.length)
@@ -216,7 +236,7 @@ class MetaLayers:
         Looked at as `_counting` does.
         """
         trains = torch.is_grad_enabled()
-        key = "weights in float8", self.structures[number], trains
+        key = "weights in float8", self._structures_of_all_ranks[number], trains
         if key not in self._results:
             copied = self._copy(number, trains=trains)
             refuse_other_readers(copied, self._scaled[number], given.value, given.length)
@@ -245,8 +265,13 @@ class MetaLayers:
     def structures(self) -> list[Hashable]:
         """Per layer a cache key: equal for layers whose runs on meta are the same for equal inputs.
 
-        Layers with equal keys have the same graphs, too.
+        Layers with equal keys have the same graphs, too, in which there may be numbers of this rank.
         """
+        return [(one, self._rules.group.index) for one in self._structures_of_all_ranks]
+
+    @cached_property
+    def _structures_of_all_ranks(self) -> list[Hashable]:
+        """Per layer what all ranks of `tp` have alike that have as much of it; with shapes, a cache key."""
         rules, group = self._rules, self._rules.group
         last = len(self._sequence.layers) - 1
         names = {id(parameter): name for name, parameter in self._sequence.parameters.items()}
@@ -257,7 +282,7 @@ class MetaLayers:
                 tuple(self._shapes[names[id(one)]] for one in layer.module.parameters()),
                 tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
-                (group.size, group.index),
+                group.size,
                 _expert_degrees(layer.module, rules.experts),
                 (self._sharded[number], self._summed[number], self._frozen[number], self._scaled[number]),
                 self._output_inside and number == last,

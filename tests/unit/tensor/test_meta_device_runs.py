@@ -11,14 +11,16 @@ from plait.plan.plan import Plan
 from plait.proof import layer_runs_on_meta as meta_device_runs
 from plait.proof.layer_runs_on_meta import MetaLayers
 from plait.ranks.group import Group, Traffic
+from plait.rules import column, row
 from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
 
 
-def built(model, results, *, tp=2, index=0, precision="fp32", rules=None):
-    blueprint = build_blueprint(model, Plan(tp=tp, precision=precision), rules)
+def built(model, results, *, tp=2, index=0, precision="fp32", rules=None, sequence="none"):
+    plan = Plan(tp=tp, precision=precision, sequence_parallel=sequence)
+    blueprint = build_blueprint(model, plan, rules)
     rules_of_tp = blueprint.tensor_parallel(Group("tp", tuple(range(tp)), index, None, Traffic(), 1.0))
     return blueprint.meta_layers(rules_of_tp, {"replicate": 0, "shard": 0, "cp": 0, "tp": index}, results)
 
@@ -48,11 +50,39 @@ def test_equal_blocks_run_once_on_meta(runs):
     assert runs == ["embedding", "blocks.0.attention", "blocks.0.mlp", "head"]
     assert [info.tensors[0].shape for info in infos] == [(2, 4, 8)] * 9 + [(2, 4, 5)]
     layers.prove(TOKENS)
-    assert len(runs) == 8
-    layers = built(gpt2_of(4), {})
-    layers.infer(TOKENS, input_gradients=True)
+    assert len(runs) == 4, "they were proved as they ran"
+
+
+def test_layers_with_frozen_parameters_run_on_meta_again_to_be_proved(runs):
+    """As if all of them were trained."""
+    model = gpt2_of(1, tied=False)
+    model.head.requires_grad_(False)
+    layers = built(model, {})
+    layers.infer(TOKENS, input_gradients=False)
     layers.prove(TOKENS)
-    assert len(runs) == 16, "what ran with gradients of its inputs is no proof"
+    assert runs == ["embedding", "blocks.0.attention", "blocks.0.mlp", "head", "head"]
+
+
+class Scaled(nn.Module):
+    """A parameter that each rank has whole, between two linears that `tp` divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.scale)
+
+
+def test_wrong_rules_are_refused_whenever_they_are_proved_and_shapes_are_inferred():
+    layers, inputs = (
+        built(nn.Sequential(Scaled()), {}, rules={"0.up": column, "0.down": row}),
+        torch.ones(2, 8),
+    )
+    for _ in range(2):
+        assert len(layers.infer(inputs, input_gradients=True)) == 1
+        with pytest.raises(ModelError, match="the whole parameter scale is used inside a region"):
+            layers.prove(inputs)
 
 
 def test_another_rank_of_the_process_reuses_meta_results(runs):
@@ -63,21 +93,34 @@ def test_another_rank_of_the_process_reuses_meta_results(runs):
     assert len(runs) == count
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"index": 1},
-        {"tp": 1},
-        {"precision": "fp64"},
-    ],
-    ids=str,
-)
-def test_another_tp_shard_or_dtype_runs_a_layer_on_meta_again(runs, change):
+@pytest.mark.parametrize("change", [{"tp": 1}, {"precision": "fp64"}], ids=str)
+def test_another_number_of_ranks_or_dtype_runs_a_layer_on_meta_again(runs, change):
     results = {}
     built(gpt2_of(2), results).infer(TOKENS, input_gradients=False)
     count = len(runs)
     built(gpt2_of(2), results, **change).infer(TOKENS, input_gradients=False)
     assert len(runs) == 2 * count
+
+
+def test_another_rank_of_tp_runs_layers_on_meta_again_that_are_not_divided_evenly(runs):
+    """Nine tokens of a vocabulary are not, in the embedding and the head."""
+    results = {}
+    built(gpt2_of(2), results).infer(TOKENS, input_gradients=False)
+    runs.clear()
+    second = built(gpt2_of(2), results, index=1).infer(TOKENS, input_gradients=False)
+    assert runs == ["embedding", "head"]
+    assert second[-1].tensors[0].shape == (2, 4, 4)
+
+
+@pytest.mark.parametrize(("length", "parts", "again"), [(4, [2, 2], 0), (3, [2, 1], 4)])
+def test_ranks_of_tp_have_parts_of_a_sequence_of_their_own_sizes(runs, length, parts, again):
+    results, model = {}, gpt2(layers=1, hidden=8, heads=2, vocab=10, context=4)
+    for index, part in enumerate(parts):
+        runs.clear()
+        layers = built(model, results, index=index, sequence="keep")
+        infos = layers.infer(TOKENS[:, :length], input_gradients=False)
+        assert [info.tensors[0].shape[1] for info in infos] == [part, part, part, length]
+    assert len(runs) == again
 
 
 def test_other_shapes_and_grad_modes_run_a_layer_on_meta_again(runs):
