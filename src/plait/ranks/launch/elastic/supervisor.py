@@ -33,7 +33,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.events.api import Event, EventSource
 
 from plait.errors import CorruptionError, MeshError, PlaitError
 from plait.plan.argument_checks import whole
@@ -135,8 +135,8 @@ class Supervisor(SimpleElasticAgent):
 
         torch asks a name server for it for each event, several times in a restart; nothing of plait reads it.
         """
-        metadata = {"run_id": self._host.get_run_id(), "hostname": socket.gethostname(), "state": state}
-        return Event(f"torchelastic.worker.status.{state}", source, metadata=metadata)
+        about: dict[str, Any] = {"run_id": self._host.get_run_id(), "hostname": socket.gethostname()}
+        return Event(f"torchelastic.worker.status.{state}", source, metadata=about | {"state": state})
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the jobs of the next generation; return the process of each local rank."""
