@@ -45,7 +45,7 @@ def start_process(
     A fork server starts it, not this process, which may have threads. It imports what every rank needs,
     `module` if that is plait's, and the modules `preloaded`, before it forks, and lasts as long as this
     process. `library`: a shared library that it loads in place of another of that name. Raises MeshError
-    where the folder of temporary files cannot have its socket.
+    where the folder of temporary files cannot have its socket, and where servers are lost again and again.
     """
     context = multiprocessing.get_context("forkserver")
     ours = [module] if module.startswith("plait.") else []
