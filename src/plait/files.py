@@ -16,7 +16,7 @@ import tomllib
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -125,14 +125,19 @@ def try_lock(path: Path) -> BinaryIO | None:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     file.write(f"process {os.getpid()} on {os.uname().nodename} since {since}".encode())
     file.flush()
-    os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
+    _files_closed_in_children().add(file)
     return file
 
 
-def _close(reference: weakref.ref[BinaryIO]) -> None:
-    """Close a file, if it is still open somewhere in this process."""
-    if (file := reference()) is not None:
-        file.close()
+@cache
+def _files_closed_in_children() -> weakref.WeakSet[BinaryIO]:
+    """Return the set of this process's open locks: a process that is forked from it closes them first.
+
+    One set for all: what is registered with the system's fork cannot be taken back.
+    """
+    found = weakref.WeakSet[BinaryIO]()
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in [*found]])
+    return found
 
 
 def unlock(path: Path, file: BinaryIO) -> None:

@@ -70,6 +70,18 @@ def test_a_process_that_the_owner_has_forked_does_not_hold_its_file_lock(tmp_pat
         os.waitpid(forked, 0)
 
 
+def test_taking_locks_again_and_again_leaves_nothing_to_be_done_at_each_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[object] = []
+    for _ in range(3):
+        file = try_lock(tmp_path / "a.lock")
+        assert file is not None
+        unlock(tmp_path / "a.lock", file)
+        monkeypatch.setattr(os, "register_at_fork", lambda **what: registered.append(what))
+    assert registered == []
+
+
 def test_a_lock_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         try_lock(tmp_path / "missing" / "a.lock")

@@ -53,6 +53,11 @@ def forget_connections_of_kept_run() -> bool:
     return True
 
 
+def drop_kept_run() -> None:
+    """Remove the stored run, if any: this process is not in the next world, and later ones cannot use it."""
+    _KEPT.set(None)
+
+
 def take_kept_run() -> KeptRun | None:
     """Return and remove the run that this process stored in the previous world; None if there is none.
 

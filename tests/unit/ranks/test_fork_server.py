@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
+from contextvars import copy_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -15,6 +18,9 @@ import pytest
 
 from plait.errors import MeshError
 from plait.ranks.launch import fork_server
+
+ENDED = 1 << 22
+"""No process of Linux has this number, or a larger one."""
 
 
 def preload() -> str | None:
@@ -87,5 +93,53 @@ def test_a_process_is_started_again_where_the_fork_server_was_killed_meanwhile(
             raise EOFError("unexpected EOF")
 
     monkeypatch.setattr(ForkServerProcess, "start", start)
+    monkeypatch.setattr(ForkServerProcess, "pid", ENDED)
     fork_server.start_process(print, "one", "plait.ranks", None)[1].close()
     assert started == ["one", "one"]
+    assert ENDED not in fork_server.started_processes()
+
+
+@pytest.mark.parametrize("state", ["stopped", "hangs"])
+def test_a_fork_server_that_starts_no_process_is_killed_and_another_tried(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    killed, signals = threading.Semaphore(0), list[tuple[int, int]]()
+
+    def start(process: ForkServerProcess) -> None:
+        if state == "hangs" or not signals:
+            assert killed.acquire(timeout=60)
+            raise EOFError("unexpected EOF")
+
+    def kill(process: int, number: int) -> None:
+        signals.append((process, number))
+        killed.release()
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    monkeypatch.setattr(ForkServerProcess, "pid", ENDED)
+    monkeypatch.setattr(fork_server, "_server_process", lambda: 7)
+    monkeypatch.setattr(fork_server, "is_stopped", lambda _: state == "stopped" and not signals)
+    monkeypatch.setattr(fork_server, "_PERIOD", 0.01)
+    monkeypatch.setattr(os, "kill", kill)
+    if state == "stopped":
+        fork_server.start_process(print, "one", "plait.ranks", None)[1].close()
+        assert signals == [(7, signal.SIGKILL)]
+        return
+    monkeypatch.setattr(fork_server, "_MOST_SECONDS", 0.02)
+    with pytest.raises(MeshError, match=r"that ranks are forked from, .* or started none within 0.02 s"):
+        fork_server.start_process(print, "one", "plait.ranks", None)
+
+
+def test_processes_that_were_started_are_known_although_their_fork_server_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ForkServerProcess, "start", lambda process: None)
+    monkeypatch.setattr(multiprocessing, "active_children", list)
+
+    def started() -> tuple[bool, bool]:
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+            monkeypatch.setattr(ForkServerProcess, "pid", child.pid)
+            fork_server.start_process(print, "one", "plait.ranks", None)[1].close()
+            lives = child.pid in fork_server.started_processes()
+        return lives, child.pid in fork_server.started_processes()
+
+    assert copy_context().run(started) == (True, False)

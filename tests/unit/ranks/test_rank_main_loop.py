@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import weakref
+from contextvars import copy_context
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 from types import SimpleNamespace
 from typing import NoReturn
+from unittest.mock import patch
 
 import pytest
 
 from plait.ranks.launch import rank_main_loop
 from plait.ranks.launch.rank_job import RankJob, start_method
-from plait.ranks.launch.rank_main_loop import END
+from plait.ranks.launch.rank_main_loop import BECOMES_SPARE, END
 from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.run_kept_in_memory import KeptRun, keep_run
 from plait.ranks.world import World
 
 
@@ -84,6 +88,27 @@ def test_a_rank_ends_when_it_is_told_to_or_its_parent_is_gone(
     assert run.exists() == (state != "busy")
     assert jobs.empty() == (state == "idle")
     assert jobs.empty() or jobs.get() == job
+
+
+def test_a_process_that_becomes_a_spare_frees_the_run_that_it_has_kept(tmp_path: Path) -> None:
+    """In the thread that runs jobs, which has kept it, and before the next job."""
+    jobs: SimpleQueue[RankJob | str] = SimpleQueue()
+    parent, connection = Pipe()
+    job = RankPool(1)._job(b"call", str(tmp_path), 0, 1)
+    for message in (BECOMES_SPARE, job, END):
+        parent.send_bytes(pickle.dumps(message))
+    parent.close()
+
+    def keep_and_wait() -> tuple[bool, RankJob, bool]:
+        engine = Event()
+        kept = weakref.ref(engine)
+        keep_run(KeptRun(engine, None, 1, {}, {}))
+        del engine
+        return kept() is None, rank_main_loop._next_job(jobs), kept() is None
+
+    with patch.object(rank_main_loop, "end_process", side_effect=Ended), pytest.raises(Ended):
+        rank_main_loop._listen(connection, jobs, Event())
+    assert copy_context().run(keep_and_wait) == (False, job, True)
 
 
 def test_a_rank_whose_output_nobody_reads_still_sends_its_result(monkeypatch: pytest.MonkeyPatch) -> None:

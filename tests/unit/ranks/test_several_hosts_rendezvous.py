@@ -213,6 +213,34 @@ def test_a_host_that_ends_by_an_error_ends_the_others() -> None:
             hosts.meet(one)
 
 
+def kill_hub(host: SeveralHostsRendezvous) -> None:
+    """End the connections to a host as the end of its process does, without a last message."""
+    host._hub._listener.shutdown(socket.SHUT_RDWR)
+    host._hub._listener.close()
+    for link in [*host._hub._links]:
+        link._end()
+
+
+def test_a_host_that_has_heard_of_the_end_tells_the_others_where_the_first_one_is_killed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with supervisors(3, 6) as hosts:
+        one, two, three = hosts.first
+        hosts.meet(one, two, three)
+        lost = one._hub._peers[2].link
+        send = lost.send
+        monkeypatch.setattr(lost, "send", lambda told: told["kind"] == "finished" or send(told))
+        for host in hosts.first:
+            host.finish([pickle.dumps(rank) for rank in host.ranks(0)[0]])
+        assert wait_for(lambda: two.finish([]))
+        kill_hub(one)
+        assert wait_for(three.reason).startswith("host 0")
+        two.shutdown()
+        assert wait_for(lambda: three.finish([]))
+        assert three.results == [0, 1, 2, 3, 4, 5]
+        assert three.reason() == ""
+
+
 def test_too_few_processes_on_all_hosts_end_the_run_on_each() -> None:
     with supervisors(2, 4) as hosts:
         for host in hosts.first:

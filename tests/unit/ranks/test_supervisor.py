@@ -218,6 +218,8 @@ def test_ranks_whose_supervisor_is_killed_end_and_remove_its_folder(tmp_path: Pa
 def test_several_supervisors_on_a_host_and_ranks_that_hosts_cannot_share_evenly_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    with pytest.raises(MeshError, match=r"\(run.hosts\) are a, b, but no launcher started this process"):
+        plait.launch(die, ranks=2, elastic=Elastic(hosts=("a", "b")))
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -244,6 +246,8 @@ def test_torchs_agent_calls_what_the_supervisor_defines() -> None:
     assert "_assign_worker_ranks(" in inspect.getsource(agent._rendezvous)
     assert "num_nodes_waiting()" in inspect.getsource(agent._invoke_run)
     assert "_shutdown(" in inspect.getsource(agent.run)
+    calls = inspect.signature(agent._construct_event).parameters
+    assert [*calls][:3] == ["self", "state", "source"]
     assert RunResult(state=WorkerState.FAILED).is_failed()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,9 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 
 import plait
-from plait.errors import CommunicationError, CorruptionError, MeshError, PlaitError
+from plait.errors import CommunicationError, CorruptionError, MeshError, PlaitError, RankError
 from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.launch.elastic import run_elastic
 from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
@@ -40,7 +42,7 @@ def process(
     """Stand in for a `SupervisedProcess`."""
     made = SimpleNamespace(
         report=report, has_ended=ended, left_by_ending=left, is_ready=ready, is_busy=False, handles=(),
-        stop=lambda: None,
+        stop=lambda: None, become_spare=lambda: None,
     )  # fmt: skip
     made.update = lambda: None
     made.kill = partial(setattr, made, "has_ended", True)
@@ -144,3 +146,38 @@ def test_a_supervisor_that_cannot_write_its_files_says_where(monkeypatch: pytest
     monkeypatch.setattr(run_elastic, "start_process", no_room)
     with pytest.raises(PlaitError, match=r"write to the run's folder .*plait-ranks-.* \(No space left"):
         plait.launch(print, ranks=1, elastic=True)
+
+
+def test_the_failure_for_which_no_restart_is_left_ends_the_run_and_nobody_is_told_that_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, told = supervisor(tmp_path, [process()], Elastic(restarts=1))
+    made._note(KILLED)
+    assert "rank 0 was killed by SIGKILL; the ranks go on" in capsys.readouterr().err
+    with pytest.raises(
+        RankError, match=r"(?s)ValueError: bad.*failure number 2 .* Elastic's restarts allow 1"
+    ):
+        made._note(from_exception(0, ValueError("bad")))
+    assert capsys.readouterr().err == ""
+    assert len(told.told) == 1
+
+
+def test_events_of_torchs_agent_ask_no_name_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str = "") -> str:
+        raise AssertionError("this may take seconds")
+
+    monkeypatch.setattr(socket, "getfqdn", refuse)
+    made, _ = supervisor(tmp_path, [process()], Elastic())
+    made._worker_group.workers = [Worker(0, 0)]
+    with made.record_duration("RENDEZVOUS"):
+        pass
+    made._record_worker_events(RunResult(WorkerState.SUCCEEDED, {0: None}))
+
+
+def test_processes_that_the_next_world_leaves_out_free_what_they_keep_of_the_run(tmp_path: Path) -> None:
+    ranks, freed = [process() for _ in range(3)], list[int]()
+    for number, one in enumerate(ranks):
+        one.become_spare = partial(freed.append, number)
+    made, _ = supervisor(tmp_path, ranks, Elastic(replace=False))
+    made._take_places(1)
+    assert freed == [1, 2]

@@ -45,12 +45,14 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
     Yield the list of signals that this process has received and forwarded to its `local` ranks.
     """
     from plait.ranks.failure.process_watch import GracefulStop
+    from plait.ranks.launch.fork_server import started_processes
     from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
 
     received: list[int] = []
 
     def forward(number: int) -> None:
-        children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        known = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        children = list(dict.fromkeys([*known, *started_processes()]))
         if not children:  # no rank has started
             stop.restore_and_raise(number)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
@@ -23,6 +23,28 @@ from plait.schedules.timed_schedule import simulated
 
 WORTHWHILE = 0.01
 """The part of a step that other rows, or another order of actions, have to save."""
+
+
+@dataclass(frozen=True)
+class DivisionMemory:
+    """Predicts the memory of the rank that holds most under a division of work, and limits it."""
+
+    bytes_of: Callable[[WorkDivision], float | None]
+    """Returns the bytes of the rank with most; None where they are not known."""
+    limit: float | None = None
+    """The most bytes of a rank; None: only another order of actions may not need more than that of before."""
+
+    def is_within_limit(self, work: WorkDivision) -> bool:
+        """Return whether no rank holds more than the limit under `work`, as far as it is known."""
+        return self.limit is None or (self.bytes_of(work) or 0.0) <= self.limit
+
+    def allows_order(self, other: WorkDivision, work: WorkDivision) -> bool:
+        """Return whether `other`, with another order than `work`, holds no more bytes than that on any rank.
+
+        More is allowed up to the limit, if there is one.
+        """
+        most = self.bytes_of(work) if self.limit is None else self.limit
+        return most is None or (self.bytes_of(other) or 0.0) <= most
 
 
 @dataclass(frozen=True)
@@ -97,27 +119,42 @@ class StepSimulation:
         """Return `other` if it saves a part of a step that counts, else `work`."""
         return other if self.seconds(other) < (1 - WORTHWHILE) * self.seconds(work) else work
 
-    def with_fastest_order(self, work: WorkDivision, limit: float) -> WorkDivision:
+    def with_fastest_order(
+        self, work: WorkDivision, limit: float, memory: DivisionMemory | None = None
+    ) -> WorkDivision:
         """Return `work` with a shorter order of actions, if one is found, and with the best cut for that.
 
-        `limit`: the most micro-batches that a rank may hold. Tried are named orders of the same stages, then
-        one that is searched for the best of them, which takes some seconds.
+        `limit`: the most micro-batches that a rank may hold; `memory`: and the most bytes, since those of
+        unlike stages differ. Tried are named orders of the same stages, then one that is searched for
+        the best of them, which takes some seconds.
         """
+
+        def fastest_allowed(others: Iterable[WorkDivision]) -> WorkDivision:
+            for one in sorted((work, *others), key=self.seconds):
+                if one == work or memory is None or memory.allows_order(one, work):
+                    return one
+            raise AssertionError("`work` is allowed")
+
         tried = [self.with_fastest_cut(replace(work, order=order)) for order in _named_orders(work, limit)]
-        best = min((work, *tried), key=self.seconds)
+        best = fastest_allowed(tried)
         costs = self.stage_costs(best.cut, best.order, self._slowest_factors(best))
         with suppress(ScheduleError):  # no order is searched for stages that the user has placed
             order = shortest_schedule(best.order, costs, limit)
-            best = min((best, self.with_fastest_cut(replace(best, order=order))), key=self.seconds)
+            best = fastest_allowed([best, self.with_fastest_cut(replace(best, order=order))])
         return self._if_worthwhile(best, work)
 
     def fastest(
-        self, now: WorkDivision, *, moves_rows: bool, memory_limit: float | None = None
+        self,
+        now: WorkDivision,
+        *,
+        moves_rows: bool,
+        memory_limit: float | None = None,
+        memory: DivisionMemory | None = None,
     ) -> WorkDivision:
         """Return the division of work with the shortest simulated step that is found, starting from `now`.
 
         `moves_rows`: whether replicas may have unlike numbers of rows. `memory_limit`: that of other orders
-        of actions, in micro-batches; None: the order stays.
+        of actions, in micro-batches; None: the order stays. `memory`: what a rank may hold in bytes, too.
         """
         searches: list[Callable[[WorkDivision], WorkDivision]] = [self.with_fastest_cut]
         if moves_rows:
@@ -128,10 +165,11 @@ class StepSimulation:
             for search in [*searches[first:], *searches[: first + 1]]:
                 work = search(work)
             found.append(work)
-        best = min(found, key=self.seconds)
+        found = [one for one in found if memory is None or memory.is_within_limit(one)]
+        best = min(found or [now], key=self.seconds)
         if memory_limit is None or best.order.ranks == 1:
             return best
-        return self.with_fastest_order(best, memory_limit)
+        return self.with_fastest_order(best, memory_limit, memory)
 
 
 def _named_orders(work: WorkDivision, limit: float) -> Iterator[Schedule]:

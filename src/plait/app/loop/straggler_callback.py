@@ -6,12 +6,14 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import mul
 from statistics import median
 from typing import Any
 
 from plait.app.loop.rank_times import RankTimes, WindowTimes
 from plait.app.loop.rebalancing import (
+    DivisionMemory,
     StepSimulation,
     layer_costs_of,
     memory_limit_of,
@@ -50,16 +52,19 @@ class Stragglers(Callback):
     stages, and 24 more; at the start the names of the hosts.
     """
 
-    def __init__(self, *, every: int = 4, rebalance: bool = False) -> None:
+    def __init__(
+        self, *, every: int = 4, rebalance: bool = False, memory: DivisionMemory | None = None
+    ) -> None:
         """`every`: steps between two comparisons.
 
         `rebalance`: when a slow rank is named, or no longer is slow, cut the model into stages anew, by
         `plait.reshard`, order actions anew, and let replicas of the model take unlike numbers of rows, where
-        that makes simulated steps shorter.
+        that makes simulated steps shorter. `memory`: what a rank holds in bytes under another division, for
+        rank 0, which searches it.
         """
         require_whole("Stragglers' every", every)
         require_flag("Stragglers' rebalance", rebalance)
-        self._every, self._rebalance = every, rebalance
+        self._every, self._rebalance, self._memory = every, rebalance, memory
         self._hosts: list[str] = []
         self._places: list[int] = []
         """Of each rank its index along `pp`."""
@@ -205,7 +210,10 @@ class Stragglers(Callback):
             return
         simulation, now, fixed = self._simulation(run, times), work_of(run), why_rows_stay(run)
         limit = memory_limit_of(run.engine) if self._rebalance else None
-        work = agreed_division(run, lambda: simulation.fastest(now, moves_rows=not fixed, memory_limit=limit))
+        search = partial(
+            simulation.fastest, now, moves_rows=not fixed, memory_limit=limit, memory=self._memory
+        )
+        work = agreed_division(run, search)
         before, after = simulation.seconds(now), simulation.seconds(work)
         if before - after < LEAST_GAIN * before:
             run.tell(_nothing_helps(now, fixed, searched=self._rebalance))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 
@@ -11,6 +14,8 @@ from torch import nn
 
 from plait.app.config.config import Config, configured_decoder, vocabulary
 from plait.app.config.train_section import TrainConfig
+from plait.app.loop.rebalancing import DivisionMemory
+from plait.app.loop.work_division import WorkDivision
 from plait.app.train.trainer import optimizer_maker, trained_part
 from plait.errors import ConfigError, PlaitError
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan
@@ -58,6 +63,31 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
             f"{remedy}."
         )
     return memory
+
+
+def division_memory(config: Config, plan: Plan, vocab: int, device: torch.device) -> DivisionMemory:
+    """Return what predicts the memory of a rank when the work of a run's steps is divided in another way.
+
+    With `run.memory_limit` as its limit. The model is made, on the meta device, when it is first asked.
+    """
+
+    @cache
+    def estimator() -> MemoryEstimator:
+        return MemoryEstimator(
+            trained_part(config, vocab), moments=optimizer_moments(config.train), device=device
+        )
+
+    def bytes_of(work: WorkDivision) -> float | None:
+        rows = ceil(max(work.rows) / plan.microbatches) * plan.microbatches
+        inputs = torch.empty((rows, config.model.context), dtype=torch.int64, device="meta")
+        try:
+            known = replace(estimator(), inputs=inputs, order_of=lambda *_, **__: (work.order, work.cut))
+            return max(rank.most for rank in known.ranks(plan))
+        except PlaitError:  # of a model that does not run on meta
+            return None
+
+    limit = config.run.memory_limit
+    return DivisionMemory(bytes_of, None if limit is None else limit * GIGA)
 
 
 def optimizer_moments(settings: TrainConfig) -> Moments:

@@ -18,6 +18,7 @@ from plait.app.loop.validation import Validation
 from plait.app.train.one_rank_comparison import Comparison, LossAndNorm, compare_steps
 from plait.app.train.plan_for_fewer_ranks import config_of_world
 from plait.app.train.predicted_run import (
+    division_memory,
     peak_line,
     predict_memory,
     predicted_step,
@@ -151,7 +152,7 @@ def _trained(
     callbacks = [
         RunFolder(config),
         Recordings(config),
-        *([Stragglers(every=run.stragglers, rebalance=run.rebalance)] if run.stragglers else []),
+        *([_stragglers(config, trainer, data)] if run.stragglers else []),
         ReplicaChecks(run.check_replicas),
         WrongBits(memory=run.check_memory, recheck_rate=run.recheck_rate),
         progress,
@@ -177,6 +178,13 @@ def _trained(
         reported=report.has_page,
     )
     return result, first.numbers
+
+
+def _stragglers(config: Config, trainer: Trainer, data: Data) -> Stragglers:
+    """Return the callback that names slow ranks and, with `run.rebalance`, moves work away from them."""
+    run, device = config.run, trainer.mesh.device
+    memory = division_memory(config, trainer.engine.plan, data.vocab, device) if run.rebalance else None
+    return Stragglers(every=run.stragglers, rebalance=run.rebalance, memory=memory)
 
 
 def _introduce(

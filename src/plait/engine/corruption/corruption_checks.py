@@ -83,9 +83,12 @@ class CorruptionChecks:
         return 0 if self._layers is None else self._layers.rechecked
 
     def accept_changes(self) -> None:
-        """Record memory's present contents as right, after writes by `.data`, NumPy or an own kernel.
+        """Record memory's present contents as right, after writes that torch does not count.
 
-        Writes by operations of PyTorch are known without it.
+        These are writes by `.data`, NumPy or an own kernel, by collectives of `torch.distributed`, by
+        `torch.amp.GradScaler`, and by optimizers with `fused=True` that the checks were not given. Other
+        operations of PyTorch are known without it, but for those on lists of tensors on the CPU (such as
+        `clip_grad_norm_` with `foreach=True`) within a `TorchDispatchMode`, which are in a part of the step.
         """
         if self._memory is not None:
             self._memory.record_all()

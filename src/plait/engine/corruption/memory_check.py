@@ -12,6 +12,7 @@ In each pass what was recorded is compared with the ranks that hold the same.
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.replica_check import check_replicas
 from plait.errors import CorruptionError, ReplicaError
 from plait.ranks.device import is_accelerator
+from plait.tensor.autograd.torch_calls import counts_all_writes
 
 
 class _Comparison(NamedTuple):
@@ -56,6 +58,7 @@ class MemoryCheck:
         """After how many steps the state of each optimizer was recorded."""
         self._unread: list[_Comparison] = []
         self._of_replicas: tuple[int, Callable[[], list[UnlikeReplicas]]] | None = None
+        self._has_warned = False
         self._began = self._steps
         """After how many steps the checks began: the state of then counts as right."""
         self.record_all()
@@ -172,6 +175,15 @@ class MemoryCheck:
             self._others.record(self._held.of_no_optimizer())
 
     def _start(self, recorded: int, text: str, sums: RecordedChecksums) -> None:
+        if not (counts_all_writes() or is_accelerator(self._runtime.mesh.device)):
+            if not self._has_warned:
+                warnings.warn(
+                    "memory is not compared while a TorchDispatchMode is on: torch does not count all writes "
+                    "then, and what was written would look like wrong bits.",
+                    stacklevel=2,
+                )
+            self._has_warned = True
+            return
         self._unread.append(_Comparison(recorded, text, sums.compare()))
 
     def _read_finished(self) -> None:
@@ -202,8 +214,8 @@ class MemoryCheck:
         return CorruptionError(
             f"rank {self._runtime.mesh.rank} on host {socket.gethostname()}: {first} changed in memory by "
             f"{bits}{more}, {comparison.text}, and no operation has written to it: {_remedy(good)}; where "
-            "the program writes in ways that torch does not count, as through .data or NumPy, let it call "
-            "accept_changes() of its plait.CorruptionChecks afterwards.",
+            "the program writes in ways that torch does not count, as through .data or NumPy, or by a "
+            "collective, let it call accept_changes() of its plait.CorruptionChecks afterwards.",
             good,
             [self._runtime.mesh.rank],
         )

@@ -73,6 +73,8 @@ class ModelTraces:
     """The methods that attention layers choose under context parallelism."""
     works: Sequence[LayerWork]
     """Operations and collectives of each layer, of the last with the loss; empty without a recorder."""
+    first_works: Sequence[LayerWork] = ()
+    """The same of a step's first micro-batch, in which matrices of experts are cast that are kept then."""
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -133,8 +135,9 @@ def trace_model(
         known.losses[key] = traced_loss(end, queue, value, classes, recorder)
     of_loss, loss_work = known.losses[key]
     works = [one.work for one in traced if one.work is not None]
+    first_works = [one.first_work for one in traced if one.first_work is not None]
     if loss_work is not None:
-        works[-1] = with_loss(works[-1], loss_work)
+        works[-1], first_works[-1] = (with_loss(each[-1], loss_work) for each in (works, first_works))
     return ModelTraces(
         traces,
         [one.run.info for one in traced],
@@ -148,6 +151,7 @@ def trace_model(
         share.uncut_beside(classes),
         frozenset(chain.from_iterable(method_choices(one.sequence) for one in traced)),
         works,
+        first_works,
     )
 
 
@@ -173,6 +177,8 @@ class TracedLayer:
     """The sequence for which it ran, with what it computed to share."""
     work: LayerWork | None
     """None where operations are not recorded."""
+    first_work: LayerWork | None
+    """That of a step's first micro-batch."""
 
     @cached_property
     def described(self) -> str:
@@ -243,16 +249,19 @@ def _traced_layer(
     kept = [one for *_, one in _caches(layer) if isinstance(one, MatrixCasts) and one.keeps_weights]
     _forget(kept)
     trace, output = trace_layer(stage, value, recorder)
+    first_work = work = None if recorder is None else recorder.take(recompute)
+    if kept and recorder is not None:
+        trace_layer(stage, value, recorder)  # with the casts of the first run
+        work = recorder.take(recompute)
     if any(experts_in(layer.module)):  # whose operands and gradients are large
         _forget(kept)
         trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
-    work = None if recorder is None else recorder.take(recompute)
     # Graphs compute what eager layers cache, but for factors of weights.
     cached = [
         CachedBytes(module, name, 0 if by_graphs and isinstance(cache, ResultCache) else cache.nbytes)
         for module, name, cache in _caches(layer)
     ]
-    return TracedLayer(run, trace, output, cached, sequence, work)
+    return TracedLayer(run, trace, output, cached, sequence, work, first_work)
 
 
 def _forget(kept: Sequence[MatrixCasts]) -> None:

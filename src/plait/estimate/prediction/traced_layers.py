@@ -17,7 +17,7 @@ from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.model_traces import FIRST, KnownTraces, ModelTraces
 from plait.estimate.memory.owner_memory import Moments, muon_of, tensor_counts
 from plait.estimate.memory.predicted_memory import MemoryEstimator
-from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, extrapolated
+from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, extrapolated, with_mean_casts
 from plait.optimizers.owner_work import found_matrices
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import FLOAT8, ModelParameter, kind_of
@@ -91,7 +91,8 @@ class TracedLayers:
     def blueprint(self, plan: Plan) -> Blueprint:
         """Return the blueprint under `plan` without `pp` and replicas, which do not change layers.
 
-        It has as many data-parallel ranks as the division of experts needs.
+        It has as many data-parallel ranks as the division of experts needs, and two micro-batches where
+        the plan's further ones may use what the first has cast.
         """
         if plan in self._blueprints:
             return self._blueprints[plan]
@@ -100,7 +101,7 @@ class TracedLayers:
             pp=1,
             dp=plan.ep * plan.etp // gcd(plan.ep * plan.etp, plan.cp * plan.tp),
             replicate=1,
-            microbatches=1,
+            microbatches=2 if _keeps_casts(plan) else 1,
             schedule="1f1b",
             chunks=None,
             layers_per_stage=None,
@@ -122,7 +123,8 @@ class TracedLayers:
         blueprint = self.blueprint(plan)
         key = blueprint.plan, rows, on_cpu
         if key not in self._by_rows:
-            found = self.estimator(rows, on_cpu=on_cpu).known_traces(blueprint)
+            every = rows * blueprint.plan.microbatches
+            found = self.estimator(every, on_cpu=on_cpu).known_traces(blueprint)
             assert found is not None
             self._by_rows[key] = found
         return self._by_rows[key]
@@ -199,9 +201,10 @@ class TracedSizes(MicrobatchSizes):
         """Return the work for a number of rows, with what each of the plan's recomputations repeats."""
         number, given = self.layers.kinds.index(kind), self.plan.recompute
         modes = given if isinstance(given, tuple) else (given,)
+        traces = {mode: self._traces(replace(self.plan, recompute=mode), rows) for mode in ("none", *modes)}
         works = {
-            mode: self._traces(replace(self.plan, recompute=mode), rows).works[number]
-            for mode in ("none", *modes)
+            mode: with_mean_casts(one.works[number], one.first_works[number], self.plan.microbatches)
+            for mode, one in traces.items()
         }
         again = {mode: getattr(work, mode) for mode, work in works.items() if mode != "none"}
         return replace(works["none"], **again)
@@ -257,6 +260,11 @@ class TracedSizes(MicrobatchSizes):
             return number(self._traces(self.plan, ceil(self.rows)))
         few, more = (number(self._traces(self.plan, rows)) for rows in FEW_ROWS)
         return few + (self.rows - FEW_ROWS[0]) * (more - few)
+
+
+def _keeps_casts(plan: Plan) -> bool:
+    """Return whether a rank may cast matrices of experts once for all micro-batches of a step."""
+    return plan.linears is not None and plan.microbatches > 1 and kind_of(plan).keeps_parameters
 
 
 def of_rows(batch: Value, rows: int) -> Value:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
-from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation
+from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, Elementwise
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import (
     BufferKind,
@@ -19,6 +19,8 @@ from plait.plan.parameter_units import (
     timing_of,
 )
 from plait.plan.plan import Plan, Precision
+
+Operations: TypeAlias = tuple[DeviceOperation, ...]
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,40 @@ def extrapolated(few: Any, more: Any, rows: float) -> Any:
         names = _field_names(kind)
         return kind(*[extrapolated(getattr(few, name), getattr(more, name), rows) for name in names])
     return few
+
+
+def with_mean_casts(work: LayerWork, first: LayerWork, microbatches: int) -> LayerWork:
+    """Return the mean work of a step's micro-batches, of which the `first` casts what the others use, too.
+
+    `work`: of each of the others. Counted is the memory that casts read and write; not, for experts whose
+    inner features are divided, the reduction of their scales.
+    """
+
+    def mean(own: Operations, with_casts: Operations) -> Operations:
+        (nbytes, kernels), (all_bytes, all_kernels) = map(_elementwise, (own, with_casts))
+        if all_bytes <= nbytes:
+            return own
+        more_kernels = max(0.0, all_kernels - kernels)
+        return (*own, Elementwise((all_bytes - nbytes) / microbatches, more_kernels / microbatches))
+
+    if first == work:
+        return work
+    return replace(
+        work,
+        forward=mean(work.forward, first.forward),
+        backward=mean(work.backward, first.backward),
+        weights=mean(work.weights, first.weights),
+        selective=replace(
+            work.selective, operations=mean(work.selective.operations, first.selective.operations)
+        ),
+        full=replace(work.full, operations=mean(work.full.operations, first.full.operations)),
+    )
+
+
+def _elementwise(operations: Sequence[DeviceOperation]) -> tuple[float, float]:
+    """Return the bytes and kernels of element-wise operations."""
+    each = [one for one in operations if isinstance(one, Elementwise)]
+    return sum(one.nbytes for one in each), sum(one.kernels for one in each)
 
 
 @lru_cache

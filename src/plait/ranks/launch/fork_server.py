@@ -11,14 +11,26 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from plait.errors import MeshError
-from plait.ranks.world import environment_of
+from plait.ranks.world import environment_of, is_stopped, process_identity
+
+_PERIOD = 0.2
+"""Seconds between two looks at a fork server that is to start a process, and until the next try."""
+_MOST_SECONDS = 600.0
+"""Seconds for a fork server to start a process; the first one imports torch before."""
+_MOST_SERVERS = 5
+"""Tries to start a process after each of which the fork server was lost."""
+_STARTED: ContextVar[tuple[str, ...]] = ContextVar("plait_started_processes", default=())
+"""The identities (`process_identity`) of the processes that were started."""
 
 
 def start_process(
@@ -33,18 +45,16 @@ def start_process(
     A fork server starts it, not this process, which may have threads. It imports what every rank needs,
     `module` if that is plait's, and the modules `preloaded`, before it forks, and lasts as long as this
     process. `library`: a shared library that it loads in place of another of that name. Raises MeshError
-    where the folder of temporary files cannot have its socket.
+    where the folder of temporary files cannot have its socket, and where servers are lost again and again.
     """
     context = multiprocessing.get_context("forkserver")
     ours = [module] if module.startswith("plait.") else []
     context.set_forkserver_preload(["plait.ranks.launch.preload", *ours, *preloaded])
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there,), name=name, daemon=True)
-    with _preloaded(library), _without_main(), _blocked_signal(signal.SIGTERM):
+    with _preloaded(library), _without_main(), _blocked_signal(signal.SIGTERM), _killed_where_stopped():
         try:
-            process.start()
-        except (EOFError, ConnectionError):  # the server was killed meanwhile: another one starts
-            process.start()
+            _start(process)
         except OSError as error:
             if "AF_UNIX path too long" not in str(error):
                 raise
@@ -53,7 +63,68 @@ def start_process(
                 "set TMPDIR to a shorter one."
             ) from None
     there.close()
+    assert process.pid is not None, "it has started"
+    identity = process_identity(process.pid)
+    if "-" in identity:  # else it has ended already
+        _STARTED.set((*_living(), identity))
     return process, here
+
+
+def started_processes() -> list[int]:
+    """Return the ids of the processes that `start_process` has started in this thread, and that live.
+
+    Also where their fork server was killed: multiprocessing takes all of them for ended then.
+    """
+    return [int(one.partition("-")[0]) for one in _living()]
+
+
+def _living() -> list[str]:
+    """Return the identities of the processes that were started in this thread, and that live."""
+    return [one for one in _STARTED.get() if process_identity(int(one.partition("-")[0])) == one]
+
+
+def _start(process: ForkServerProcess) -> None:
+    """Start a process; again where the fork server was killed meanwhile, by another one."""
+    for is_last in (*[False] * _MOST_SERVERS, True):
+        try:
+            process.start()
+            return
+        except (EOFError, ConnectionError) as error:
+            if is_last:
+                raise MeshError(
+                    "the process that ranks are forked from, which imports torch, was killed whenever it was "
+                    f"started, or started none within {_MOST_SECONDS:g} s: see whether memory suffices, and "
+                    "the system's log."
+                ) from error
+            time.sleep(_PERIOD)  # the killed one may still be there
+
+
+@contextlib.contextmanager
+def _killed_where_stopped() -> Iterator[None]:
+    """Context in which a fork server is killed that a signal has stopped, as SIGSTOP does, or that hangs.
+
+    It would answer no more, and multiprocessing waits for it without a limit. Another one takes its place.
+    """
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        deadline, was_stopped = time.monotonic() + _MOST_SECONDS, None
+        while not has_ended.wait(_PERIOD):
+            server = _server_process()
+            stopped = server if server is not None and is_stopped(server) else None
+            if server is not None and (stopped == was_stopped is not None or time.monotonic() > deadline):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(server, signal.SIGKILL)
+                deadline = time.monotonic() + _MOST_SECONDS
+            was_stopped = stopped  # twice: Ctrl-Z stops and goes on with all processes, one after another
+
+    watch_thread = threading.Thread(target=watch, name="plait-fork-server", daemon=True)
+    watch_thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        watch_thread.join()
 
 
 @contextlib.contextmanager
@@ -93,10 +164,11 @@ def _server_process() -> int | None:
 def stop_fork_server() -> None:
     """Terminate the fork server, if any: it would outlive this process while it unloads torch.
 
-    Left as it is where the program has processes of its own, which multiprocessing waits for by the server.
+    Left as it is where the program has processes of its own, which multiprocessing waits for by the server;
+    not where it is stopped, since multiprocessing would wait for ever.
     """
     process = _server_process()
-    if process is not None and not multiprocessing.active_children():
+    if process is not None and (is_stopped(process) or not multiprocessing.active_children()):
         os.kill(process, signal.SIGKILL)
         server: Any = multiprocessing.forkserver._forkserver
         server._stop()

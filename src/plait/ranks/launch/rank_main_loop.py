@@ -31,7 +31,7 @@ from plait.ranks.launch.rank_job import RankJob, dumps_result, loads_call, stack
 from plait.ranks.launch.shut_rank_connections import RankConnections
 from plait.ranks.launch.world_membership import join_world, leave_world
 from plait.ranks.rank_device import explained_sharing
-from plait.ranks.run_kept_in_memory import forget_connections_of_kept_run
+from plait.ranks.run_kept_in_memory import drop_kept_run, forget_connections_of_kept_run
 from plait.ranks.supervised_rank import WorldChange
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -48,10 +48,16 @@ LEAVES_BY_ENDING = "leaves by ending"
 """Sent by a rank that has failed, and cannot leave its world but by the end of its process."""
 PING = "ping"
 """Sent by a supervisor to a new process, which sends it back once it can take a job."""
+BECOMES_SPARE = "becomes a spare"
+"""Sent by a supervisor to a process that is not in the next world: it frees what it keeps of the run."""
 _SECONDS_TO_LEAVE = 2.0
 _SECONDS_WITH_STORE = 1.0
 _STOP_PERIOD = 0.01
 """Seconds between two times that connections are shut: the job may open others."""
+
+
+_Jobs = queue.SimpleQueue[RankJob | str]
+"""What the parent has sent for the thread that runs jobs: these, and `BECOMES_SPARE`."""
 
 
 def serve(connection: Connection) -> None:
@@ -65,12 +71,12 @@ def serve(connection: Connection) -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     # To the pool a rank is a daemon, ended with its parent; but it may start processes (data loaders).
     multiprocessing.current_process().daemon = False
-    jobs: queue.SimpleQueue[RankJob] = queue.SimpleQueue()
+    jobs: _Jobs = queue.SimpleQueue()
     busy = threading.Event()
     arguments = (connection, jobs, busy)
     threading.Thread(target=_listen, args=arguments, name="plait-parent", daemon=True).start()
     while True:
-        job = jobs.get()
+        job = _next_job(jobs)
         report = _run(job)
         _flush_output()
         data = pickle.dumps(report)
@@ -83,6 +89,14 @@ def serve(connection: Connection) -> None:
                 _leave_failed_world(connection)
                 busy.clear()
                 connection.send_bytes(pickle.dumps(READY))
+
+
+def _next_job(jobs: _Jobs) -> RankJob:
+    """Block until the parent sends a job, and return it; before, after `BECOMES_SPARE`, free the kept run."""
+    while isinstance(job := jobs.get(), str):
+        drop_kept_run()
+        gc.collect()
+    return job
 
 
 def _flush_output() -> None:
@@ -107,7 +121,7 @@ def _leave_failed_world(connection: Connection) -> None:
         gc.collect()
 
 
-def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:
+def _listen(connection: Connection, jobs: _Jobs, busy: threading.Event) -> None:
     """Receive jobs; on `STOP` end the one that runs; on `END`, or when the parent is gone, this process.
 
     Sends a `PING` back.
@@ -122,6 +136,9 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: thre
                 end_process(0)
             if message == PING:
                 connection.send_bytes(pickle.dumps(PING))
+                continue
+            if message == BECOMES_SPARE:
+                jobs.put(message)  # the thread that runs jobs keeps the run
                 continue
             if isinstance(message, str):
                 _shut_until_ready(connection, busy, job)

@@ -16,6 +16,7 @@ import pytest
 from plait.app.cli.ranks_and_signals import end_rank, importing, local_ranks, stoppable
 from plait.errors import ConfigError
 from plait.ranks import world
+from plait.ranks.launch import fork_server
 from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -63,10 +64,11 @@ def test_a_first_import_is_left_out_of_garbage_collection(monkeypatch: pytest.Mo
 def test_the_first_signal_to_the_command_is_sent_on_to_the_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also to those after one that has ended meanwhile."""
+    """Also to those after one that has ended meanwhile, and to one whose fork server is lost."""
     sent: list[tuple[int, int]] = []
-    children = [SimpleNamespace(pid=pid) for pid in (71, None, 70, 72)]
+    children, of_lost_server = [SimpleNamespace(pid=pid) for pid in (71, None, 70)], [71, 72]
     monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
+    monkeypatch.setattr(fork_server, "started_processes", lambda: of_lost_server)
 
     def kill(pid: int, number: int) -> None:
         if pid == 70:
@@ -83,6 +85,7 @@ def test_the_first_signal_to_the_command_is_sent_on_to_the_ranks(
         said = f"plait: {number.name}: stops after this step; once more stops at once.\n"
         assert capsys.readouterr().err == said
     children.clear()
+    of_lost_server.clear()
     with pytest.raises(KeyboardInterrupt), stoppable(local=True) as received:
         signal.raise_signal(signal.SIGINT)
     told: list[int] = []

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -152,9 +152,10 @@ def started(
     text: str,
     environment: dict[str, str],
     program: Sequence[str] = (sys.executable, "-m", "plait"),
+    **changes: str,
 ) -> subprocess.Popen[str]:
     """A run that goes on for long, after its first step."""
-    command = [*program, "train", *options(tmp_path)]
+    command = [*program, "train", *options(tmp_path, **changes)]
     command += ["--data.source", text, "--train.steps", "1000000"]
     process = subprocess.Popen(
         command,
@@ -170,6 +171,38 @@ def started(
             break
         time.sleep(0.1)
     return process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_elastic_run_goes_on_and_ends_in_order_where_the_process_that_forks_its_ranks_is_killed_or_stopped(
+    tmp_path, text, temporary, number
+):
+    """A rank is killed, too: another process has to fork the one in its place."""
+    process = started(tmp_path, text, temporary, **{"run.elastic": "true"})
+    before = {pid for pid, words in running(str(tmp_path)) if "forkserver" in words}
+    os.kill(min(before), number)
+    os.kill(max(before), signal.SIGKILL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert eventually(lambda: len({pid for pid, _ in running(str(tmp_path))} - {process.pid, *before}) >= 2)
+    seen = metrics.stat().st_size
+    assert eventually(lambda: metrics.stat().st_size > seen + 2000)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors.strip().splitlines()[-1]) == (130, f"plait: SIGINT: {WISH}")
+    assert "was killed by SIGKILL" in errors or "exit code 255" in errors
+    assert left_running(str(tmp_path)) == []
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{len(metrics.read_text().splitlines()):08d}"
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition holds, at most a minute; return whether it does."""
+    for _ in range(600):
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.mark.full

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
 import pytest
 
 from parity.pairs import in_quick
-from plait.app.loop.rebalancing import StepSimulation
+from plait.app.loop.rebalancing import DivisionMemory, StepSimulation
 from plait.app.loop.work_division import WorkDivision
-from plait.schedules.costs import peak_memory
+from plait.schedules.costs import Costs, peak_memory
 from plait.schedules.search.schedule_by_policy import schedule
 from plait.schedules.search.stage_cuts import LayerCosts
 
@@ -119,3 +120,38 @@ def test_rows_go_back_when_no_rank_is_slow() -> None:
     step, now = case([1.0], [1.0], rows=8)
     uneven = WorkDivision(now.cut, now.order, (11, 5))
     assert step.fastest(uneven, moves_rows=True) == now
+
+
+def bytes_of_activations(each: Sequence[float]) -> Callable[[WorkDivision], float]:
+    """Return the activation memory of the rank with most, given that of each layer for a micro-batch."""
+
+    def most(work: WorkDivision) -> float:
+        bounds = pairwise((0, *accumulate(work.cut)))
+        of_stages = [sum(each[start:stop]) for start, stop in bounds]
+        costs = Costs(until_I=of_stages, until_W=of_stages)
+        return float(max(peak_memory(work.order, costs.memory(work.order.ranks, work.order.stages))))
+
+    return most
+
+
+def test_with_unlike_layers_another_order_holds_no_more_bytes_than_that_of_before() -> None:
+    """Within as many micro-batches it would: those of the last stage are ten times as large."""
+    one = case([1.0, 1.0, 1.0, 2.0])
+    limit = float(max(peak_memory(one.now.order)))
+    bytes_of = bytes_of_activations([1.0] * 18 + [10.0] * 6)
+    before = one.step.fastest(one.now, moves_rows=False)
+    free = one.step.fastest(one.now, moves_rows=False, memory_limit=limit)
+    bound = one.step.fastest(one.now, moves_rows=False, memory_limit=limit, memory=DivisionMemory(bytes_of))
+    assert bytes_of(free) > bytes_of(before)
+    assert bytes_of(bound) <= bytes_of(before)
+    assert one.step.seconds(bound) <= one.step.seconds(before)
+
+
+def test_no_work_is_moved_to_a_rank_beyond_the_limit_of_its_memory() -> None:
+    one = case([1.0, 2.0])
+    bytes_of = bytes_of_activations([1.0] * LAYERS)
+    for limit, moves in ((bytes_of(one.now), False), (2 * bytes_of(one.now), True)):
+        memory = DivisionMemory(bytes_of, limit)
+        found = one.step.fastest(one.now, moves_rows=False, memory_limit=8.0, memory=memory)
+        assert (found.cut != one.now.cut) == moves
+        assert bytes_of(found) <= limit

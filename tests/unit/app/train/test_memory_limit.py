@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from plait.app.config.config import Config
-from plait.app.train.predicted_run import peak_line, predict_memory, prediction_line
+from plait.app.loop.work_division import WorkDivision
+from plait.app.train.predicted_run import division_memory, peak_line, predict_memory, prediction_line
 from plait.app.train.trainer import build_model
 from plait.errors import ConfigError
 from plait.estimate.memory.memory_report import Category, Memory, RankMemory
 from plait.plan.plan import Plan
+from plait.schedules.search.schedule_by_policy import schedule
 
 CPU = torch.device("cpu")
 SMALL = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}
@@ -97,3 +101,15 @@ def test_the_measured_peak_is_printed_beside_the_predicted_one() -> None:
         memory, 3e8, CPU
     )
     assert "300.0 MB of tensors allocated on a rank; " in peak_line(memory, 3e8, torch.device("cuda"))
+
+
+def test_another_division_of_work_is_counted_as_plans_are() -> None:
+    """With the cut, the order and the rows of that division."""
+    config = config_of(None, pp=2)
+    plan, order = config.plan(), schedule("1f1b", ranks=2, microbatches=2)
+    memory = division_memory(config, plan, 256, CPU)
+    for cut in ((4, 2), (2, 4)):  # of the embedding, two blocks of two layers, and the head
+        model = build_model(config.model, 256)
+        most = predict_memory(config, model, replace(plan, layers_per_stage=cut), CPU).most
+        assert memory.bytes_of(WorkDivision(cut, order, (config.train.batch,))) == most
+        assert (memory.bytes_of(WorkDivision(cut, order, (config.train.batch + 1,))) or 0) > most

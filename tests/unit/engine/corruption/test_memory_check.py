@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from flipped_bits import SIZES, Optimizer, adamw, batch, counted_sums, engine_of, flip
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
 from plait.engine import Engine
@@ -146,6 +148,42 @@ def flips_that_are_found(plan: Plan, seeds: range) -> int:
 )
 def test_of_two_hundred_flipped_bits_each_is_found(thread_ranks: Any, plan: Plan) -> None:
     assert thread_ranks.run(flips_that_are_found, plan, range(200), ranks=plan.world) == [200] * plan.world
+
+
+class Passing(TorchDispatchMode):
+    """Hands every operation on, as modes that count or print do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def train_within_modes(plan: Plan, whole_step: bool) -> tuple[int, int]:
+    """Train with a dispatch mode on, in the backward alone or also while gradients are clipped.
+
+    Return the number of steps, and of warnings that memory is not compared.
+    """
+    engine, optimizer = engine_of(plan)
+    with CorruptionChecks(engine, optimizer), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(3):
+            with Passing():
+                engine.forward_backward(*batch(engine, step))
+                if whole_step:
+                    nn.utils.clip_grad_norm_(engine.parameters(), 1e-3, foreach=True)
+                    optimizer.step()
+            if not whole_step:
+                engine.step(optimizer, 1e-3)
+            optimizer.zero_grad()
+    return engine.passes, sum("while a TorchDispatchMode is on" in str(one.message) for one in warned)
+
+
+def test_a_dispatch_mode_within_which_torch_does_not_count_all_writes_shows_no_wrong_bits(
+    thread_ranks: Any,
+) -> None:
+    """Neither where the engine divides gradients by the scale of the loss, nor where torch clips them."""
+    scaled = Plan(dp=2, strategy="full", loss_scale=4.0)
+    assert thread_ranks.run(train_within_modes, scaled, False, ranks=2)[0][0] == 3
+    assert thread_ranks.run(train_within_modes, Plan(), True, ranks=1) == [(3, 1)]
 
 
 @torch.no_grad()

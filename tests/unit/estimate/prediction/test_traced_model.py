@@ -24,7 +24,7 @@ from plait.estimate.search.plan_space import PlanChoices, RankDivision, division
 from plait.estimate.time.hardware import load_hardware
 from plait.models.lora import lora
 from plait.plan.decoder_sizes import Decoder
-from plait.plan.plan import Plan
+from plait.plan.plan import Plan, Strategy
 
 GALLERY = Path(__file__).parents[4] / "examples" / "gallery"
 LLAMA = Decoder.of_family("llama", layers=2, hidden=1024, heads=8, kv_heads=4, vocab=8000, context=512)
@@ -250,6 +250,20 @@ def test_linears_in_float8_take_their_own_peak_and_casts_and_are_gathered_in_few
     for one, peak in ((plain, 989.4e12), (scaled, 1978.9e12)):
         needed = one.model.operations_per_token * one.tokens_per_second / 8
         assert one.mfu == pytest.approx(needed / peak)
+
+
+@pytest.mark.parametrize(("strategy", "is_kept"), [("gradients", True), ("full", False)])
+def test_matrices_of_experts_in_float8_are_cast_once_a_step_unless_they_are_freed_after_each_use(
+    strategy: Strategy, is_kept: bool
+) -> None:
+    model = traced_model(llama(layers=1, hidden=1024, experts=8, top_k=1, inner=1024))
+    plan = Plan(dp=2, strategy=strategy, precision="bf16", linears="float8")
+    one, four = (
+        predict(model, replace(plan, microbatches=count), "h100-sxm", rows=count).breakdown["element-wise"]
+        for count in (1, 4)
+    )
+    assert (four < 0.99 * 4 * one) == is_kept
+    assert four == pytest.approx(4 * one, rel=0.5 if is_kept else 1e-9)
 
 
 def test_predictions_refuse_linears_in_float8_on_hardware_without_their_peak() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.tensor.autograd import torch_calls
-from plait.tensor.autograd.torch_calls import add_each, multiply_each, zero_each
+from plait.tensor.autograd.torch_calls import add_each, counts_all_writes, multiply_each, zero_each
 
 
 def test_multi_tensor_operations_accept_an_empty_list() -> None:
@@ -21,6 +24,30 @@ def test_multi_tensor_operations_change_tensors_in_place() -> None:
     assert [one.sum().item() for one in tensors] == [9, 3, 0]
     zero_each(tensors)
     assert not any(one.any() for one in tensors)
+
+
+class Passing(TorchDispatchMode):
+    """Hands every operation on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_writes_of_multi_tensor_operations_are_counted_also_where_torch_does_not_count_them() -> None:
+    def write(tensors: list[torch.Tensor]) -> None:
+        zero_each(tensors)
+        multiply_each(tensors, torch.tensor(3.0))
+        add_each(tensors, [torch.ones(3), torch.ones(2)])
+
+    outside, within, of_torch = ([torch.ones(3), torch.ones(2)] for _ in range(3))
+    write(outside)
+    with Passing():
+        assert not counts_all_writes()
+        write(within)
+        torch._foreach_zero_(of_torch)
+    assert counts_all_writes()
+    assert [one._version for one in (*outside, *within)] == [3] * 4
+    assert [one._version for one in of_torch] == [0, 0], "torch counts them: plait need not"
 
 
 @pytest.mark.parametrize("on_accelerator", [False, True])

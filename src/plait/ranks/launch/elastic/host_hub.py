@@ -10,6 +10,9 @@
     failed     which rank of a host has failed, for the others
     done       the results of a host's ranks; finished: those of all
     end        the run ends, and why
+    told       a host has received finished or end; all told: every host has
+    replaced   another process is the host of this number now
+    ended      from a host whose hub was lost before all were told: what it has heard, to each of the others
 
 Every supervisor has one. They meet at that of the first host, and where it is gone, at the next one's.
 
@@ -85,9 +88,21 @@ class _ConnectedHost:
 class HostHub:
     """Server to which all supervisors of a run connect, and which decides the hosts of each world."""
 
-    def __init__(self, number: int, listener: socket.socket, run: HostRun, silence: float) -> None:
-        """`number`: of this host. `silence`: seconds after which another one counts as gone."""
+    def __init__(
+        self,
+        number: int,
+        listener: socket.socket,
+        run: HostRun,
+        silence: float,
+        hear_end: Callable[[str, Message], None],
+    ) -> None:
+        """`number`: of this host. `silence`: seconds after which another one counts as gone.
+
+        `hear_end`: called in a thread with the name of a run, and the message that has ended it, where a host
+        passes it on after its own hub was lost.
+        """
         self._number, self._listener, self._run, self._silence = number, listener, run, silence
+        self._hear_end = hear_end
         self.port = int(listener.getsockname()[1])
         self._lock = threading.RLock()
         self._peers: dict[int, _ConnectedHost] = {}
@@ -108,6 +123,8 @@ class HostHub:
         self._done: dict[int, list[str]] = {}
         self._end_message: Message | None = None
         """What ends the run: its results, or why it has none."""
+        self._untold: set[int] = set()
+        """The hosts that have not said yet that they have received it."""
         self._store: TCPStore | None = None
         self._wait_timer: threading.Timer | None = None
         """Runs out when no more hosts are expected here after the first hub was lost."""
@@ -161,6 +178,11 @@ class HostHub:
             link.send(answer_where(self.met if message["job"] == self._run.job else None))
         elif message["kind"] == "join":
             self._join(link, peer, message)
+        elif message["kind"] == "told":
+            self._note_told(None if peer is None else peer.number)
+        elif message["kind"] == "ended" and message["job"] == self._run.job:
+            self._hear_end(message["name"], message["end"])
+            link.send({"kind": "told"})
         elif peer is not None:
             self._handle_peer(peer, message)
 
@@ -181,9 +203,8 @@ class HostHub:
         elif kind == "failed":
             self._send_all({**message, "host": peer.number}, but=peer)
             self._restart(f"a rank of host {peer.number} has failed", but=peer)
-        elif kind == "end":
-            self._end_message = {"kind": "end", "why": f"host {peer.number} ends the run: {message['why']}"}
-            self._send_all(self._end_message)
+        elif kind == "end" and self._end_message is None:
+            self._end({"kind": "end", "why": f"host {peer.number} ends the run: {message['why']}"})
         elif kind == "done" and world is not None and message["generation"] == world.generation:
             self._done[peer.number] = message["results"]
             self._finish(world)
@@ -191,15 +212,26 @@ class HostHub:
     def _finish(self, world: HostWorld) -> None:
         if self._end_message is None and self._done.keys() >= set(world.hosts):
             results = [one for host in world.hosts for one in self._done[host]]
-            self._end_message = {"kind": "finished", "results": results}
-            self._send_all(self._end_message)
+            self._end({"kind": "finished", "results": results})
+
+    def _end(self, message: Message) -> None:
+        """Tell all hosts that the run ends; each is to answer that it has been told."""
+        self._end_message, self._untold = message, {*self._peers}
+        self._send_all(message)
+
+    def _note_told(self, number: int | None) -> None:
+        """Note that a host knows of the end, or is gone; tell all hosts once each does."""
+        self._untold -= {number}
+        if self._end_message is not None and not self._untold:
+            for link in self._links:
+                link.send({"kind": "all told"})
 
     def _join(self, link: HostLink, peer: _ConnectedHost | None, message: Message) -> None:
         """Add a host that has stopped its ranks, or is new, to the next world; `peer`: its entry, if any."""
         if message["job"] != self._run.job or message["token"] in self._replaced:
             taken = message["token"] in self._replaced
             why = f"another process is host {message['host']}, too" if taken else "it is of another run"
-            link.send({"kind": "end" if taken else "refused", "why": why})
+            link.send({"kind": "replaced" if taken else "refused", "why": why})
             return
         if self._end_message is not None:
             link.send(self._end_message)
@@ -209,7 +241,7 @@ class HostHub:
         if other is not None and other is not peer:
             if other.token != message["token"]:
                 self._replaced.add(other.token)
-                other.link.send({"kind": "end", "why": f"another process is host {number}, too"})
+                other.link.send({"kind": "replaced", "why": f"another process is host {number}, too"})
             self._remove(other, f"host {number} was started again", begins=False)
         peer = _ConnectedHost(link, number, message["token"]) if peer is None else peer
         self._peers[number] = peer
@@ -246,6 +278,7 @@ class HostHub:
         """
         if self._peers.get(peer.number) is peer:
             del self._peers[peer.number]
+            self._note_told(peer.number)
         if self._proposed is not None and peer.number in self._proposed.hosts:
             self._proposed = None  # those that have accepted it count by it all the same
         elif self._world is not None and peer.number in self._world.hosts and peer.number not in self._done:
@@ -342,8 +375,7 @@ class HostHub:
         if not sizes and self._run.grows_later:  # nothing else is to be done until there are processes
             sizes, why = self._sizes({number: one.most for number, one in joined.items()})
         if not sizes:
-            self._end_message = {"kind": "end", "why": why}
-            self._send_all(self._end_message)
+            self._end({"kind": "end", "why": why})
             return
         host = joined[self._number].about["hub"][0]
         if self._store is None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 
-from plait.errors import MeshError, PlaitError
+from plait.errors import MeshError, PlaitError, listed
 from plait.ranks.failure.process_watch import OrphanWatch
 from plait.ranks.failure.rank_activity import variables_of_activity
 from plait.ranks.launch.elastic.host_hub import HostRun
@@ -49,8 +49,15 @@ def run_elastic(
 ) -> list[Result]:
     """Call `function(*arguments)` in ranks on this host, again after each failure; return all results.
 
-    Arguments are those of `launch`. Raises the error of a failure that has happened three times.
+    Arguments are those of `launch`. Raises the error of a failure that has happened three times, and
+    MeshError where `elastic` names several hosts.
     """
+    if len(elastic.hosts) > 1:
+        raise MeshError(
+            f"Elastic's hosts (run.hosts) are {listed(elastic.hosts)}, but no launcher started this process, "
+            "whose ranks are all on this host: start it once on each of them, by srun or torchrun, or leave "
+            "hosts out."
+        )
     options = {"threads": threads, "timeout": timeout, "device": device, "ranks_per_gpu": ranks_per_gpu}
     rendezvous = OneHostRendezvous(secrets.token_hex(8))
     results = _supervised(function, arguments, elastic, rendezvous, ranks, options)

@@ -36,6 +36,7 @@ from plait.ranks.launch.elastic.host_link import (
     SILENCE,
     HostLink,
     Message,
+    ask_host,
     connect_to_host,
 )
 from plait.ranks.launch.elastic.meeting_address_search import HubPlace, searching
@@ -76,7 +77,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         self._token = secrets.token_hex(8)
         self.name = ""
         """The random name of the run, the same on all hosts."""
-        self._hub = HostHub(place.number, self._listener(), run, silence)
+        self._hub = HostHub(place.number, self._listener(), run, silence, self._hear_end)
         self._own_address = place.first_host if place.number == 0 else ""
         """That at which the other hosts reach this one."""
         self._own_addresses: list[str] | None = None
@@ -101,6 +102,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
         self._waiting: dict[int, tuple[bool, bool]] = {}
         self._failure: Message | None = None
         self._end_message: Message | None = None
+        self._all_told = False
+        """Whether the hub has said that all hosts have received it."""
         self._is_shut = False
         self._done = 0
         """The generation whose results the hub has."""
@@ -350,9 +353,12 @@ class SeveralHostsRendezvous(RendezvousHandler):
                 self._failure = _merged(self._failure, message)
             elif kind == "waiting":
                 self._waiting = {int(host): (one[0], one[1]) for host, one in message["hosts"].items()}
-            elif kind in ("end", "finished"):
+            elif kind in ("end", "finished", "replaced"):
                 self._end_message = message
-            if kind in ("gone", "refused", "restart", "end", "finished"):
+                link.send({"kind": "told"})
+            elif kind == "all told":
+                self._all_told = True
+            if kind in ("gone", "refused", "restart", "end", "finished", "replaced"):
                 os.eventfd_write(self._news, 1)
             self._changed.notify_all()
         if kind == "refused":
@@ -459,6 +465,28 @@ class SeveralHostsRendezvous(RendezvousHandler):
         with self._changed:  # until the hub has told all: it may end with this process
             self._changed.wait_for(lambda: self._end_message is not None or self._link is None, self._silence)
 
+    def _hear_end(self, name: str, message: Message) -> None:
+        """Take the message that has ended the run from a host that was told by a hub which is gone."""
+        with self._changed:
+            if name and name == self.name and self._end_message is None and not self._is_shut:
+                self._end_message, self._all_told = message, True  # the others pass it on, too
+                os.eventfd_write(self._news, 1)
+                self._changed.notify_all()
+
+    def _pass_end_on(self) -> None:
+        """Wait until all hosts know of the run's end; where their hub is lost meanwhile, tell them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._all_told or self._link is None, self._silence)
+            end, is_lost = self._end_message, self._link is None and not self._all_told
+        if end is None or not is_lost or self._world is None:
+            return
+        message = {"kind": "ended", "job": self._run.job, "name": self.name, "end": end}
+        deadline = time.monotonic() + 2 * self._silence
+        for number in self._world.hosts:
+            if number not in (self._place.number, self._at) and time.monotonic() < deadline:
+                host, port = self._about[number]["hub"]
+                ask_host(self._name_of(number) or host, port, message, "told", min(2.0, self._silence))
+
     def _send(self, message: Message) -> None:
         with self._changed:
             link = self._link
@@ -486,6 +514,8 @@ class SeveralHostsRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Send remaining messages, close the connections to other hosts, and return True."""
+        if not self._is_shut and self._end_message is not None and self._end_message["kind"] != "replaced":
+            self._pass_end_on()
         with self._changed:
             link, self._link, is_shut, self._is_shut = self._link, None, self._is_shut, True
         if link is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from plait.ranks.failure.failure_log import RankFailure, from_exit
 from plait.ranks.failure.rank_activity import Activity, ActivityFile
 from plait.ranks.launch.rank_job import RankJob, stack_file
-from plait.ranks.launch.rank_main_loop import END, LEAVES_BY_ENDING, PING, READY, STOP
+from plait.ranks.launch.rank_main_loop import BECOMES_SPARE, END, LEAVES_BY_ENDING, PING, READY, STOP
 from plait.ranks.launch.shut_rank_connections import shared_socket
 from plait.ranks.world import is_stopped
 
@@ -64,6 +64,12 @@ class SupervisedProcess:
         """End the job that runs, if any, by an error in its next wait for another rank."""
         if self.is_busy:
             self._send(STOP)
+
+    def become_spare(self) -> None:
+        """Tell the process, if it was a rank, to free the run that it keeps: it is not in the next world."""
+        if self._job is not None:
+            self._job = self._activity = self.report = None
+            self._send(BECOMES_SPARE)
 
     def idle_for(self, seconds: float) -> Activity | None:
         """Return the rank's activity if it has not changed for so many seconds, else None.

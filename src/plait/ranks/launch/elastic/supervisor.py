@@ -14,6 +14,7 @@ here. Whatever happens in between, such as a second failure, is seen in the next
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.events.api import Event, EventSource
 
 from plait.errors import CorruptionError, MeshError, PlaitError
 from plait.plan.argument_checks import whole
@@ -117,9 +119,7 @@ class Supervisor(SimpleElasticAgent):
         result: RunResult | None = self.run()
         if result is None:  # this host was a spare one, and the others have finished
             return []
-        if result.state is not WorkerState.SUCCEEDED:
-            assert self.cause is not None, "a run fails by a failure"
-            raise self.cause.exception(f"That was failure number {self._settings.restarts + 1} of the run.")
+        assert result.state is WorkerState.SUCCEEDED, "the failure that ends a run is raised"
         return [one.report for one in self._running if isinstance(one.report, bytes)]
 
     def _assign_worker_ranks(
@@ -129,6 +129,14 @@ class Supervisor(SimpleElasticAgent):
         ranks, size = self._host.ranks(spec.local_world_size)
         spec.local_world_size = len(ranks)
         return [Worker(number, rank, rank, size, size) for number, rank in enumerate(ranks)]
+
+    def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
+        """Return an event of torch's log without the host's full name, in place of torch's.
+
+        torch asks a name server for it for each event, several times in a restart; nothing of plait reads it.
+        """
+        about: dict[str, Any] = {"run_id": self._host.get_run_id(), "hostname": socket.gethostname()}
+        return Event(f"torchelastic.worker.status.{state}", source, metadata=about | {"state": state})
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the jobs of the next generation; return the process of each local rank."""
@@ -157,6 +165,8 @@ class Supervisor(SimpleElasticAgent):
             for one in places
         ]
         self._spares = [one for one in others if not one.has_ended]
+        for spare in self._spares:
+            spare.become_spare()
         for lost in before:
             if lost.has_ended:
                 self._started -= lost.left_by_ending
@@ -315,21 +325,27 @@ class Supervisor(SimpleElasticAgent):
             member.fail(f"has waited for {awaited} for {self._limit:g} s, and no rank made progress")
 
     def _note(self, cause: RankFailure) -> None:
-        """Print a failure; raise its error where it is final, or happens the third time at one step."""
+        """Print a failure; raise its error where the run ends by it.
+
+        That is where it is final, happens the third time at one step, or is one more than `Elastic.restarts`.
+        """
         if cause.is_final:
             raise cause.exception()
         what, step = f"rank {cause.rank} {cause.summary}", restored_step(self._folder)
-        error = cause.exception()
-        if not isinstance(error, CorruptionError):
-            self._host.report(cause, None)
         # All ranks may raise one error, and a lost connection is told with other numbers each time.
         same = ("a connection" if cause.secondary else cause.summary if cause.traceback else what), step
         self._seen[same] += 1
         if self._seen[same] >= _SAME_FAILURES:
             place = "" if step is None else f" after step {step}, from which the run went on"
             raise cause.exception(f"That has happened {_SAME_FAILURES} times{place}, so the run ends.")
+        if (count := self._seen.total()) > self._settings.restarts:
+            most = f"of which Elastic's restarts allow {self._settings.restarts}"
+            raise cause.exception(f"That was failure number {count} of the run, {most}, so the run ends.")
+        error = cause.exception()
         if isinstance(error, CorruptionError):
             self._leave_out_wrong(cause, error)
+        else:
+            self._host.report(cause, None)
         self._tell(f"{what.splitlines()[0]}; the ranks go on from where the run was kept last")
         if cause.traceback and cause.error is None and not cause.secondary:  # a PlaitError is one sentence
             _print(cause.traceback.rstrip())
