@@ -74,12 +74,6 @@ class ModelTraces:
     works: Sequence[LayerWork]
     """Operations and collectives of each layer, of the last with the loss; empty without a recorder."""
 
-    @cached_property
-    def saved_bytes(self) -> int:
-        """The bytes that all layers together allocate in a forward and keep for the backward."""
-        forwards = (trace.forward for trace in self.layers)
-        return sum(one.allocated.get(number, 0) for one in forwards for number in one.saved)
-
     @property
     def loss_bytes(self) -> int:
         """The most bytes that the loss allocates beside what layers save."""

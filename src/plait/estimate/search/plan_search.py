@@ -193,8 +193,11 @@ class _PlanQueue:
         states = sum(1 for _ in division.states(self.choices))
         options = [*division.layer_options(self.choices)]
         self.plans += len(options) * states * schedules
-        # Recomputation only adds time.
-        quickest = {(min(self.choices.recompute, key=_RECOMPUTE.index), sequence) for _, sequence in options}
+        # Recomputation only adds time, and so do gathers of what `keep` keeps; in float8 they may be smaller.
+        sequences = {sequence for _, sequence in options}
+        if "keep" in sequences and self.base.linears is None:
+            sequences.discard("regather")
+        quickest = {(min(self.choices.recompute, key=_RECOMPUTE.index), sequence) for sequence in sequences}
         least = min(self._least(self._plan(division, *one)) for one in quickest)
         self._push(least, partial(self._split_division, division, states * schedules))
 
@@ -232,8 +235,7 @@ class _PlanQueue:
     def _cut(self, plan: Plan, policy: str, chunks: int) -> None:
         """Put a plan that fits back with the bound that its cut into stages gives."""
         plan, hardware = replace(plan, schedule=policy, chunks=chunks), self.bounds.hardware
-        known = self.steps.memory_at_once(plan)
-        if known is not None and known + hardware.reserved > hardware.memory:
+        if self.steps.least_memory(plan) + hardware.reserved > hardware.memory:
             self.too_large += 1
             return
         least = self.steps.step(plan).least
