@@ -98,12 +98,17 @@ class TracedModel(PredictedModel):
         build_blueprint(self.layers.module, plan, self.layers.rules, known=self.layers.parts)
 
     def undivided(self, plan: Plan) -> str | None:
-        """Return in words why the model cannot be divided over the plan's tp, cp, ep and etp, or None."""
+        """Return in words why the model cannot be divided over the plan's tp, cp, ep and etp, or None.
+
+        Raises PlanError or ModelError for what is wrong without a division, too.
+        """
         try:
             blueprint = self.layers.blueprint(plan)
             if plan.cp > 1:  # whether layers can exchange positions is known when they run
                 self.layers.traces(plan, 1, on_cpu=True)
         except PlaitError:
+            if plan.tp == plan.cp == 1 and not plan.divides_experts:
+                raise
             return f"the model allows no {_degrees(plan)}"
         return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
 
