@@ -449,9 +449,14 @@ def structures_of(sequence: LayerSequence) -> tuple[Hashable, ...]:
 def float8_linears(
     sequence: LayerSequence, rules: Rules | None, plan: Plan, layouts: Mapping[str, Layout]
 ) -> LinearChoice:
-    """Return which linears multiply in float8, and why others do not. Raises PlanError for shapes."""
+    """Return which linears multiply in float8, and why others do not. PlanError for shapes, and for mxfp8."""
     if plan.linears is None:
         return NO_LINEARS
+    if plan.linears == "mxfp8":
+        raise PlanError(
+            "plan.linears is 'mxfp8', which plait does not implement: "
+            "choose float8, float8-rowwise or float8-rowwise-gw."
+        )
     if plan.precision is None and any(
         named_dtype(one.dtype) == FLOAT16 for one in sequence.parameters.values()
     ):

@@ -93,16 +93,11 @@ def parallelize(
 
 
 def refuse_unavailable(plan: Plan, device: torch.device) -> None:
-    """Raise PlanError for CUDA graphs where `device` is no GPU, and for linears in mxfp8."""
+    """Raise PlanError for CUDA graphs where `device` is no GPU."""
     if plan.cuda_graphs and not is_accelerator(device):
         raise PlanError(
             f"plan.cuda_graphs is True, but this rank computes on {device}, which has no CUDA graphs: leave "
             "plan.cuda_graphs out."
-        )
-    if plan.linears == "mxfp8":
-        raise PlanError(
-            "plan.linears is 'mxfp8', which plait does not implement: "
-            "choose float8, float8-rowwise or float8-rowwise-gw."
         )
 
 

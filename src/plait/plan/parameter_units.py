@@ -125,6 +125,14 @@ class BufferKind:
         """Whether the optimizer's parameters have another dtype than the layers'."""
         return self.master != self.gather
 
+    @property
+    def adds_up_in_less(self) -> bool:
+        """Whether shards of reduced gradients have less precision than gradients are accumulated in.
+
+        Sums over micro-batches that are reduced one by one would lose it: such a plan is refused.
+        """
+        return self.trains and self.sharded and self.gradient.itemsize > self.master.itemsize
+
     @cached_property
     def reduced_neighbours(self) -> int:
         """Over how many neighbours along `tp` the gradient all-reduce sums too, if it does."""
@@ -251,7 +259,7 @@ def replicas_of(kind: BufferKind, plan: Plan) -> int:
 def _check_accumulation_dtype(unit: UnitSpec) -> None:
     """Raise PlanError where gradients would be accumulated in less precision than the plan asks."""
     for kind in unit.kinds.values():
-        if kind.trains and kind.sharded and kind.gradient.itemsize > kind.master.itemsize:
+        if kind.adds_up_in_less:
             raise PlanError(
                 f"plan.gradient_precision asks for sums in {kind.gradient}, but with plan.reduce 'each' "
                 f"the shards of {unit.name or 'the model'} add up in the {kind.master} of its parameters: "

@@ -162,10 +162,16 @@ def test_a_model_in_fp16_is_refused_as_a_plan_in_fp16_is() -> None:
         choice_of(plait.models.llama(**LLAMA).half())
 
 
-def test_mxfp8_is_refused_by_name() -> None:
-    plan = Plan(linears="mxfp8")
-    with pytest.raises(PlanError, match=r"plan.linears is 'mxfp8', which plait does not implement"):
-        plait.parallelize(nn.Sequential(nn.Linear(16, 16)), plan, plait.Mesh(plan), plait.cross_entropy)
+def test_mxfp8_is_refused_by_name_also_where_it_is_predicted_or_searched() -> None:
+    plan, model, inputs = Plan(linears="mxfp8"), nn.Sequential(nn.Linear(16, 16)), torch.empty(1, 16)
+    about = {"inputs": inputs, "targets": inputs, "loss": nn.MSELoss()}
+    for refused in (
+        lambda: plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy),
+        lambda: plait.memory(model, plan, inputs),
+        lambda: plait.plans(model, "h100-sxm", ranks=2, batch=2, base=plan, **about),
+    ):
+        with pytest.raises(PlanError, match=r"plan.linears is 'mxfp8', which plait does not implement"):
+            refused()
 
 
 def test_an_engine_says_how_each_linear_multiplies() -> None:

@@ -135,11 +135,10 @@ def _judge(config: Config, options: Namespace) -> None:
 
 
 def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
-    given = {word.partition("=")[0].removeprefix("--parallel.") for word in rest}
-    if chosen := next((name for name in SEARCHED if name in given), None):
-        raise ConfigError(
-            f"--parallel.{chosen} does not go with --ranks, which chooses it: leave one of them out."
-        )
+    chosen = [*(f"--parallel.{name}" for name in SEARCHED), "--train.microbatches"]
+    given = {word.partition("=")[0] for word in rest}
+    if both := next((name for name in chosen if name in given), None):
+        raise ConfigError(f"{both} does not go with --ranks, which chooses it: leave one of them out.")
     if config.parallel.memory_limit is not None:
         raise ConfigError("parallel.memory_limit does not go with --ranks: leave it out.")
     model, hardware = _model(config), load_hardware(options.hardware)

@@ -244,9 +244,10 @@ class _PhaseRecorder:
     def phase(self, resident: Collection[int]) -> PhaseTrace:
         """Return the phase's memory without the storages in `resident`, which are allocated at all times."""
         sizes = self._tracker.sizes
+        counted = [0 if number in resident else size for number, size in enumerate(sizes)]
 
         def total(numbers: Iterable[int]) -> int:
-            return sum(sizes[number] for number in numbers if number not in resident)
+            return sum(map(counted.__getitem__, numbers))
 
         saved = tuple(number for number in sorted(self.saved) if number not in resident)
         left = {*saved, *(number for number in self._results if number is not None)}

@@ -63,8 +63,10 @@ class MemoryLedger:
 
     def __init__(self) -> None:
         self._holds: dict[Hashable, tuple[MemoryBlock, ...]] = {}
-        self._holders: Counter[MemoryBlock] = Counter()
+        self._holders: dict[MemoryBlock, int] = {}
         self._held: Counter[Category] = Counter()
+        # Sums beside the counts: both are asked for after each instruction of a simulated step.
+        self._total = self._peak_total = 0
         self._host = 0
         self.peak: MemorySnapshot | None = None
         """The snapshot with the most bytes on the device."""
@@ -74,10 +76,11 @@ class MemoryLedger:
 
     def hold(self, holder: Hashable, blocks: Iterable[MemoryBlock | None]) -> None:
         """Make `holder` hold exactly `blocks`, and release its earlier blocks; None is no memory."""
-        held = tuple(block for block in blocks if block is not None)
+        held, holders = tuple([block for block in blocks if block is not None]), self._holders
         for block in held:
-            self._holders[block] += 1
-            if self._holders[block] == 1:
+            count = holders.get(block, 0)
+            holders[block] = count + 1
+            if not count:
                 self._count(block, block.nbytes)
         self.drop(holder)
         self._holds[holder] = held
@@ -85,21 +88,35 @@ class MemoryLedger:
     def drop(self, holder: Hashable) -> None:
         """Release all blocks of `holder`."""
         for block in self._holds.pop(holder, ()):
-            self._holders[block] -= 1
-            if not self._holders[block]:
+            left = self._holders[block] - 1
+            if left:
+                self._holders[block] = left
+            else:
                 del self._holders[block]
                 self._count(block, -block.nbytes)
 
+    @property
+    def total(self) -> int:
+        """The bytes that are allocated on the device."""
+        return self._total
+
+    @property
+    def holdings(self) -> dict[Hashable, tuple[MemoryBlock, ...]]:
+        """The blocks of each holder that has any."""
+        return {holder: blocks for holder, blocks in self._holds.items() if blocks}
+
     def record_temporary(self, extra: int) -> None:
         """Record that an instruction temporarily allocates `extra` bytes more, in the peak `most`."""
-        self.most = max(self.most, self._held.total() + extra)
+        if self._total + extra > self.most:
+            self.most = self._total + extra
 
     def record(self, instruction: Instruction) -> None:
         """Update the peaks with the bytes that are allocated after `instruction`."""
         self.record_temporary(0)
-        self.host_peak = max(self.host_peak, self._host)
-        if self.peak is None or self._held.total() > self.peak.total:
-            self.peak = self.snapshot(instruction)
+        if self._host > self.host_peak:
+            self.host_peak = self._host
+        if self.peak is None or self._total > self._peak_total:
+            self.peak, self._peak_total = self.snapshot(instruction), self._total
 
     def snapshot(self, instruction: Instruction) -> MemorySnapshot:
         """Return the currently allocated bytes, as a snapshot after `instruction`."""
@@ -107,13 +124,14 @@ class MemoryLedger:
 
     def reset_peaks(self) -> None:
         """Reset the recorded peaks, before another step."""
-        self.peak, self.host_peak, self.most = None, 0, 0
+        self.peak, self.host_peak, self.most, self._peak_total = None, 0, 0, 0
 
     def _count(self, block: MemoryBlock, nbytes: int) -> None:
         if block.on_host:
             self._host += nbytes
         else:
             self._held[block.category] += nbytes
+            self._total += nbytes
 
 
 OTHER = (Category.MESSAGES, Category.BATCH)

@@ -76,12 +76,6 @@ class ModelTraces:
     first_works: Sequence[LayerWork] = ()
     """The same of a step's first micro-batch, in which matrices of experts are cast that are kept then."""
 
-    @cached_property
-    def saved_bytes(self) -> int:
-        """The bytes that all layers together allocate in a forward and keep for the backward."""
-        forwards = (trace.forward for trace in self.layers)
-        return sum(one.allocated.get(number, 0) for one in forwards for number in one.saved)
-
     @property
     def loss_bytes(self) -> int:
         """The most bytes that the loss allocates beside what layers save."""

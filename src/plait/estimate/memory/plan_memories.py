@@ -71,6 +71,10 @@ class PlanMemories(ABC):
     def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float | None:
         """Return the bytes of the rank that allocates most; None where only a simulation of a step tells."""
 
+    def least_of_cut(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float:
+        """Return a lower bound, in bytes, of what the largest rank allocates with this cut and schedule."""
+        return 0.0
+
     @abstractmethod
     def ranks(
         self, sizes: MicrobatchSizes, pipeline: CutPipeline, reserved: float

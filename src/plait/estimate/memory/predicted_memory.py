@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
-from plait.engine.pipeline.executor import Executor
 from plait.engine.pipeline.stage_exchange import Crossing
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
@@ -38,7 +37,7 @@ from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.ranks.device import default_device
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, RunLayer
+from plait.schedules.lowering.program import Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
 from plait.tensor.experts.experts import Experts
@@ -228,8 +227,7 @@ def simulate_step(
     offloads = blueprint.plan.offload == "full" and device.type != "cpu"
     ledger.hold("optimizer", state.blocks_of_owner(rank, offloads=offloads))
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
-    handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
-    activations = None
+    handlers, activations = [units.handlers()], None
     if traces is not None:
         cached = sum(_total(traces.caches[layer] for layer in stage) for stage in spans.values())
         cached += _total(traces.lasting[layer] for stage in spans.values() for layer in stage)
@@ -243,18 +241,14 @@ def simulate_step(
         else:
             activations = _activations(ledger, blueprint, spans, traces, device)
         handlers.append(activations.handlers())
-    Executor(*handlers).run(program)
-    ledger.reset_peaks()
-    units.begin()
-    if activations is not None:
-        activations.begin()
-
-    def observe(instruction: Instruction) -> None:
-        ledger.record(instruction)
-        if observer is not None:
-            observer(rank, ledger.snapshot(instruction))
-
-    Executor(*handlers, dict.fromkeys(INSTRUCTION_TYPES, observe)).run(program)
+    before = ledger.holdings
+    _run_on_ledger(program, handlers, ledger)
+    if observer is not None or ledger.holdings != before:  # else a second step is like the first
+        ledger.reset_peaks()
+        units.begin()
+        if activations is not None:
+            activations.begin()
+        _run_on_ledger(program, handlers, ledger, partial(observer, rank) if observer else None)
     assert ledger.peak is not None
     ledger.drop("batch")
     return RankMemory(
@@ -266,6 +260,25 @@ def simulate_step(
         at_rest=ledger.snapshot(program[-1]).total,
         host=ledger.host_peak,
     )
+
+
+def _run_on_ledger(
+    program: Program,
+    handlers: Iterable[Mapping[type, Callable[[Any], None]]],
+    ledger: MemoryLedger,
+    observer: Callable[[MemorySnapshot], None] | None = None,
+) -> None:
+    """Call the handlers of each instruction of a program, and record its memory in the ledger."""
+    called: dict[type, list[Callable[[Any], None]]] = {}
+    for one in handlers:
+        for kind, handler in one.items():
+            called.setdefault(kind, []).append(handler)
+    for instruction in program:
+        for handler in called.get(type(instruction), ()):
+            handler(instruction)
+        ledger.record(instruction)
+        if observer is not None:
+            observer(ledger.snapshot(instruction))
 
 
 def _graph_pools(

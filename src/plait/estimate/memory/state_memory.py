@@ -32,14 +32,18 @@ def rank_sizes(shape: MicrobatchSizes, stages: Sequence[Sequence[LayerKind]]) ->
 
 
 def state_bytes(
-    shape: MicrobatchSizes, sizes: ParameterCounts, ranks: int | None = None
+    shape: MicrobatchSizes,
+    sizes: ParameterCounts,
+    ranks: int | None = None,
+    layers: Sequence[LayerKind] | None = None,
 ) -> tuple[float, float, float, float]:
     """Return a rank's bytes of parameters, kept gradients, optimizer state, and gathered parameters.
 
-    `ranks`: between which state is sharded, by default `shape.state_ranks`.
+    `ranks`: between which state is sharded, by default `shape.state_ranks`. `layers`: those whose parameters
+    these are, if not of all.
     """
     kind, count, ranks = shape.kind, sizes.whole, ranks or shape.state_ranks
-    compute, master = shape.gathered_item(), kind.master.itemsize
+    compute, master = shape.gathered_item(layers), kind.master.itemsize
     optimizer = count / ranks * shape.moments * master
     gradients = (count + sizes.twice if kind.keeps_gradients else count / ranks) * shape.gradient_item
     if kind.keeps_parameters:

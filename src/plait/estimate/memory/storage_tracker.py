@@ -34,6 +34,7 @@ class StorageTracker(TorchFunctionMode):
         self.samples: list[frozenset[int]] = []
         """The storages alive at each report."""
         self._numbers: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
+        self._live: set[int] = set()
         self._in_node = False
         self._is_python = False
         """Whether the node runs the backward of a `torch.autograd.Function` in Python."""
@@ -55,11 +56,12 @@ class StorageTracker(TorchFunctionMode):
         number, key = len(self.sizes), id(storage)
         self.sizes.append(storage.nbytes())
         self._numbers[key] = ref(storage, lambda _: self._forget(key)), number
+        self._live.add(number)
         return number
 
     def live(self) -> frozenset[int]:
         """Return the numbers of the storages that are alive."""
-        return frozenset(number for _, number in self._numbers.values())
+        return frozenset(self._live)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -121,7 +123,8 @@ class StorageTracker(TorchFunctionMode):
             self.samples.append(self.live())
 
     def _forget(self, key: int) -> None:
-        del self._numbers[key]
+        _, number = self._numbers.pop(key)
+        self._live.remove(number)
 
 
 def fuses(

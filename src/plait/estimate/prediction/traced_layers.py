@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
+from plait.estimate.memory.microbatch_memory import MicrobatchMemory, microbatch_memory
 from plait.estimate.memory.model_traces import FIRST, KnownTraces, ModelTraces
 from plait.estimate.memory.owner_memory import Moments, muon_of, tensor_counts
 from plait.estimate.memory.predicted_memory import MemoryEstimator
@@ -60,6 +61,7 @@ class TracedLayers:
     _traces: dict[Any, ModelTraces] = field(default_factory=dict)
     _layer_traces: dict[Any, KnownTraces] = field(default_factory=dict)
     _by_rows: dict[tuple[Plan, int, bool], ModelTraces] = field(default_factory=dict)
+    _microbatches: dict[tuple[Plan, int, bool], MicrobatchMemory] = field(default_factory=dict)
     _blueprints: dict[Plan, Blueprint] = field(default_factory=dict)
     _counts: dict[tuple[object, ...], int] = field(default_factory=dict)
 
@@ -128,6 +130,13 @@ class TracedLayers:
             assert found is not None
             self._by_rows[key] = found
         return self._by_rows[key]
+
+    def microbatch(self, plan: Plan, rows: int, *, on_cpu: bool) -> MicrobatchMemory:
+        """Return the memory of a micro-batch of `rows` rows that passes all layers alone."""
+        key = self.blueprint(plan).plan, rows, on_cpu
+        if key not in self._microbatches:
+            self._microbatches[key] = microbatch_memory(self.traces(plan, rows, on_cpu=on_cpu))
+        return self._microbatches[key]
 
     def estimator(self, rows: int, *, on_cpu: bool) -> MemoryEstimator:
         """Return an estimator of memory for `rows` rows per data-parallel rank; traces are shared."""
@@ -245,6 +254,20 @@ class TracedSizes(MicrobatchSizes):
     def message_bytes(self) -> float:
         """Bytes of a message between stages: the most between two layers."""
         return self.extrapolated(attrgetter("largest_output"))
+
+    @cached_property
+    def activations(self) -> MicrobatchMemory:
+        """The least memory of this micro-batch if it passes all layers alone, extrapolated from few rows.
+
+        Layers run as under strategy `none`, which may cast weights that others have in float8: then backwards
+        are counted with what is kept only.
+        """
+        rows = FEW_ROWS if self.rows > FEW_ROWS[0] else (ceil(self.rows),)
+        found = [self.layers.microbatch(self.plan, one, on_cpu=self.on_cpu) for one in rows]
+        least = found[0] if len(found) == 1 else found[0].further(found[1], self.rows - FEW_ROWS[0])
+        plans = self.layers.blueprint(self.plan).plan, self.plan
+        traced, own = (kind_of(plan, ModelParameter(takes_float8=plan.linears is not None)) for plan in plans)
+        return least if traced.scaled == own.scaled else replace(least, backward=least.kept[1:])
 
     @cached_property
     def loss_bytes(self) -> float:

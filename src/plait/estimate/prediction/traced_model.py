@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 
 import torch
 from torch import nn
 
 from plait.engine.blueprint import assumed_costs, build_blueprint
 from plait.errors import ModelError, PlaitError
-from plait.estimate.memory.memory_bounds import WARM
-from plait.estimate.memory.memory_report import Category, RankMemory
 from plait.estimate.memory.owner_memory import (
     Moments,
     OwnerNeeds,
@@ -23,12 +20,11 @@ from plait.estimate.memory.owner_memory import (
     owner_needs,
     require_moments,
 )
-from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
 from plait.estimate.memory.predicted_memory import routing_assumption
-from plait.estimate.memory.state_memory import ParameterCounts, state_bytes, whole_gradients
 from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
-from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes
+from plait.estimate.prediction.traced_memories import TracedMemories
+from plait.estimate.time.layer_work import LayerWork
 from plait.estimate.time.operation_times import FusedAttention, Product
 from plait.estimate.time.owner_times import MatrixCounts, StageOwners
 from plait.models.gpt2 import gpt2_of
@@ -45,9 +41,6 @@ from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.layer_values import Value, tensors_of
 from plait.tensor.losses import cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
-
-SIMULATED = 4
-"""Up to so many micro-batches for each stage are simulated: more add only to the memory of the batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +98,17 @@ class TracedModel(PredictedModel):
         build_blueprint(self.layers.module, plan, self.layers.rules, known=self.layers.parts)
 
     def undivided(self, plan: Plan) -> str | None:
-        """Return in words why the model cannot be divided over the plan's tp, cp, ep and etp, or None."""
+        """Return in words why the model cannot be divided over the plan's tp, cp, ep and etp, or None.
+
+        Raises PlanError or ModelError for what is wrong without a division, too.
+        """
         try:
             blueprint = self.layers.blueprint(plan)
             if plan.cp > 1:  # whether layers can exchange positions is known when they run
                 self.layers.traces(plan, 1, on_cpu=True)
         except PlaitError:
+            if plan.tp == plan.cp == 1 and not plan.divides_experts:
+                raise
             return f"the model allows no {_degrees(plan)}"
         return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
 
@@ -231,90 +229,3 @@ def _operations(work: LayerWork) -> float:
             pairs = one.rows * one.heads * one.queries * one.keys
             found += (8 if one.backward else 4) * pairs * one.width
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class TracedMemories(PlanMemories):
-    """Predicts the memory of plans as `plait.memory` does: it simulates the allocations of a step."""
-
-    layers: TracedLayers
-    _known: dict[tuple[object, ...], tuple[PredictedMemory, ...]] = field(default_factory=dict)
-
-    def least(self, sizes: MicrobatchSizes, policy: str | None, *, gathered: bool = True) -> float:
-        """Return a lower bound of the largest rank's bytes: the ranks' mean of state and saved tensors.
-
-        The larger of two: when the last stage computes the loss of the first micro-batch, and all ranks keep
-        what its layers save, with some policies of as many micro-batches as there are stages behind; and
-        after a backward, when whole gradients are allocated where they are reduced at the end of a step.
-        """
-        assert isinstance(sizes, TracedSizes)
-        plan = sizes.plan
-        saved, loss = sizes.extrapolated(attrgetter("saved_bytes")), sizes.loss_bytes
-        if plan.offload != "none":
-            return saved / plan.pp
-        kinds = self.layers.kinds
-        trained, frozen = sizes.trained_parameters(kinds), sizes.frozen_parameters(kinds)
-        of_experts, frozen_experts = (sizes.expert_parameters(kinds, (trains,)) for trains in (True, False))
-        found = added = 0.0
-        for learning, fixed, ranks in (
-            (trained - of_experts, frozen - frozen_experts, sizes.state_ranks),
-            (of_experts, frozen_experts, sizes.expert_state_ranks),
-        ):
-            counts = ParameterCounts(learning, 0.0, 0.0)
-            parameters, gradients, optimizer, _ = state_bytes(sizes, counts, ranks)
-            found += parameters + gradients * gathered + optimizer
-            found += fixed * sizes.item / (1 if sizes.kind.keeps_parameters else ranks)
-            if plan.microbatches > 1 and ranks > 1:
-                added += whole_gradients(sizes, counts, splits=False).always
-        before = (found + saved + loss) / plan.pp
-        if policy in WARM:  # rank r holds p − r micro-batches: see `MemoryBounds`
-            held = [min(plan.microbatches, plan.pp - rank) for rank in range(plan.pp)]
-            before = max(before, (saved + (found + loss) / held[0]) / sum(1 / count for count in held))
-        again = saved + loss if plan.pp == 1 else 0.0  # in the next micro-batch's loss
-        return max(before, (found + added + again) / plan.pp) if added else before
-
-    def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> None:
-        """Return None: the memory of a plan is only known from a simulated step."""
-
-    def ranks(
-        self, sizes: MicrobatchSizes, pipeline: CutPipeline, reserved: float
-    ) -> tuple[PredictedMemory, ...]:
-        """Return the memory of each rank of `pp`; of many micro-batches only some are simulated."""
-        assert isinstance(sizes, TracedSizes)
-        key = sizes.plan, sizes.rows, sizes.on_cpu, pipeline.cut
-        if key not in self._known:
-            self._known[key] = self._ranks(sizes, pipeline)
-        return tuple(replace(rank, reserved=reserved) for rank in self._known[key])
-
-    def _ranks(self, sizes: TracedSizes, pipeline: CutPipeline) -> tuple[PredictedMemory, ...]:
-        count, few = sizes.plan.microbatches, SIMULATED * pipeline.schedule.stages
-        if count <= few + pipeline.schedule.ranks:
-            return self._simulated(sizes, pipeline, count)
-        more = few + pipeline.schedule.ranks
-        pair = [self._simulated(sizes, pipeline, one) for one in (few, more)]
-        factor = (count - few) / (more - few)
-        return tuple(_further(one, two, factor) for one, two in zip(*pair, strict=True))
-
-    def _simulated(
-        self, sizes: TracedSizes, pipeline: CutPipeline, microbatches: int
-    ) -> tuple[PredictedMemory, ...]:
-        """Return the memory of each rank in a step of so many micro-batches."""
-        plan = replace(sizes.plan, microbatches=microbatches, layers_per_stage=pipeline.cut)
-        estimator = self.layers.estimator(round(sizes.rows * microbatches), on_cpu=sizes.on_cpu)
-        return tuple(map(_predicted, estimator.ranks(plan)))
-
-
-def _predicted(rank: RankMemory) -> PredictedMemory:
-    used = rank.at_peak
-    parameters, gradients, optimizer = (
-        used[name] for name in (Category.PARAMETERS, Category.GRADIENTS, Category.STATE)
-    )
-    kept = sum(used[name] for name in (Category.ACTIVATIONS, Category.MESSAGES, Category.BATCH))
-    running = rank.most - parameters - gradients - optimizer - kept
-    return PredictedMemory(parameters, gradients, optimizer, kept, running, 0.0)
-
-
-def _further(one: PredictedMemory, two: PredictedMemory, factor: float) -> PredictedMemory:
-    """Return `one` plus `factor` times the difference to `two`, field by field."""
-    pairs = ((getattr(one, part.name), getattr(two, part.name)) for part in fields(one))
-    return PredictedMemory(*(first + factor * (second - first) for first, second in pairs))

@@ -21,7 +21,8 @@ from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.step_times import NANOSECOND, step_seconds
 from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.axes import PLAN_AXES
-from plait.plan.plan import Plan, Recompute, SequenceParallel
+from plait.plan.parameter_units import kind_of, timing_of
+from plait.plan.plan import Plan, Recompute, Reduce, SequenceParallel, Strategy
 
 ALL = PlanChoices()
 
@@ -108,8 +109,7 @@ def search(
     the result is that of predicting every plan. Raises PlanError where the ranks cannot be divided.
     """
     base = base or Plan()
-    if base.offload != "none":  # of sharded state
-        choices = replace(choices, states=tuple(one for one in choices.states if one[0] != "none"))
+    choices = replace(choices, states=tuple(one for one in choices.states if _is_allowed(base, *one)))
     known = predicted_model(model, base, {})
     found, impossible = divisions(known, ranks, batch, base)
     if not found:
@@ -141,6 +141,14 @@ def search(
         queue.plans - queue.too_large - queue.fits,
         impossible,
     )
+
+
+def _is_allowed(base: Plan, strategy: Strategy, reduce: Reduce) -> bool:
+    """Return whether plans like `base` can have a strategy and this time of reduction."""
+    if strategy == "none":
+        return base.offload == "none"  # what is offloaded is sharded
+    plan = replace(base, dp=2, replicate=1, ep=1, etp=1, strategy=strategy, reduce=reduce)
+    return timing_of(plan).scatters != "each" or not kind_of(plan).adds_up_in_less
 
 
 @contextmanager
@@ -193,8 +201,11 @@ class _PlanQueue:
         states = sum(1 for _ in division.states(self.choices))
         options = [*division.layer_options(self.choices)]
         self.plans += len(options) * states * schedules
-        # Recomputation only adds time.
-        quickest = {(min(self.choices.recompute, key=_RECOMPUTE.index), sequence) for _, sequence in options}
+        # Recomputation only adds time, and so do gathers of what `keep` keeps; in float8 they may be smaller.
+        sequences = {sequence for _, sequence in options}
+        if "keep" in sequences and self.base.linears is None:
+            sequences.discard("regather")
+        quickest = {(min(self.choices.recompute, key=_RECOMPUTE.index), sequence) for sequence in sequences}
         least = min(self._least(self._plan(division, *one)) for one in quickest)
         self._push(least, partial(self._split_division, division, states * schedules))
 
@@ -232,8 +243,7 @@ class _PlanQueue:
     def _cut(self, plan: Plan, policy: str, chunks: int) -> None:
         """Put a plan that fits back with the bound that its cut into stages gives."""
         plan, hardware = replace(plan, schedule=policy, chunks=chunks), self.bounds.hardware
-        known = self.steps.memory_at_once(plan)
-        if known is not None and known + hardware.reserved > hardware.memory:
+        if self.steps.least_memory(plan) + hardware.reserved > hardware.memory:
             self.too_large += 1
             return
         least = self.steps.step(plan).least

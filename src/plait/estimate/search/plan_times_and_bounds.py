@@ -355,6 +355,13 @@ class PlanSteps:
         """Return the bytes that the largest rank allocates, or None where only a simulation tells."""
         return self.bounds.memories.at_once(self.bounds.sizes(plan), self.pipeline(plan))
 
+    def least_memory(self, plan: Plan) -> float:
+        """Return a lower bound of what the largest rank allocates, given the plan's cut and schedule."""
+        known = self.memory_at_once(plan)
+        if known is not None:
+            return known
+        return self.bounds.memories.least_of_cut(self.bounds.sizes(plan), self.pipeline(plan)) * ROUNDING
+
     def memory(self, plan: Plan) -> float:
         """Return the bytes that the largest rank allocates, by a simulation if need be."""
         ranks = self.bounds.memories.ranks(self.bounds.sizes(plan), self.pipeline(plan), 0.0)

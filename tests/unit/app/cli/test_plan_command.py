@@ -141,6 +141,7 @@ def test_plait_plan_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) 
         ("--hardware a100-80 --ranks 2 --parallel.tp 2", "--parallel.tp does not go with --ranks"),
         ("--hardware a100-80 --ranks 2 --parallel.dp=2", "--parallel.dp does not go with --ranks"),
         ("--hardware a100-80 --ranks 2 --parallel.ep 1", "--parallel.ep does not go with --ranks"),
+        ("--hardware a100-80 --ranks 2 --train.microbatches 4", "microbatches does not go with --ranks"),
         ("--hardware a100-80 --mtbf 0", "--mtbf is 0: give hours above 0"),
         ("--calibrate x.toml --mtbf 3", "--calibrate goes with --ranks only"),
         ("--hardware a100-80 --ranks 2 --parallel.memory_limit 3", "memory_limit does not go with"),

@@ -17,6 +17,7 @@ from torch import nn
 import plait
 from parity.pairs import in_quick, in_turns
 from plait.errors import ConfigError, ModelError
+from plait.estimate.memory.plan_memories import cut_pipeline
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import TracedModel, traced_model
 from plait.estimate.search.plan_search import plan_rank, search
@@ -165,9 +166,11 @@ FEW = PlanChoices(
 
 
 def least_memory(model: TracedModel, found: Prediction) -> float:
-    """The larger of the bounds of a plan's memory before and after its schedule is chosen."""
-    sizes = model.sizes(found.plan, found.rows / found.plan.microbatches, on_cpu=not found.hardware.overlaps)
-    return max(model.memories().least(sizes, policy) for policy in (None, found.plan.schedule))
+    """The largest of the bounds of a plan's memory: of any schedule, of its schedule, and of its cut."""
+    plan, memories = found.plan, model.memories()
+    sizes = model.sizes(plan, found.rows / plan.microbatches, on_cpu=not found.hardware.overlaps)
+    of_cut = memories.least_of_cut(sizes, cut_pipeline(plan, model.costs_for_cut(plan)))
+    return max(of_cut, *(memories.least(sizes, policy) for policy in (None, plan.schedule)))
 
 
 def search_and_predict_all(

@@ -9,8 +9,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from torch import nn
 
 from parity.pairs import in_quick
+from plait.engine.blueprint import build_blueprint
 from plait.errors import PlanError
 from plait.estimate.prediction.predicted_model import DecoderModel
 from plait.estimate.prediction.prediction import Prediction, predict
@@ -177,6 +179,18 @@ def test_plans_are_the_best_of_the_search_as_predict_judges_them() -> None:
     times = [predict(model, one.plan, H100, rows=one.rows).step_seconds for one in found]
     assert times == [one.step_seconds for one in found] == sorted(times)
     assert plans(model, replace(H100, memory=0.0), ranks=4, batch=8) == ()
+
+
+def test_a_search_offers_no_plan_that_adds_up_gradients_in_less_precision_than_asked() -> None:
+    """Shards in bf16 of gradients in fp32, added up for each micro-batch: parallelize refuses it."""
+    base = Plan(precision="bf16", master_precision="bf16", gradient_precision="fp32")
+    states = ("none", "last"), ("full", "last"), ("full", "each")
+    choices = PlanChoices(schedules=(("1f1b", 1),), states=states, recompute=("none",))
+    found = search(GPT2, H100, 2, 2, base=base, choices=choices, most=100)
+    assert {(one.plan.strategy, one.plan.reduce) for one in found.best} == {*states[:2]}
+    refused, model = replace(base, dp=2, strategy="full", reduce="each"), nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(PlanError, match="choose reduce 'last'"):
+        build_blueprint(model, refused)
 
 
 @pytest.mark.parametrize(
