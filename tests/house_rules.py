@@ -71,10 +71,10 @@ PRIVATE_USES = {
     ("tensor/autograd/torch_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
     (
         "tensor/autograd/torch_calls.py",
-        "counts_all_writes",
+        "",
         "_C",
     ): "whether a TorchDispatchMode is on: no public way to ask",
-    ("tensor/autograd/torch_calls.py", "counts_all_writes", "_len_torch_dispatch_stack"): "likewise",
+    ("tensor/autograd/torch_calls.py", "", "_len_torch_dispatch_stack"): "likewise",
     (
         "tensor/autograd/torch_calls.py",
         "reshaped_in_place",

@@ -98,7 +98,10 @@ def test_failures_are_the_same_at_one_step_whichever_rank_raises_an_error(
     for name, value in variables_of_supervisor(str(tmp_path)).items():
         monkeypatch.setenv(name, value)
     told: list[str] = []
-    fake: Any = SimpleNamespace(_folder=str(tmp_path), _seen=Counter(), _tell=told.append, _host=OtherHosts())
+    settings = SimpleNamespace(restarts=100)
+    fake: Any = SimpleNamespace(
+        _folder=str(tmp_path), _seen=Counter(), _tell=told.append, _host=OtherHosts(), _settings=settings
+    )
     killed = [RankFailure(rank, "was killed by SIGKILL") for rank in range(3)]
     for failure in (*killed, *killed):
         Supervisor._note(fake, failure)  # other ranks, twice each

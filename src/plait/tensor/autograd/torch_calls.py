@@ -61,11 +61,16 @@ def reshaped_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(tensor, shape)  # type: ignore[no-any-return]
 
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on; called without a Python function between, once for each micro-batch."""
+
+
 def zero_each(tensors: list[Tensor]) -> None:
     """Fill tensors with zeros."""
     if tensors:
         torch._foreach_zero_(tensors)
-        _count_writes(tensors)
+        if _dispatch_modes():
+            torch.autograd.graph.increment_version(tensors)
 
 
 def counts_all_writes() -> bool:
@@ -74,13 +79,7 @@ def counts_all_writes() -> bool:
     Within a `TorchDispatchMode` it does not for operations on lists of tensors, `torch._foreach_…`, since
     these then call others below the place where writes are counted.
     """
-    return torch._C._len_torch_dispatch_stack() == 0
-
-
-def _count_writes(tensors: list[Tensor]) -> None:
-    """Count a write to each tensor where the operation on the list that has written to them did not."""
-    if not counts_all_writes():
-        torch.autograd.graph.increment_version(tensors)
+    return _dispatch_modes() == 0
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -92,7 +91,8 @@ def multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by `factor`, 0-d, of their dtype and device."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
-        _count_writes(tensors)
+        if _dispatch_modes():
+            torch.autograd.graph.increment_version(tensors)
 
 
 def add_each(totals: list[Tensor], gradients: list[Tensor]) -> None:
@@ -104,7 +104,8 @@ def add_each(totals: list[Tensor], gradients: list[Tensor]) -> None:
     ):
         gradients = _in_dtypes_of(totals, gradients)  # unlike dtypes would be added one by one
     torch._foreach_add_(totals, gradients)
-    _count_writes(totals)
+    if _dispatch_modes():
+        torch.autograd.graph.increment_version(totals)
 
 
 def _in_dtypes_of(totals: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:

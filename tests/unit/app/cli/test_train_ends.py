@@ -190,7 +190,7 @@ def test_an_elastic_run_goes_on_and_ends_in_order_where_the_process_that_forks_i
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors.strip().splitlines()[-1]) == (130, f"plait: SIGINT: {WISH}")
-    assert "was killed by SIGKILL" in errors or "exit code 255" in errors
+    assert "; the ranks go on" in errors
     assert left_running(str(tmp_path)) == []
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{len(metrics.read_text().splitlines()):08d}"
