@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without the full products, examples are few and the same each time: what fails was broken by a change,
     # not drawn by bad luck. `make test-all` explores. No deadline: times are noisy, and no test asserts one.
     fixed = "not full" in config.option.markexpr
-    profile = {"derandomize": True, "max_examples": 20} if fixed else {"max_examples": 100}
+    profile = {"derandomize": True, "max_examples": 12} if fixed else {"max_examples": 100}
     hypothesis.settings.register_profile("plait", deadline=None, **profile)
     hypothesis.settings.load_profile("plait")
 
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _beyond_quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield cases of tests with ranks that only the full run has.
 
-    The quick run has the last of three or more cases, in which most factors are at work; with `quick_cases`
+    The quick run has the last of several cases, in which most factors are at work; with `quick_cases`
     so many, evenly spread from the first on.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -111,7 +111,7 @@ def _beyond_quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     for own in cases.values():
         mark, last = own[0].get_closest_marker("quick_cases"), len(own) - 1
         if mark is None:
-            quick = {last} if last > 1 else {0, last}
+            quick = {last}
         else:
             quick = {round(last * turn / max(mark.args[0] - 1, 1)) for turn in range(mark.args[0])}
         yield from (item for number, item in enumerate(own) if number not in quick)

@@ -180,6 +180,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", in_quick(PLANS, "pipeline", "rows"))
 def test_work_moves_from_a_rank_at_half_speed_and_the_run_computes_the_same(
     thread_ranks: Any, name: str
