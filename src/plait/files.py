@@ -131,7 +131,7 @@ def try_lock(path: Path) -> BinaryIO | None:
 
 @cache
 def _files_closed_in_children() -> weakref.WeakSet[BinaryIO]:
-    """Return the set of this process's open locks: a process that is forked from it closes them first.
+    """Return the set of lock files that every process forked from this one closes when it starts.
 
     One set for all: what is registered with the system's fork cannot be taken back.
     """

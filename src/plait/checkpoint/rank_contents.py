@@ -111,7 +111,7 @@ def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, An
 def merge_optimizers(
     optimizers: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the ranks' results of `describe` as one, and for each rank the numbers of its groups in that.
+    """Merge all ranks' optimizer descriptions; return also the indices of each rank's groups in it.
 
     Groups of two ranks are the same if their options are. Where one rank has several groups with the same
     options, the first of them is the first of every rank, and so on.

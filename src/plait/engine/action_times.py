@@ -42,7 +42,7 @@ class ThreadClock:
             weakref.finalize(self, os.close, self._file)
 
     def stamp(self) -> tuple[int, int]:
-        """Return the clock in nanoseconds, and how long the thread has waited for a core (0 if unknown)."""
+        """Return the time now, and how long this thread has waited for a core (0: unknown), in ns."""
         waited = int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
         return time.perf_counter_ns(), waited
 

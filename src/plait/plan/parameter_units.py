@@ -127,7 +127,7 @@ class BufferKind:
 
     @property
     def adds_up_in_less(self) -> bool:
-        """Whether shards of reduced gradients have less precision than gradients are accumulated in.
+        """Whether shards of reduced gradients are summed in less precision than gradients have.
 
         Sums over micro-batches that are reduced one by one would lose it: such a plan is refused.
         """

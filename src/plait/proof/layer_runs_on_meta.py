@@ -136,7 +136,7 @@ class MetaLayers:
     def _run_once(
         self, number: int, given: LayerInput, modes: tuple[Hashable, ...], longest: int
     ) -> InferredLayer:
-        """Return a layer's run, known from earlier or made now; `modes`: first whether it is proved."""
+        """Return a layer's output on the meta device, cached or computed; `modes[0]`: with a proof."""
         proves, *others = modes
         shape = given.length, given.repeats, _described(given.value)
         of_all, of_rank = ((one[number], *shape) for one in (self._structures_of_all_ranks, self.structures))
@@ -271,7 +271,7 @@ class MetaLayers:
 
     @cached_property
     def _structures_of_all_ranks(self) -> list[Hashable]:
-        """Per layer what all ranks of `tp` have alike that have as much of it; with shapes, a cache key."""
+        """Per layer a cache key of its structure that is the same on all `tp` ranks with equal parts."""
         rules, group = self._rules, self._rules.group
         last = len(self._sequence.layers) - 1
         names = {id(parameter): name for name, parameter in self._sequence.parameters.items()}

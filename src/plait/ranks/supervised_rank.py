@@ -106,7 +106,7 @@ def noted_stop() -> int:
 
 
 def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
-    """Return the `now` of the first call for this folder in this launch, stored for restarted ranks.
+    """Return what the run's first call for this folder found (`now`), also to ranks started again later.
 
     Without a supervisor, `now`.
     """

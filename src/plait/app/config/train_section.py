@@ -180,7 +180,7 @@ class RateConfig(Section):
         return self
 
     def scale_of(self, lr: float) -> float:
-        """Return the learning rate of these parameters divided by `lr`, the rate of all other parameters."""
+        """Return the factor that turns the run's learning rate `lr` into that of these parameters."""
         return self.lr / lr if self.lr is not None else 1.0 if self.scale is None else self.scale
 
 

@@ -284,7 +284,7 @@ class ValidationBatches:
         return {"rows": self.windows.count, "taken": self.rows}
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of validation batch number `step`, those that it has; the last one may be smaller."""
+        """Return the inputs and targets of `rows` of a validation batch; the last batch may have fewer."""
         numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
         return self.windows.take(numbers[numbers < self.rows] * self.windows.count // self.rows)
 

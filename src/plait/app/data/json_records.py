@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """The place of a line in a file. Its `str` is FILE:LINE; only that counts the lines before it."""
+    """The place of a line in a file, shown as FILE:LINE; the line's number is counted only when shown."""
 
     path: str
     begin: int

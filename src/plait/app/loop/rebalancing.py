@@ -27,7 +27,7 @@ WORTHWHILE = 0.01
 
 @dataclass(frozen=True)
 class DivisionMemory:
-    """Predicts the memory of the rank that holds most under a division of work, and limits it."""
+    """Predicts how much memory the largest rank needs if stages, order or rows change; has a limit."""
 
     bytes_of: Callable[[WorkDivision], float | None]
     """Returns the bytes of the rank with most; None where they are not known."""
@@ -35,16 +35,16 @@ class DivisionMemory:
     """The most bytes of a rank; None: only another order of actions may not need more than that of before."""
 
     def is_within_limit(self, work: WorkDivision) -> bool:
-        """Return whether no rank holds more than the limit under `work`, as far as it is known."""
+        """Return whether every rank's predicted memory for `work` is within the limit; True if unknown."""
         return self.limit is None or (self.bytes_of(work) or 0.0) <= self.limit
 
     def allows_order(self, other: WorkDivision, work: WorkDivision) -> bool:
-        """Return whether `other`, with another order than `work`, holds no more bytes than that on any rank.
+        """Return whether the largest rank needs no more memory with the order of actions of `other`.
 
         More is allowed up to the limit, if there is one.
         """
-        most = self.bytes_of(work) if self.limit is None else self.limit
-        return most is None or (self.bytes_of(other) or 0.0) <= most
+        most = self.limit if self.limit is not None else self.bytes_of(work)
+        return most is None or replace(self, limit=most).is_within_limit(other)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
 
 
 def division_memory(config: Config, plan: Plan, vocab: int, device: torch.device) -> DivisionMemory:
-    """Return what predicts the memory of a rank when the work of a run's steps is divided in another way.
+    """Return the predictor of ranks' memory that decides which changes of stages, order and rows fit.
 
     With `run.memory_limit` as its limit. The model is made, on the meta device, when it is first asked.
     """

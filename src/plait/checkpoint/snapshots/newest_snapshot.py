@@ -21,7 +21,7 @@ from plait.plan.shard_plan import ShardPlan
 
 @dataclass(frozen=True)
 class SnapshotName:
-    """Identifies a snapshot; the parts that ranks wrote of one snapshot have equal names."""
+    """Identifies a snapshot by step and start; all ranks' parts of one snapshot have equal names."""
 
     step: int
     attempt: str

@@ -343,7 +343,7 @@ class Snapshots:
                 self._folder.withdraw(part.half, manifest_name(part.rank))
 
     def clear(self) -> None:
-        """Remove the run's earlier snapshots, for a run that does not go on from them. All ranks call it.
+        """Remove all snapshots that this run has written before, so that none is loaded. All ranks call it.
 
         The first `step` does so, too, unless `restore` has found a snapshot.
         """

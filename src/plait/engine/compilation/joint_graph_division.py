@@ -93,7 +93,7 @@ class DividedGraph:
 def divided(
     joint: JointGraph, parameters: Sequence[int], mode: Recompute, gathers: Collection[int] = ()
 ) -> DividedGraph:
-    """Return `joint` divided into forward and backward; `parameters`: arguments with deferred gradients.
+    """Return a layer's joint graph as a forward and a backward one, without the gradients of `parameters`.
 
     `gathers`: the numbers of recorded gathers whose results the weight gradients gather again.
     """

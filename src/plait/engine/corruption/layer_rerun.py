@@ -83,7 +83,7 @@ class LayerRerun:
     def run(
         self, place: RunPlace, own: LayerRecord, sent: SentRecord, described: dict[str, Any]
     ) -> tuple[Results, Results]:
-        """Compute the layers on tensors that another rank `sent`; return these results, and that rank's."""
+        """Run the layers on the inputs that another rank has `sent`; return the results, and that rank's."""
         stage = self._runtime.pipeline.stages[place.stage]
         views = stage_views(self._runtime, stage, place.first, own.last)
         units = units_of(self._runtime, stage, place.first, own.last)

@@ -289,7 +289,7 @@ class RecomputingLayer:
             return call.run_first() if self.keeps_any else self.run(*arguments)
 
     def note_no_second_run(self) -> None:
-        """Note that no second run follows; later calls keep no more results than second runs have used."""
+        """Record that this run is not recomputed: later ones keep only what recomputations have used."""
         self.sees_all = False
         self.most_results, self.most_operations = self.most_results or 0, self.most_operations or 0
 

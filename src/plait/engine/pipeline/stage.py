@@ -393,7 +393,7 @@ class EagerLayer:
 
 
 class CompiledRunner:
-    """Runs a layer as compiled graphs, or by `other` for inputs that no graphs were made for."""
+    """Runs a layer as compiled graphs; inputs without graphs are run by `other`, an eager runner."""
 
     def __init__(self, compiled: CompiledLayer, layer: EagerLayer, other: LayerRunner) -> None:
         self.compiled, self.layer, self.other = compiled, layer, other

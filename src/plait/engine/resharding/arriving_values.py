@@ -48,7 +48,7 @@ class LeavingValues:
         return LocalBoxes(held.shard.contiguous(), shard_boxes(held.layout, where))
 
     def discard_round(self, tensors: Round) -> None:
-        """Free the old optimizer state of a round of tensors, which have moved."""
+        """Free the optimizer state of tensors that have been sent to the new layout."""
         for one in tensors.tensors:
             held = self._held.pop(one.key, None)
             if held is not None and one.entry not in ("", GRADIENT):
@@ -56,7 +56,7 @@ class LeavingValues:
                     optimizer.state.get(self._parameters[one.parameter], {}).pop(one.entry, None)
 
     def discard_unit(self, name: str) -> None:
-        """Free the old parameters and gradients of a unit (parameters gathered together), which has moved."""
+        """Free the parameters and gradients of a unit (parameters gathered together) that has been sent."""
         unit = self._units.get(name)
         for buffer in () if unit is None else unit.buffers:
             buffer.discard()

@@ -30,7 +30,10 @@ class ContextShare:
     """Bytes of the micro-batch's tensors that are not part of `inputs` and `targets`: those are copies."""
 
     def uncut_beside(self, classes: Value) -> int:
-        """Return the bytes of whole tensors kept beside their parts; `classes`: targets, where not known."""
+        """Return the bytes of whole inputs and targets that a rank keeps beside its part of the sequence.
+
+        `classes`: the parts of targets, where `targets` are not known.
+        """
         if self.targets is not None or self.sequence is None or self.sequence.group.size == 1:
             return self.uncut
         parts = sum(tensor.nbytes for tensor in tensors_of(classes))

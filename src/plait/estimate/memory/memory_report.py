@@ -102,7 +102,7 @@ class MemoryLedger:
 
     @property
     def holdings(self) -> dict[Hashable, tuple[MemoryBlock, ...]]:
-        """The blocks of each holder that has any."""
+        """The memory blocks in use, by what holds them."""
         return {holder: blocks for holder, blocks in self._holds.items() if blocks}
 
     def record_temporary(self, extra: int) -> None:

@@ -28,7 +28,7 @@ class MicrobatchMemory:
     """The most during the input gradient of each layer, with what the layers before it keep."""
 
     def further(self, other: MicrobatchMemory, factor: float) -> MicrobatchMemory:
-        """Return this memory plus `factor` times the difference to `other`."""
+        """Return the memory extrapolated from this and `other`: this + `factor` · (`other` − this)."""
 
         def grown(one: float, two: float) -> float:
             return one + factor * (two - one)
@@ -75,7 +75,7 @@ def _run(handlers: Mapping[type, Callable[[Any], None]], instruction: Instructio
 
 
 def _smaller(trace: Trace) -> Trace:
-    """Return the trace with the smaller peak of the backwards that a schedule may run, split or whole."""
+    """Return the trace of the backward with the smaller peak: the whole one, or that split in I and W."""
     backward, whole = trace.backward, trace.whole_backward_peak
     return (
         trace if whole is None else replace(trace, backward=replace(backward, peak=min(backward.peak, whole)))

@@ -20,7 +20,7 @@ class OptimizerState:
     """By rank of `pp`, what the rank of that stage needs that needs most; nothing without an entry."""
 
     def blocks_of_owner(self, rank: int, *, offloads: bool) -> list[MemoryBlock]:
-        """Return the memory blocks for owned parts, of the rank with index `rank` along `pp` that needs most.
+        """Return the blocks of optimizer state of owned parameters on the largest rank of a pipeline stage.
 
         `offloads`: whether the optimizer's parameters, and so its state, are on the host.
         """

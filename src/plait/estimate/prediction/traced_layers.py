@@ -257,7 +257,7 @@ class TracedSizes(MicrobatchSizes):
 
     @cached_property
     def activations(self) -> MicrobatchMemory:
-        """The least memory of this micro-batch if it passes all layers alone, extrapolated from few rows.
+        """A lower bound of the activations of one micro-batch in all layers, extrapolated from few rows.
 
         Layers run as under strategy `none`, which may cast weights that others have in float8: then backwards
         are counted with what is kept only.
@@ -286,7 +286,7 @@ class TracedSizes(MicrobatchSizes):
 
 
 def _keeps_casts(plan: Plan) -> bool:
-    """Return whether a rank may cast matrices of experts once for all micro-batches of a step."""
+    """Return whether experts' matrices are cast to float8 once a step, and not in each micro-batch."""
     return plan.linears is not None and plan.microbatches > 1 and kind_of(plan).keeps_parameters
 
 

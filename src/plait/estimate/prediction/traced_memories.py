@@ -96,7 +96,7 @@ class TracedMemories(PlanMemories):
     def ranks(
         self, sizes: MicrobatchSizes, pipeline: CutPipeline, reserved: float
     ) -> tuple[PredictedMemory, ...]:
-        """Return the memory of each rank of `pp`; of many micro-batches only some are simulated."""
+        """Return the memory of each pipeline rank, from a simulated step of all or some micro-batches."""
         assert isinstance(sizes, TracedSizes)
         key = sizes.plan, sizes.rows, sizes.on_cpu, pipeline.cut
         if key not in self._known:
@@ -122,14 +122,14 @@ class TracedMemories(PlanMemories):
 
 
 def _in_loss(sizes: TracedSizes) -> float:
-    """Return the least bytes with which the loss of a micro-batch is computed that all layers keep."""
+    """Return a lower bound of the bytes while the loss is computed, with what all layers keep till then."""
     return sizes.activations.kept[-1] + sizes.activations.output + sizes.loss_bytes
 
 
 def _most_kept(
     sizes: TracedSizes, actions: Sequence[Action], spans: Mapping[int, slice], added: float
 ) -> float:
-    """Return the most bytes that a rank's actions need for activations, and for whole gradients (`added`).
+    """Return the most bytes of activations and whole gradients (`added`) at any action of a rank.
 
     `spans`: the layers of its stages. Whole gradients are there after the first backward of weights.
     """

@@ -144,7 +144,7 @@ def search(
 
 
 def _is_allowed(base: Plan, strategy: Strategy, reduce: Reduce) -> bool:
-    """Return whether plans like `base` can have a strategy and this time of reduction."""
+    """Return whether plans like `base` may have this strategy, and reduce gradients at this time."""
     if strategy == "none":
         return base.offload == "none"  # what is offloaded is sharded
     plan = replace(base, dp=2, replicate=1, ep=1, etp=1, strategy=strategy, reduce=reduce)

@@ -143,7 +143,7 @@ class MicrobatchSizes(ABC):
 
 
 def extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return the operations `few` extrapolated linearly to `rows` more rows; `more`: those of one more row.
+    """Return `few` extrapolated linearly by `rows` rows, from `more`, the operations with one row more.
 
     Or any other things of which there are more, instead of rows. Raises ValueError where the two have other
     parts.
@@ -162,7 +162,7 @@ def extrapolated(few: Any, more: Any, rows: float) -> Any:
 
 
 def with_mean_casts(work: LayerWork, first: LayerWork, microbatches: int) -> LayerWork:
-    """Return the mean work of a step's micro-batches, of which the `first` casts what the others use, too.
+    """Return the mean work of a micro-batch in a step whose `first` casts weights for all the others.
 
     `work`: of each of the others. Counted is the memory that casts read and write; not, for experts whose
     inner features are divided, the reduction of their scales.

@@ -62,7 +62,7 @@ class ReaderRecord:
             output.register_hook(lambda _: self._apart.add(name))  # type: ignore[no-untyped-call]
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Saved-tensor hook: record that it was given the probe, as it is unless an inner hook is active."""
+        """Saved-tensor hook: return `tensor`; record whether it is the probe, a tensor saved as a test."""
         self._probe_was_saved |= tensor is self._probe
         return tensor
 

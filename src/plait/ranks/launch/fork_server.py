@@ -84,7 +84,7 @@ def _living() -> list[str]:
 
 
 def _start(process: ForkServerProcess) -> None:
-    """Start a process; again where the fork server was killed meanwhile, by another one."""
+    """Start a process from the fork server; if that is lost meanwhile, from a new one."""
     for is_last in (*[False] * _MOST_SERVERS, True):
         try:
             process.start()
@@ -101,7 +101,7 @@ def _start(process: ForkServerProcess) -> None:
 
 @contextlib.contextmanager
 def _killed_where_stopped() -> Iterator[None]:
-    """Context in which a fork server is killed that a signal has stopped, as SIGSTOP does, or that hangs.
+    """Context in which the fork server is killed if it hangs, or was stopped by a signal such as SIGSTOP.
 
     It would answer no more, and multiprocessing waits for it without a limit. Another one takes its place.
     """

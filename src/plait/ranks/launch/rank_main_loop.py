@@ -92,7 +92,7 @@ def serve(connection: Connection) -> None:
 
 
 def _next_job(jobs: _Jobs) -> RankJob:
-    """Block until the parent sends a job, and return it; before, after `BECOMES_SPARE`, free the kept run."""
+    """Wait for the parent's next job, and return it; on `BECOMES_SPARE` meanwhile, free the kept run."""
     while isinstance(job := jobs.get(), str):
         drop_kept_run()
         gc.collect()

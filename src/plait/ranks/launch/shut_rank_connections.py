@@ -123,7 +123,7 @@ class _SocketsOfRanks:
 
 
 def _processes_of_ranks() -> Iterator[Path]:
-    """Yield this process, its siblings, the fork server, and processes forked from any of them.
+    """Yield the folders in /proc of all processes that may hold a connection of this host's ranks.
 
     A data loader's worker has the connections of the rank that forked it, also when that rank is lost, and
     the command line of the fork server.

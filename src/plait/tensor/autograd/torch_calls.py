@@ -74,7 +74,7 @@ def zero_each(tensors: list[Tensor]) -> None:
 
 
 def counts_all_writes() -> bool:
-    """Return whether torch counts in `Tensor._version` what any of its operations writes to CPU tensors.
+    """Return whether every in-place operation on CPU tensors raises their `_version`, `torch._foreach_*` too.
 
     Within a `TorchDispatchMode` it does not for operations on lists of tensors, `torch._foreach_…`, since
     these then call others below the place where writes are counted.

@@ -133,7 +133,7 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield the gradients expected once each `I` is followed by its `W`, and count those as done."""
+        """Yield gradients expected once deferred weight gradients (W) are computed; mark them as done."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])

@@ -31,7 +31,7 @@ class HubPlace:
 
 
 def answer_where(place: HubPlace | None) -> Message:
-    """Return the answer to a message `where`: the address of the last meeting, if there was one."""
+    """Return the reply to a host that asks at which address hosts have met last, if at any."""
     return {"kind": "at"} | ({} if place is None else asdict(place))
 
 

@@ -466,7 +466,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
             self._changed.wait_for(lambda: self._end_message is not None or self._link is None, self._silence)
 
     def _hear_end(self, name: str, message: Message) -> None:
-        """Take the message that has ended the run from a host that was told by a hub which is gone."""
+        """Store the message that ends the run, passed on by a host after the hub was lost."""
         with self._changed:
             if name and name == self.name and self._end_message is None and not self._is_shut:
                 self._end_message, self._all_told = message, True  # the others pass it on, too
