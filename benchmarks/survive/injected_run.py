@@ -19,7 +19,7 @@ import plait
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import all_checkpoints
 from plait.engine.resharding.reshard_kept import reshard_kept
-from plait.ranks.supervised_rank import possible_ranks
+from plait.ranks.exchange_with_supervisor import possible_ranks
 from plait.ranks.transport.process_ranks import current_ranks
 
 ROWS, CONTEXT, VOCAB = 12, 8, 64

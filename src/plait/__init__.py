@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from plait.engine.resharding.reshard import reshard
     from plait.engine.resharding.reshard_kept import reshard_kept
     from plait.errors import PlaitError
-    from plait.estimate.memory.predicted_memory import memory
+    from plait.estimate.memory.predict_memory import memory
     from plait.estimate.prediction.prediction import predict
     from plait.estimate.search.plan_search import plans
     from plait.estimate.time.hardware import Hardware
@@ -85,7 +85,7 @@ _HOME = {
     "launch": "plait.ranks.launch.launch",
     "load": "plait.checkpoint.loading",
     "lora": "plait.models.lora",
-    "memory": "plait.estimate.memory.predicted_memory",
+    "memory": "plait.estimate.memory.predict_memory",
     "parallelize": "plait.engine.parallelize",
     "plans": "plait.estimate.search.plan_search",
     "positions": "plait.tensor.running_sequence",

@@ -27,7 +27,7 @@ import plait
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.loop import Checkpoints, JsonLines, Log
 from plait.ranks import Elastic, all_reduce
-from plait.ranks.supervised_rank import possible_ranks
+from plait.ranks.exchange_with_supervisor import possible_ranks
 
 STEPS, ROWS = 12, 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import BinaryIO
 
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 
 
 class Full(Disk):

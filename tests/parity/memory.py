@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import BinaryIO
 
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 
 _STATUS = Path("/proc/self/status")
 MEASURED = _STATUS.exists()

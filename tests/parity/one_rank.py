@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.checkpoint.box_reader import FullTensors
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.manifest import FILE, manifest_text
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.plan.layout import Flat, Layout

@@ -13,7 +13,7 @@ from parity.checkpoints import run_of
 from parity.full_disk import Full
 from parity.pairs import in_quick
 from plait.checkpoint import loading, saving
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.errors import CheckpointError
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool

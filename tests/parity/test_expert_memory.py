@@ -16,7 +16,7 @@ from parity.case import Case
 from parity.pairs import in_quick
 from parity.test_memory import SIZES, adamw, count_in_a_rank, draw, foretold
 from parity.test_memory import TOLERANCE as OF_MOST
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.plan.plan import Plan
 from plait.tensor.experts.router import Choose, Router
 

@@ -21,7 +21,7 @@ from parity.pairs import in_quick
 from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import RankMemory
 from plait.estimate.memory.owner_memory import Moments
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.models.rotary import ResultCache, result_caches
 from plait.plan.plan import Plan
 from plait.tensor.attention.key_exchange_plan import remembered_plan

@@ -19,7 +19,7 @@ from parity.parity import check_parity
 from parity.resumed_steps import in_a_rank
 from plait.engine import blueprint
 from plait.errors import PlanError
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.plan import rules
 from plait.plan.layout import Flat
 from plait.plan.parameter_units import BufferKind, UnitSpec, resolve_units

@@ -15,7 +15,7 @@ from plait.app.data.corpus_manifest import INDEX, CorpusIndex, damaged_shards, r
 from plait.app.data.preparation import prepare_corpus
 from plait.app.loop.loggers import JsonLines
 from plait.checkpoint.checkpoint_manager import CheckpointManager
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import BestCheckpoint, atomic_folder, clean_up, resolve, unfinished_path
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.rewriting import convert

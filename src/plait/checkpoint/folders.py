@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.file_system_calls import Disk, write_text
 from plait.checkpoint.manifest import FILE, Manifest, is_complete, manifest_text
 from plait.errors import CheckpointError
 from plait.files import open_file, read_json

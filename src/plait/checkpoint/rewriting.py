@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.compatibility import applicable_run_state, require_model
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import atomic_folder, write_manifest
 from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import (

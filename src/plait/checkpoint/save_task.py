@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.file_system_calls import Disk, write_text
 from plait.checkpoint.folders import (
     discard,
     move_into_place,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import restore_name, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet

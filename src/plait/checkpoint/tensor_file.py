@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.manifest import FileEntry, StoredBox, TensorEntry, checksum, key_of
 from plait.errors import CheckpointError
 from plait.files import open_file, require_file

@@ -3,12 +3,12 @@
 `sizes` maps each axis to its number of ranks, outermost first: row-major, so that consecutive ranks are
 neighbours along the last axis. The axes may be those of a plan, or any others; `world` combines all of them.
 
-A plan that divides experts sees the same ranks in two ways, of which `sizes` has the axes of both:
+A plan that divides experts arranges the same ranks in two grids; `sizes` has the axes of both:
 
     dense parameters       pp   replicate   shard   cp   tp
     experts                pp   replicate   edp     ep   etp
 
-Each rank has an index along the axes of both views. `etp`, then `ep`, take the innermost ranks: those of
+Each rank has an index along the axes of both grids. `etp`, then `ep`, take the innermost ranks: those of
 `tp`, then `cp`, then `shard`.
 """
 
@@ -85,18 +85,18 @@ def sizes_of_plan(plan: Plan) -> dict[str, int]:
     return sizes_of(**{axis: getattr(plan, axis) for axis in (*PLAN_AXES, "replicate", "ep", "etp")})
 
 
-def views(axes: Collection[str]) -> tuple[tuple[str, ...], ...]:
+def grids(axes: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """Return the grids of axes that arrange all ranks: one, and with an `ep` axis a second, for experts."""
     if "ep" not in axes or not set(AXES) <= set(axes):
         return (tuple(axes),)
     return AXES, (*(axis for axis in AXES if axis not in DENSE_ONLY), *EXPERTS_ONLY)
 
 
-def view_of(axes: Collection[str], sizes: Collection[str]) -> tuple[str, ...]:
-    """Return the first grid of axes in `views` that has all of `axes`. Raises `MeshError` where none has."""
-    for view in views(sizes):
-        if set(axes) <= set(view):
-            return view
+def grid_of(axes: Collection[str], sizes: Collection[str]) -> tuple[str, ...]:
+    """Return the first grid of `grids` that has all of `axes`. Raises `MeshError` where none has."""
+    for grid in grids(sizes):
+        if set(axes) <= set(grid):
+            return grid
     raise MeshError(
         f"the axes {', '.join(axes)} do not occur together, as ep and etp divide the ranks of shard, cp "
         "and tp: choose either kind of axes."
@@ -105,16 +105,16 @@ def view_of(axes: Collection[str], sizes: Collection[str]) -> tuple[str, ...]:
 
 def world_size(sizes: Mapping[str, int]) -> int:
     """Return the number of ranks of a mesh with these sizes."""
-    return prod(sizes[axis] for axis in views(sizes)[0])
+    return prod(sizes[axis] for axis in grids(sizes)[0])
 
 
 def layout_degrees(sizes: Mapping[str, int], *, experts: bool = False) -> dict[str, int]:
     """Return the axes of the layouts of a stage's tensors, with their degrees: a grid's axes but `pp`.
 
-    `experts`: those of the experts' view, where `sizes` have it.
+    `experts`: those of the experts' grid, where `sizes` have it.
     """
-    view = views(sizes)[-1 if experts else 0]
-    return {axis: sizes[axis] for axis in view if axis != "pp"}
+    grid = grids(sizes)[-1 if experts else 0]
+    return {axis: sizes[axis] for axis in grid if axis != "pp"}
 
 
 def require_degrees(degrees: Mapping[str, int]) -> None:
@@ -125,7 +125,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
     """Return which axes each combined axis (such as `dp`) stands for, in a mesh with these `axes`."""
-    return COMBINED if views(axes)[0] == AXES else {"world": tuple(axes)}
+    return COMBINED if grids(axes)[0] == AXES else {"world": tuple(axes)}
 
 
 def axes_of(axis: str | Collection[str], axes: Collection[str] = AXES) -> tuple[str, ...]:
@@ -171,21 +171,21 @@ def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     if not 0 <= rank < world:
         raise MeshError(f"the mesh has no rank {rank}: its ranks are 0 to {world - 1}.")
     coordinate = {}
-    for view in views(sizes):
+    for grid in grids(sizes):
         rest = rank
-        for name in reversed(view):
+        for name in reversed(grid):
             rest, coordinate[name] = divmod(rest, sizes[name])
     return {name: coordinate[name] for name in sizes}
 
 
 def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the rank at a coordinate, which has an index for each axis of at least one grid in `views`.
+    """Return the rank at a coordinate, which has an index for each axis of at least one of the `grids`.
 
     Inverse of `coordinate_of`. Raises `MeshError` outside the mesh.
     """
-    view = next(view for view in views(sizes) if set(view) <= set(coordinate))
+    grid = next(grid for grid in grids(sizes) if set(grid) <= set(coordinate))
     rank = 0
-    for name in view:
+    for name in grid:
         if not 0 <= coordinate[name] < sizes[name]:
             raise MeshError(
                 f"the mesh has no {name} = {coordinate[name]}: there are {sizes[name]}, counted from 0."
@@ -214,7 +214,7 @@ def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[st
 def groups_along(axis: str | Collection[str], sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     """Return the disjoint groups of ranks that differ along `axis` only, each in order along it."""
     moving = axes_of(axis, sizes)
-    apart = [name for name in view_of(moving, sizes) if name not in moving]
+    apart = [name for name in grid_of(moving, sizes) if name not in moving]
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size(sizes)):
         coordinate = coordinate_of(rank, sizes)

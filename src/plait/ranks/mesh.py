@@ -18,6 +18,7 @@ from plait.plan.axes import (
     axes_of,
     combined_axes,
     coordinate_of,
+    grid_of,
     groups_along,
     index_along,
     name_of,
@@ -27,7 +28,6 @@ from plait.plan.axes import (
     sizes_of,
     sizes_of_plan,
     split_dp,
-    view_of,
     world_size,
 )
 from plait.plan.plan import Plan
@@ -173,8 +173,8 @@ class GridMesh:
         mesh.
         """
         given = split_dp(coordinate, self.sizes)
-        view = view_of(given, self.sizes)
-        return rank_at({axis: given.get(axis, self.coordinate[axis]) for axis in view}, self.sizes)
+        grid = grid_of(given, self.sizes)
+        return rank_at({axis: given.get(axis, self.coordinate[axis]) for axis in grid}, self.sizes)
 
     def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
         """Make disjoint groups of ranks, whose traffic is counted as `name`; return this rank's, or None.

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.ranks.supervised_rank import generation_of_rank, supervisor_of_rank
+from plait.ranks.exchange_with_supervisor import generation_of_rank, supervisor_of_rank
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import plait
 from parity.pairs import in_quick
 from plait.checkpoint import tensor_file
 from plait.checkpoint.checkpoint_manager import CheckpointManager
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import BestCheckpoint, mark_best, resolve
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.saving import start_save

@@ -23,7 +23,7 @@ from plait.checkpoint import dcp as dcp_planner
 from plait.checkpoint.compatibility import require_same_class
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.dcp_reader import DcpReader
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file

@@ -14,7 +14,7 @@ import plait
 from parity.full_disk import Full
 from parity.memory import MEASURED, Watching, anonymous
 from parity.one_rank import CONTEXT, MODELS, VOCAB, cut, engine_of, lively, tensors_in
-from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.file_system_calls import Disk, write_text
 from plait.checkpoint.folders import unfinished_path
 from plait.checkpoint.inspecting import summary
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from plait.checkpoint import save_task
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import unfinished_path
 from plait.checkpoint.manifest import FileEntry, Manifest, TensorEntry, read_manifest
 from plait.checkpoint.save_task import (

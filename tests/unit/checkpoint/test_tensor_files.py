@@ -16,7 +16,7 @@ from torch import nn
 import plait
 from plait.checkpoint import tensor_file
 from plait.checkpoint.box_reader import BoxReader, open_manifest
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.manifest import (
     FileEntry,
     Manifest,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from plait.errors import CorruptionError, RankError
+from plait.ranks.exchange_with_supervisor import go_on_before, note_restored, variables_of_supervisor
 from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.rank_activity import Activity
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervisor import Supervisor
-from plait.ranks.supervised_rank import go_on_before, note_restored, variables_of_supervisor
 
 
 class Rank:

@@ -23,10 +23,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 import plait
 from plait.errors import DataError, MeshError, PlaitError, RankError
 from plait.ranks.collectives import all_reduce
+from plait.ranks.exchange_with_supervisor import WorldChange, possible_ranks
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervised_process import SupervisedProcess
 from plait.ranks.point_to_point import receive, send
-from plait.ranks.supervised_rank import WorldChange, possible_ranks
 
 LATER = Elastic(replace="later")
 Failures = dict[tuple[int, int], Callable[[], None]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import plait
 from plait.engine.parallelize import parallelize
 from plait.errors import ModelError, PlanError
-from plait.estimate.memory.predicted_memory import memory
+from plait.estimate.memory.predict_memory import memory
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 from plait.plan.rules import match

@@ -17,7 +17,7 @@ from plait.app.loop.run_state import Check, resume_from, run_state, tell_differe
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import LowestLoss, Validation
 from plait.checkpoint.checkpoint_manager import CheckpointManager
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import (
     BEST,
     BestCheckpoint,
@@ -40,8 +40,7 @@ from plait.errors import (
     terminal_text,
 )
 from plait.plan.argument_checks import require_instance, require_number, require_path, require_whole
-from plait.ranks.run_kept_in_memory import keeps_runs, take_moved_run
-from plait.ranks.supervised_rank import (
+from plait.ranks.exchange_with_supervisor import (
     WorldChange,
     found_at_start,
     newest_good_step,
@@ -49,6 +48,7 @@ from plait.ranks.supervised_rank import (
     note_restored,
     supervisor_of_rank,
 )
+from plait.ranks.run_kept_in_memory import keeps_runs, take_moved_run
 from plait.ranks.text_collectives import broadcast_result
 
 T = TypeVar("T")

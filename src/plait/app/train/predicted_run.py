@@ -21,7 +21,7 @@ from plait.errors import ConfigError, PlaitError
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.memory.owner_memory import Moments
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import traced_model

@@ -22,7 +22,7 @@ from plait.app.data.tokenizer_file import files_hash, tokenizer_files
 from plait.app.loop.checkpoint_callback import Checkpoints
 from plait.app.train.trainer import build_model
 from plait.checkpoint.box_reader import Adapter, FullTensors, MergedTensors
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.rank_contents import parameter_key

@@ -42,9 +42,9 @@ from plait.estimate.prediction.prediction import Prediction
 from plait.optimizers.hidden_matrices import listed_matrices
 from plait.optimizers.muon import Muon
 from plait.pictures.report.page import REPORT_FILE
+from plait.ranks.exchange_with_supervisor import note_stop, noted_stop
 from plait.ranks.failure.process_watch import GracefulStop
 from plait.ranks.mesh import Mesh
-from plait.ranks.supervised_rank import note_stop, noted_stop
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.file_system_calls import Disk, write_text
 from plait.errors import CheckpointError
 from plait.files import owner_of, read_json, try_lock
 from plait.ranks.world import process_identity

@@ -41,10 +41,7 @@ from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuf
 from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, CorruptionError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
-from plait.ranks.failure.failure_log import is_secondary
-from plait.ranks.launch.rank_threads import join_thread
-from plait.ranks.run_kept_in_memory import KeptRun, keep_run, keeps_runs, take_moved_run
-from plait.ranks.supervised_rank import (
+from plait.ranks.exchange_with_supervisor import (
     WorldChange,
     newest_good_step,
     note_begun_anew,
@@ -54,6 +51,9 @@ from plait.ranks.supervised_rank import (
     supervised_run,
     supervisor_of_rank,
 )
+from plait.ranks.failure.failure_log import is_secondary
+from plait.ranks.launch.rank_threads import join_thread
+from plait.ranks.run_kept_in_memory import KeptRun, keep_run, keeps_runs, take_moved_run
 from plait.ranks.text_collectives import all_gather_text
 from plait.ranks.world import process_identity, process_of_agent
 

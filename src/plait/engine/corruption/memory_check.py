@@ -19,9 +19,9 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 
 from plait.checkpoint.optimizer_set import whole_states
-from plait.engine.corruption.held_tensors import HeldTensors
 from plait.engine.corruption.recorded_checksums import ChangedTensor, NamedTensor, RecordedChecksums
 from plait.engine.corruption.replica_checksums import ReplicaChecksums, UnlikeReplicas
+from plait.engine.corruption.tensors_between_steps import TensorsBetweenSteps
 from plait.engine.runner import Runner, Runtime
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.replica_check import check_replicas
@@ -45,7 +45,7 @@ class MemoryCheck:
 
     def __init__(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
         self._runtime, self._optimizers = runtime, optimizers
-        self._held = HeldTensors(runtime, optimizers)
+        self._held = TensorsBetweenSteps(runtime, optimizers)
         own = any(whole_states(one) is not None for one in optimizers)
         self._replicas = ReplicaChecksums(runtime.blueprint, runtime.mesh, with_state=not own)
         self._of_optimizers = {optimizer: RecordedChecksums() for optimizer in optimizers}

@@ -17,9 +17,9 @@ from plait.engine.resharding.reshard import reshard
 from plait.errors import CorruptionError, PlanError
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
+from plait.ranks.exchange_with_supervisor import newest_good_step, supervisor_of_rank
 from plait.ranks.mesh import Mesh
 from plait.ranks.run_kept_in_memory import KeptRun, keep_run, take_kept_run
-from plait.ranks.supervised_rank import newest_good_step, supervisor_of_rank
 from plait.ranks.text_collectives import all_gather_text
 from plait.tensor.torch_losses import GivenLoss
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.plan.parameter_units import timing_of
 from plait.plan.plan import Offload, Plan, Strategy
 

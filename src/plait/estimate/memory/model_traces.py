@@ -15,7 +15,7 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
 from plait.engine.pipeline.loss_stage import build_loss_stage
 from plait.engine.pipeline.stage import Stage
-from plait.estimate.memory.context_inputs import (
+from plait.estimate.memory.context_parallel_share import (
     ContextShare,
     as_input,
     as_input_batch,

@@ -17,7 +17,7 @@ from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.microbatch_memory import MicrobatchMemory, microbatch_memory
 from plait.estimate.memory.model_traces import FIRST, KnownTraces, ModelTraces
 from plait.estimate.memory.owner_memory import Moments, muon_of, tensor_counts
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, extrapolated, with_mean_casts
 from plait.optimizers.owner_work import found_matrices
 from plait.plan.decoder_sizes import LayerKind

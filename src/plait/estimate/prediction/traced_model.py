@@ -20,7 +20,7 @@ from plait.estimate.memory.owner_memory import (
     owner_needs,
     require_moments,
 )
-from plait.estimate.memory.predicted_memory import routing_assumption
+from plait.estimate.memory.predict_memory import routing_assumption
 from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
 from plait.estimate.prediction.traced_memories import TracedMemories

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.plan.axes import axes_of, index_along, sizes_of_plan, views
+from plait.plan.axes import axes_of, grids, index_along, sizes_of_plan
 from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import Partitioning
@@ -78,13 +78,13 @@ class Symptoms:
         lowest = min(self.evidence)
         own = self.coordinates[lowest]
         free = {part for axis in axes for part in ((axis,) if axis in own else axes_of(axis))}
-        view = next((view for view in views(own) if free.intersection(own) <= set(view)), None)
-        if view is None:  # axes of dense parameters and of experts
+        grid = next((grid for grid in grids(own) if free.intersection(own) <= set(grid)), None)
+        if grid is None:  # axes of dense parameters and of experts
             return [lowest]
         return [
             rank
             for rank, coordinate in enumerate(self.coordinates)
-            if all(coordinate[axis] == own[axis] for axis in view if axis not in free)
+            if all(coordinate[axis] == own[axis] for axis in grid if axis not in free)
         ]
 
     def equal_along(self, axis: str) -> set[int]:

@@ -23,8 +23,8 @@ from plait.package import version_of
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.warnings import warnings_of
 from plait.plan.plan import Plan
+from plait.ranks.exchange_with_supervisor import WorldChange
 from plait.ranks.launch.rank_pool import RankPool
-from plait.ranks.supervised_rank import WorldChange
 
 PLAN = Plan(pp=2, dp=2, microbatches=2)
 

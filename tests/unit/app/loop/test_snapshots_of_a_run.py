@@ -17,7 +17,7 @@ from plait.app.loop import checkpoint_callback
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.errors import CheckpointError
 from plait.loop import Checkpoints, History
-from plait.ranks.supervised_rank import (
+from plait.ranks.exchange_with_supervisor import (
     go_on_before,
     removed_at_end,
     restored_step,

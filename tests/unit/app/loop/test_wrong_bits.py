@@ -14,7 +14,7 @@ import torch
 import plait
 from plait.app.loop.builtin_callbacks import WrongBits
 from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import BestCheckpoint, best_checkpoints, mark_best, withdraw
 from plait.errors import CorruptionError
 from plait.loop import Checkpoints, History

@@ -24,7 +24,7 @@ from plait.app.train.launch_by_config import launch_by_config
 from plait.app.train.plan_for_fewer_ranks import config_for_ranks, elastic_settings
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
-from plait.ranks.supervised_rank import possible_ranks
+from plait.ranks.exchange_with_supervisor import possible_ranks
 
 HARDWARE = "cpu-two-cores"
 

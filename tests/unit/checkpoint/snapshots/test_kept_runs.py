@@ -16,8 +16,8 @@ import plait
 from parity.pairs import in_turns
 from plait.engine.resharding.reshard_kept import reshard_kept
 from plait.errors import CommunicationError, CorruptionError, ReplicaError
+from plait.ranks.exchange_with_supervisor import go_on_before, variables_of_supervisor
 from plait.ranks.run_kept_in_memory import KeptRun, forget_connections_of_kept_run, keep_run, take_kept_run
-from plait.ranks.supervised_rank import go_on_before, variables_of_supervisor
 
 LOST = CommunicationError("another rank is lost")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.checkpoint.disk import Disk
+from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.snapshots import snapshot_buffer
 from plait.checkpoint.snapshots.snapshot_buffer import SnapshotBuffer
 from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder

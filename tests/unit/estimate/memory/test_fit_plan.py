@@ -10,7 +10,7 @@ from torch import nn
 
 import plait
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan, nearest
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.plan.plan import Plan
 from plait.schedules.search.stage_cuts import schedule_and_cut
 

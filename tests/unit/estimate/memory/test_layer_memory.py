@@ -13,7 +13,7 @@ from parity.pairs import in_quick
 from plait.engine.blueprint import build_blueprint
 from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.layer_traces import Trace
-from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.plan.decoder_sizes import Decoder, LayerKind, decoder_of
 from plait.plan.plan import Plan

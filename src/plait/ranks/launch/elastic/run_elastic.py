@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch.distributed.elastic.agent.server.api import Worker
 
 from plait.errors import MeshError, PlaitError, listed
+from plait.ranks.exchange_with_supervisor import removed_at_end, variables_of_supervisor
 from plait.ranks.failure.process_watch import OrphanWatch
 from plait.ranks.failure.rank_activity import variables_of_activity
 from plait.ranks.launch.elastic.host_hub import HostRun
@@ -26,7 +27,6 @@ from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
 from plait.ranks.launch.rank_main_loop import serve
 from plait.ranks.launch.temporary_run_folder import run_folder
 from plait.ranks.rank_device import newer_nccl
-from plait.ranks.supervised_rank import removed_at_end, variables_of_supervisor
 from plait.ranks.world import World, derived_ports
 
 Result = TypeVar("Result")

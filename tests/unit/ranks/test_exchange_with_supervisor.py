@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.ranks.supervised_rank import (
+from plait.ranks.exchange_with_supervisor import (
     found_at_start,
     generation_of_rank,
     go_on_before,

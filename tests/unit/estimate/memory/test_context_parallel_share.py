@@ -10,7 +10,7 @@ from torch import Tensor
 
 import plait
 from plait.errors import DataError
-from plait.estimate.memory.context_inputs import as_input_batch, context_share, result_bytes
+from plait.estimate.memory.context_parallel_share import as_input_batch, context_share, result_bytes
 from plait.estimate.memory.memory_report import Category
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
@@ -86,7 +86,7 @@ def test_memory_under_cp_refuses_targets_without_a_sequence() -> None:
 
 def test_each_layout_and_method_is_traced_by_itself() -> None:
     """Though one estimator keeps what it has traced."""
-    from plait.estimate.memory.predicted_memory import MemoryEstimator
+    from plait.estimate.memory.predict_memory import MemoryEstimator
 
     model = plait.models.llama(layers=1, hidden=24, heads=6, kv_heads=3, vocab=16, context=64)
     estimator = MemoryEstimator(model, device="cpu")

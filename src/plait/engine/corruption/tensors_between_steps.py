@@ -14,7 +14,7 @@ from plait.engine.runner import Runtime
 from plait.plan.rules import join
 
 
-class HeldTensors:
+class TensorsBetweenSteps:
     """Lists the tensors of one rank's engine and optimizers that outlive a step."""
 
     def __init__(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:

@@ -17,7 +17,7 @@ from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
 from plait.engine.pipeline.stage_exchange import Crossing
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
-from plait.estimate.memory.context_inputs import as_input_batch
+from plait.estimate.memory.context_parallel_share import as_input_batch
 from plait.estimate.memory.graph_pools import PartLedger, pool_bytes, slots_of
 from plait.estimate.memory.memory_report import (
     Category,
