@@ -86,7 +86,7 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "documented, private by its path",
     (
-        "estimate/memory/operation_recorder.py",
+        "estimate/memory/remembered_results.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "likewise",
@@ -96,7 +96,7 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees what reads a tensor, also within autograd functions: likewise",
     (
-        "estimate/memory/operation_recorder.py",
+        "estimate/memory/remembered_results.py",
         "__torch_dispatch__",
         "_C",
     ): "an operation within another is no call that a TorchFunctionMode is to see: documented",

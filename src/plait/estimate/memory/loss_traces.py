@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
 
 from torch import Tensor
 
 from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossStage, OverwritingLossStage
 from plait.estimate.memory.layer_traces import Trace, trace_chunked_loss, trace_loss
 from plait.estimate.memory.operation_recorder import OperationRecorder
-from plait.estimate.time.layer_work import LayerWork, extrapolated
-from plait.estimate.time.operation_times import DeviceOperation
+from plait.estimate.time.layer_work import LayerWork, elementwise, extrapolated
+from plait.estimate.time.operation_times import Elementwise
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.cross_entropy_in_place import CrossEntropyInPlace
 from plait.tensor.layer_values import Value
@@ -29,23 +28,25 @@ def traced_loss(
     targets: Value,
     recorder: OperationRecorder | None,
 ) -> TracedLoss:
-    """Return the memory that the loss of the output `given` allocates and saves, and its operations."""
+    """Return the memory that the loss of the output `given` allocates and saves, and its operations.
+
+    The element-wise operations of a loss that is computed chunk by chunk are one, with the bytes and kernels
+    of all: so losses of other rows have as many operations.
+    """
     step = _rows_at_once(end, given)
     if step is None:
         return _traced(end, queue, given, targets, recorder)
     rows, classes = given.reshape(-1, given.shape[-1]), targets.reshape(-1)
     whole, rest = divmod(len(rows), step)
     if whole <= CHUNKS[-1]:
-        return _traced(end, queue, given, targets, recorder)
+        trace, work = _traced(end, queue, given, targets, recorder)
+        return trace, _joined(work)
     counts = [count * step + rest for count in CHUNKS]
     few, more = (_traced(end, queue, rows[:count], classes[:count], recorder) for count in counts)
-    further = whole - CHUNKS[-1]
-    forward, before = more[0].forward, few[0].forward
-    peak = forward.peak + further * (forward.peak - before.peak)
-    trace = replace(more[0], forward=replace(forward, peak=peak))
-    if few[1] is None or more[1] is None:
-        return trace, None
-    return trace, replace(more[1], forward=_repeated(few[1].forward, more[1].forward, further))
+    forward, further = few[0].forward, whole - CHUNKS[0]
+    peak = forward.peak + further * (more[0].forward.peak - forward.peak)
+    trace = replace(few[0], forward=replace(forward, peak=peak))
+    return trace, extrapolated(_joined(few[1]), _joined(more[1]), further)
 
 
 def _traced(
@@ -72,20 +73,9 @@ def _rows_at_once(end: LossStage, given: Value) -> int | None:
     return loss.rows_at_once(given.detach().reshape(-1, given.shape[-1]))
 
 
-def _repeated(
-    few: tuple[DeviceOperation, ...], more: tuple[DeviceOperation, ...], further: int
-) -> tuple[DeviceOperation, ...]:
-    """Return the operations of `more`, which has a chunk more than `few`, with so many further chunks.
-
-    Operations before the chunks and behind them may be larger for more rows: they grow linearly.
-    """
-    size = len(more) - len(few)
-    equal = [one == other for one, other in zip(more, more[size:], strict=False)]
-    runs = [[*run] for same, run in groupby(range(len(equal)), equal.__getitem__) if same]
-    longest = max(runs, key=len)
-    first, last = longest[0], longest[-1] + 1  # of the chunks in `few`
-    grown = [
-        extrapolated(part, other, further + 1)
-        for part, other in ((few[:first], more[:first]), (few[last:], more[last + size :]))
-    ]
-    return (*grown[0], *more[first : last + size], *more[first : first + size] * further, *grown[1])
+def _joined(work: LayerWork | None) -> LayerWork | None:
+    """Return the work with one element-wise operation in the forward, in place of several."""
+    if work is None:
+        return None
+    others = (one for one in work.forward if not isinstance(one, Elementwise))
+    return replace(work, forward=(*others, Elementwise(*elementwise(work.forward))))

@@ -27,6 +27,7 @@ from plait.estimate.memory.context_parallel_share import (
 from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_layer, whole_backward_peak
 from plait.estimate.memory.loss_traces import TracedLoss, traced_loss
 from plait.estimate.memory.operation_recorder import OperationRecorder, group_on_meta, with_loss
+from plait.estimate.memory.remembered_results import RememberedResults
 from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
@@ -209,7 +210,7 @@ def _trace_layers(copies: MetaCopies, share: ContextShare, known: KnownTraces) -
         if key not in known.layers:
             layer = copies.layer(number)
             if alike not in known.runs or any(_caches(layer)):
-                with running(share.sequence):
+                with running(share.sequence), RememberedResults():
                     known.runs[alike], _ = run_on_meta(layer, given)  # fills the layer's caches, too
             run = known.runs[alike]
             compiled = None if compiler is None else compiler.compiled(layer, structure, recompute)

@@ -8,17 +8,17 @@ the layer's work for one micro-batch, whatever the layer is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, get_args
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.estimate.memory.kernel_fusion import Phase, Range, RecordedOperation, fused
 from plait.estimate.memory.operation_costs import Access, accesses_of, operations_of
+from plait.estimate.memory.remembered_results import RememberedResults
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product
 from plait.plan.plan import Recompute
@@ -26,12 +26,12 @@ from plait.ranks.group import Group, Traffic
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 
 
-class OperationRecorder(TorchDispatchMode):
+class OperationRecorder(RememberedResults):
     """Records the operations and collectives of layers that run on meta, one layer after another."""
 
     def __init__(self, *, fuses: bool = False) -> None:
         """`fuses`: whether element-wise operations between products are one kernel: see `kernel_fusion`."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.fuses = fuses
         self._phase: Phase | None = None
         self._storages: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
@@ -115,16 +115,9 @@ class OperationRecorder(TorchDispatchMode):
         name: Any = kind.replace("_", "-")
         self._transfers[phase].append(AxisTransfer(name, axis, nbytes))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run `func`, and record what it computes."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # a `StorageTracker` has seen the call from outside
-            result = func(*args, **kwargs)
-            self._record(func.overloadpacket.__name__, args, kwargs, result)
-        return result
-
-    def _record(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def observe(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record what an ATen operation computes; arguments as of `operations_of`."""
+        name = func.overloadpacket.__name__
         recorded, accesses = self._operations[self._current()], accesses_of(name, args, kwargs, result)
         last = recorded[-1].operation if recorded else None
         if name == "add_" and isinstance(last, Product) and _is_result(last, args[0], args[1]):
@@ -173,7 +166,7 @@ def group_on_meta(axis: str, size: int, index: int, recorder: OperationRecorder 
 
 def recording(recorder: OperationRecorder | None, phase: Phase) -> AbstractContextManager[None]:
     """Return the context in which `recorder`, unless None, records a phase (forward or backward)."""
-    return nullcontext() if recorder is None else recorder.recording(phase)
+    return RememberedResults() if recorder is None else recorder.recording(phase)
 
 
 def with_loss(layer: LayerWork, loss: LayerWork) -> LayerWork:

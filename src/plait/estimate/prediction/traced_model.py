@@ -105,7 +105,7 @@ class TracedModel(PredictedModel):
         try:
             blueprint = self.layers.blueprint(plan)
             if plan.cp > 1:  # whether layers can exchange positions is known when they run
-                self.layers.traces(plan, 1, on_cpu=True)
+                self.layers.traces(plan, 1, on_cpu=False)
         except PlaitError:
             if plan.tp == plan.cp == 1 and not plan.divides_experts:
                 raise

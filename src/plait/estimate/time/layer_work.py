@@ -169,7 +169,7 @@ def with_mean_casts(work: LayerWork, first: LayerWork, microbatches: int) -> Lay
     """
 
     def mean(own: Operations, with_casts: Operations) -> Operations:
-        (nbytes, kernels), (all_bytes, all_kernels) = map(_elementwise, (own, with_casts))
+        (nbytes, kernels), (all_bytes, all_kernels) = map(elementwise, (own, with_casts))
         if all_bytes <= nbytes:
             return own
         more_kernels = max(0.0, all_kernels - kernels)
@@ -189,8 +189,8 @@ def with_mean_casts(work: LayerWork, first: LayerWork, microbatches: int) -> Lay
     )
 
 
-def _elementwise(operations: Sequence[DeviceOperation]) -> tuple[float, float]:
-    """Return the bytes and kernels of element-wise operations."""
+def elementwise(operations: Sequence[DeviceOperation]) -> tuple[float, float]:
+    """Return the bytes and kernels of the element-wise operations among `operations`, summed."""
     each = [one for one in operations if isinstance(one, Elementwise)]
     return sum(one.nbytes for one in each), sum(one.kernels for one in each)
 
