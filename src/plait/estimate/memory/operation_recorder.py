@@ -26,12 +26,11 @@ from plait.ranks.group import Group, Traffic
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 
 
-class OperationRecorder(RememberedResults):
+class OperationRecorder:
     """Records the operations and collectives of layers that run on meta, one layer after another."""
 
     def __init__(self, *, fuses: bool = False) -> None:
         """`fuses`: whether element-wise operations between products are one kernel: see `kernel_fusion`."""
-        super().__init__()
         self.fuses = fuses
         self._phase: Phase | None = None
         self._storages: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
@@ -51,7 +50,7 @@ class OperationRecorder(RememberedResults):
         """Record all operations within the context as those of a phase."""
         self._phase = phase
         try:
-            with self:
+            with RememberedResults(self._record):
                 yield
         finally:
             self._phase = None
@@ -115,7 +114,7 @@ class OperationRecorder(RememberedResults):
         name: Any = kind.replace("_", "-")
         self._transfers[phase].append(AxisTransfer(name, axis, nbytes))
 
-    def observe(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record what an ATen operation computes; arguments as of `operations_of`."""
         name = func.overloadpacket.__name__
         recorded, accesses = self._operations[self._current()], accesses_of(name, args, kwargs, result)
