@@ -40,7 +40,7 @@ _JOINERS = "\u200c\u200d"
 
 
 def missing_package(what: str, package: str, extra: str) -> str:
-    """Return the sentence on a package that is not installed, and how to install it where plait runs.
+    """Return an error message: `what` needs a `package` that is not installed, and how to install it.
 
     `extra`: of plait, which would have installed it.
     """
@@ -51,7 +51,7 @@ def missing_package(what: str, package: str, extra: str) -> str:
 
 
 def hub_remedy(name: str) -> str:
-    """Return a hint if `name`, not a path here, may be a name on Hugging Face's hub; else "".
+    """Return advice to download `name`, if it may be a name on Hugging Face's hub and is no path; else "".
 
     As a clause that follows "…: give one of these". Nothing is downloaded.
     """

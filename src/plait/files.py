@@ -147,7 +147,7 @@ def unlock(path: Path, file: BinaryIO) -> None:
 
 
 def owner_of(path: Path) -> str:
-    """Return which process holds the lock of the file `path`, where and since when, from its content."""
+    """Return a lock file's text: its process, host and time; "another process" if it cannot be read."""
     try:
         return read_text(path) or "another process"
     except (OSError, ValueError):
@@ -155,14 +155,14 @@ def owner_of(path: Path) -> str:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether `name` is the name of a file: text without folders, not empty, and no special name."""
+    """Return whether `name` is a file's name: printable text, not empty, no path, neither `.` nor `..`."""
     if not isinstance(name, str) or not name or not name.isprintable():
         return False
     return Path(name).name == name and name != ".."
 
 
 def is_within(folder: Path, name: str) -> bool:
-    """Return whether `name` is a plain name, and no link in `folder` that leads out of it."""
+    """Return whether `name` is a plain file name, and in `folder` no link to another folder's content."""
     if not is_plain_name(name):
         return False
     path = folder / name
@@ -170,7 +170,7 @@ def is_within(folder: Path, name: str) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError, also for more than `MOST_BYTES`."""
+    """Return the content of a regular file. Raises OSError, also for more than 2 GiB (`MOST_BYTES`)."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
@@ -242,7 +242,7 @@ _TOO_DEEP = f"it is nested more than {MOST_LEVELS} times"
 
 
 def require_levels(content: object) -> None:
-    """Raise ValueError for JSON data of more than `MOST_LEVELS` levels."""
+    """Raise ValueError for JSON data that are nested more than `MOST_LEVELS` (200) levels deep."""
     level = [content]
     for _ in range(MOST_LEVELS):
         inner: list[Sequence[object]] = [
@@ -303,7 +303,7 @@ def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises OSError, and ValueError as `toml_value`."""
+    """Return the content of a TOML file. Raises OSError if it is unreadable, ValueError for bad content."""
     return toml_value(read_text(path))
 
 

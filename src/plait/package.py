@@ -12,7 +12,7 @@ VERSION = "0.1.0"
 
 
 def public_name(package: str, name: str, homes: Mapping[str, Sequence[str]]) -> Any:
-    """Return the public `name` of a package, from the module that `homes` lists for it, or a submodule."""
+    """Import and return `name`: from the module of `homes` that lists it, else a submodule of `package`."""
     for module, names in homes.items():
         if name in names:
             return getattr(import_module(module), name)

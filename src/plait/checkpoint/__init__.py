@@ -4,8 +4,8 @@
     loading → compatibility, box_reader              load: check everything, then read each rank's shards
     checkpoint_manager                               saves a run repeatedly and removes old checkpoints
     snapshots                                        the same in shared memory, for ranks that are restarted
-    folders, disk                                    names of folders, atomic creation, file system calls
-    box_reader → rewriting, huggingface             full tensors, one at a time, in one process
+    folders, file_system_calls                       names of folders, atomic creation, file system calls
+    box_reader → rewriting, huggingface              full tensors, one at a time, in one process
     inspecting                                       the contents of a checkpoint
     dcp → dcp_reader → pickle_reader; dcp_keys       to and from torch.distributed.checkpoint
     dtensor                                          shards as DTensors

@@ -81,7 +81,7 @@ class BoxReader:
 
 
 class FullTensors:
-    """The global tensors of a checkpoint, read by name."""
+    """Reads whole (unsharded) tensors of a checkpoint by name; checks all files for damage when opened."""
 
     def __init__(self, path: Path) -> None:
         """Open the checkpoint `path`, or the newest in that folder. Raises CheckpointError if damaged."""
@@ -108,7 +108,7 @@ class FullTensors:
         return found
 
     def items(self) -> list[BoxToWrite]:
-        """Return the non-empty tensors as `BoxToWrite`s: each is read only when it is written."""
+        """Return each non-empty tensor as a `BoxToWrite`, whose values are read only when it is written."""
         return [
             BoxToWrite(name, full_box(one.shape), one.torch_dtype, partial(self.read, name))
             for name, one in self.manifest.tensors.items()
@@ -158,9 +158,10 @@ class MergedTensors:
         return self.manifest.tensors[name].torch_dtype
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a whole tensor on the CPU in `dtype` (None: as saved). Raises CheckpointError if incomplete.
+        """Return a whole tensor on the CPU, its LoRA adapter added, in `dtype` (None: as saved).
 
-        Memory: that tensor, and of an adapted linear its weight in float32.
+        Raises CheckpointError if incomplete. Memory: that tensor, and of an adapted linear its weight in
+        float32.
         """
         adapter = self._adapters.get(name)
         if adapter is None:
@@ -169,14 +170,14 @@ class MergedTensors:
         return adapter.added(self._tensors.read(self._saved[name]), *parts).to(dtype or self.dtype(name))
 
     def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a box (a range per dim) of a tensor on the CPU. Otherwise as `read`."""
+        """Return a box (a range per dim) of a tensor on the CPU, its LoRA adapter added, as `read` does."""
         if name in self._adapters:
             return self.read(name, dtype)[box.slices].contiguous()
         return self._tensors.read_box(self._saved[name], box, dtype)
 
 
 def adapted_weights(names: Iterable[str]) -> list[str]:
-    """Return the names of the weights with an adapter, given the names of a model's parameters."""
+    """Return the names of the weights with a LoRA adapter, given the names of a model's parameters."""
     known = set(names)
     bases = (name.removesuffix(f".{_BASE}.weight") for name in known if name.endswith(f".{_BASE}.weight"))
     linears = (path for path in bases if all(f"{path}.{part}.weight" in known for part in _PARTS))

@@ -121,10 +121,10 @@ class CheckpointManager:
         self._is_clean = True
 
     def restore_best(self, best: Sequence[BestCheckpoint]) -> None:
-        """Record on rank 0 which checkpoints of a resumed run are the best. Raises OSError.
+        """Write `best`, the best checkpoints of a resumed run, to `best.json` again; only rank 0 calls it.
 
-        Others are recorded where the run was killed before it recorded these, or goes on from before later
-        ones. Without a checkpoint of the first nothing is changed.
+        Raises OSError. Others are recorded where the run was killed before it recorded these, or goes on from
+        before later ones. Without a checkpoint of the first nothing is changed.
         """
         kept = self._complete(best)
         if kept and kept[0] == best[0] and best_checkpoints(self._folder) != kept:

@@ -115,12 +115,18 @@ def linears_change(before: Mapping[str, Any], plan: Plan) -> str:
 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
-    """Return the saved `Engine.run_state`, without `order` if `plan` differs in schedule or memory limit."""
+    """Return the saved `Engine.run_state`, less its order of actions if `plan` changes what it depends on.
+
+    It depends on the schedule and the memory limit.
+    """
     return applicable_order(manifest.run, manifest.plan, plan)
 
 
 def applicable_order(run: Mapping[str, Any], before: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return a run's state, without `order` if the plan `before` has another schedule or memory limit."""
+    """Return a run's state, less its order of actions if schedule or memory limit differ from `before`.
+
+    `before`: the plan of that run, as a dictionary.
+    """
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
     same = all(before.get(name, value) == value for name, value in wanted.items())
     return {key: value for key, value in run.items() if same or key != "order"}

@@ -192,7 +192,7 @@ def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
 
 
 def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Write the DCP checkpoint `source` as a native checkpoint to the folder `target`.
+    """Write the DCP checkpoint `source` to folder `target` in plait's format; return the keys left out.
 
     The source may hold the dictionaries `{"model": …, "optim": …}` of `get_state_dict`, nested in further
     dictionaries or not, or a model alone. All else in it (schedulers, random states, values that are no

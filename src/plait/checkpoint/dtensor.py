@@ -37,11 +37,11 @@ __all__ = ["DTensor", "as_dtensor", "expressible"]
 
 
 def as_dtensor(tensor: Tensor, layout: Layout, mesh: GridMesh) -> DTensor:
-    """Return the `DTensor` whose local shard under `layout` is `tensor`, without a gradient.
+    """Return a tensor's shard under `layout` as a `DTensor`; gathered along axes it cannot express.
 
-    Its `DeviceMesh` has the axes of the layout with more than one rank, in their order. Where
-    `expressible(layout)` is `layout` it shares the memory of `tensor`; otherwise it is a copy, and all ranks
-    along the gathered axes must call this. Communication: as `redistribute` from `layout` to
+    The result has no gradient. Its `DeviceMesh` has the axes of the layout with more than one rank, in their
+    order. Where `expressible(layout)` is `layout` it shares the memory of `tensor`; otherwise it is a copy,
+    and all ranks along the gathered axes must call this. Communication: as `redistribute` from `layout` to
     `expressible(layout)`. Raises `LayoutError` as `redistribute`, and `MeshError` without an initialised
     world.
     """

@@ -67,7 +67,10 @@ def mark_best(folder: Path, kept: Sequence[BestCheckpoint], disk: Disk) -> None:
 
 
 def best_checkpoints(folder: Path) -> list[BestCheckpoint]:
-    """Return the best checkpoints that `folder` records, the lowest loss first; none if damaged. OSError."""
+    """Return the best checkpoints that `best.json` in `folder` lists, lowest loss first; [] if it is damaged.
+
+    Also [] where there is no such file. Raises OSError where it cannot be read.
+    """
     try:
         read = read_json(marker_path(folder))
         found = [_checked(one) for one in (read, *read.get("others", ()))]
@@ -119,7 +122,7 @@ def write_manifest(folder: Path, manifest: Manifest, disk: Disk) -> None:
 
 
 def move_into_place(path: Path, disk: Disk) -> None:
-    """Rename `unfinished_path(path)` to `path`. Raises OSError.
+    """Rename `unfinished_path(path)` to `path`; an older checkpoint there gets a hidden name. Raises OSError.
 
     If this is interrupted at any point, `complete_version(path)` still finds a complete checkpoint.
     """
@@ -331,7 +334,7 @@ def clean_up(folder: Path, disk: Disk) -> None:
 
 
 def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
-    """Remove checkpoints but the newest `keep_last` (0: all), multiples of `keep_every`, and the best ones.
+    """Remove checkpoints except the newest `keep_last` (0: all), multiples of `keep_every`, and the best.
 
     `newest`: steps of the checkpoint that was just written. Checkpoints of more steps belong to another run:
     they are not counted, and stay. With `keep_last` 0 all stay, with `keep_every` 0 none by its step. Raises

@@ -26,7 +26,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class FileSummary:
-    """Summary of one file of a checkpoint."""
+    """Name and size of one file of a checkpoint, and the number of boxes stored in it."""
 
     name: str
     bytes: int

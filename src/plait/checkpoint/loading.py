@@ -108,7 +108,7 @@ def load_checkpoint(
 def checked_optimizers(
     engine: Checkpointable, optimizer: GivenOptimizers, options: Options
 ) -> OptimizerSet | None:
-    """Return the given optimizers as a set, where they, engine and `options` can be used to load; else raise.
+    """Check the arguments of `load`; return the given optimizers as an `OptimizerSet`, or None for None.
 
     Raises CheckpointError, and PlanError for an optimizer that does not work under the engine's plan.
     """
@@ -128,9 +128,10 @@ def load_files(
     options: Options,
     checked_by: Sequence[int],
 ) -> Loaded:
-    """Load the files that `manifest` lists from `folder`, as `load` does. All ranks call it.
+    """Read the files in `folder` that `manifest` lists into engine and optimizers. All ranks call it.
 
-    `checked_by`: the ranks that see the same folder, this one among them: each checks a share of the files.
+    Otherwise as `load`. `checked_by`: the ranks that see the same folder, this one among them: each checks a
+    share of the files.
     """
     mesh, shards = engine.mesh, dict(engine.named_parameters())
     names = {id(shard): name for name, shard in shards.items()}

@@ -26,9 +26,10 @@ _CYCLED = ("momentum", "betas")
 
 
 def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group's learning rate, and what torch's schedulers had added, such as `initial_lr`.
+    """Return the saved options of a group that torch's learning-rate schedulers set, such as `lr`.
 
-    Nothing where the group starts from another rate than when it was saved.
+    Also `initial_lr`, `max_lr` and the like. Nothing where the group starts from another rate than when it
+    was saved.
     """
     initial = saved.get("initial_lr")
     if initial is None or initial != now.get("initial_lr", now.get("lr")):

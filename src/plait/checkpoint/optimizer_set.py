@@ -27,7 +27,10 @@ class WholeStates(Protocol):
         """Return the global rank that has the state of a parameter, given this rank's shard of it."""
 
     def read_parameters(self) -> None:
-        """Take over the values of parameters after others have changed them. All ranks call it."""
+        """Copy parameters to their owners' whole copies after others, such as `load`, wrote to the shards.
+
+        All ranks call it.
+        """
 
 
 GivenOptimizers = Optimizer | Sequence[Optimizer] | None
@@ -84,7 +87,7 @@ class OptimizerSet:
         return sorted({rank for rank in ranks if rank is not None})
 
     def read_parameters(self) -> None:
-        """Let optimizers that have whole copies of parameters take over the values of the shards."""
+        """Copy the shards' values to optimizers that keep whole copies of parameters. All ranks call it."""
         for one in map(whole_states, self.members):
             if one is not None:
                 one.read_parameters()
@@ -97,7 +100,10 @@ class OptimizerSet:
             owner.state[parameter] = state
 
     def members_of(self, names: Mapping[int, str]) -> dict[str, str]:
-        """Return the class of each parameter's optimizer by parameter name; `names`: names by `id`."""
+        """Return the class name of each parameter's optimizer, by parameter name.
+
+        `names`: the parameters' names, by `id`.
+        """
         return {
             name: _class_name(self._owners[number])
             for number, name in names.items()

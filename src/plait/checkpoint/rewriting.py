@@ -46,7 +46,10 @@ def convert(
 def write_checkpoint(
     target: Path, head: Manifest, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
 ) -> None:
-    """Write `items` and the manifest `head`, without files, to the new folder `target`, from one process."""
+    """Write `items` as a checkpoint to the new folder `target`, from one process.
+
+    `head`: the manifest, whose files are not listed yet.
+    """
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "tensors", items, max_bytes=max_bytes, disk=disk)
         write_manifest(folder, replace(head, files=tuple(files)), disk)

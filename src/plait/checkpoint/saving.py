@@ -142,7 +142,7 @@ def _make_folder(path: Path, disk: Disk) -> None:
 def contents_to_write(
     engine: Checkpointable, optimizers: OptimizerSet | None, writers: Collection[int]
 ) -> tuple[ManifestPart, list[LocalBox]]:
-    """Return this rank's part of a manifest, without a file, and the boxes that it writes.
+    """Return this rank's part of the manifest, not yet with its file, and the boxes that it writes.
 
     `writers`: the ranks that write all that they hold together, each box once.
     """
@@ -157,7 +157,7 @@ def contents_to_write(
 
 
 def manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of a checkpoint that is saved now, without tensors and files.
+    """Return a manifest of the run's state, plan and versions; tensors and files are added when written.
 
     Raises CheckpointError for a `state` that JSON does not hold as it is.
     """

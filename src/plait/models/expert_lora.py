@@ -36,13 +36,16 @@ class ExpertLora(ExpertAdapter):
         return {"down": self.down, "up": self.up}
 
     def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distributions: `down` normal as for a linear, `up` zero."""
+        """Return the initial distributions: `down` normal with std 1/√(3 · in features), `up` zero.
+
+        That is the standard deviation of the uniform distribution that peft has by default.
+        """
         return {"down": Normal(1 / math.sqrt(3 * self.down.shape[2])), "up": Constant(0.0)}
 
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """A parameter that holds one matrix of each expert."""
+    """A parameter with one matrix of each expert, and access to its LoRA adapter."""
 
     experts: Experts
     name: str
@@ -73,7 +76,7 @@ def expert_matrices(model: nn.Module) -> dict[str, ExpertMatrices]:
 
 
 def require_adaptable(chosen: Mapping[str, ExpertMatrices], dropout: float) -> None:
-    """Raise ModelError for experts that cannot have an adapter, or none with this dropout."""
+    """Raise ModelError for experts that cannot have a LoRA adapter: computed weights, or any `dropout`."""
     for path, one in chosen.items():
         if utility := weight_utility(one.experts):
             raise ModelError(

@@ -146,8 +146,9 @@ def _users_of_weights(layers: Sequence[NamedLayer]) -> Counter[int]:
 
 
 def require_multipliable(choice: LinearChoice, layouts: Mapping[str, Layout], recipe: str) -> None:
-    """Raise PlanError if no linear is chosen, or a part of one over `tp` or `etp` has sizes CUDA refuses.
+    """Raise PlanError if no linear is chosen, or `tp` or `etp` divides one as float8 does not allow.
 
+    CUDA refuses parts with sizes that are no multiples of 16; nor may ranks of `tp` hold the same features.
     `layouts`: of the parameters, by name.
     """
     if not choice.chosen and not choice.experts:

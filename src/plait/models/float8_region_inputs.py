@@ -23,11 +23,11 @@ from plait.tensor.parallel.linear import RegionBoundary
 def read_by_float8_only(
     layer: NamedLayer, linears: Collection[str], value: Value, length: int
 ) -> tuple[bool, ...]:
-    """Return for each region that `layer` enters, in order, whether only `linears` read its input.
+    """Return for each tensor-parallel region in `layer` whether only float8 `linears` read its input.
 
-    `linears`: names, in the layer, of those in float8. `layer` has its rules applied, is on the meta device,
-    and is changed: give a copy. `value` and `length`: as to `NamedLayer.run`. Empty where it enters none, or
-    does not run.
+    The regions are in the order in which it enters them. `linears`: names, in the layer, of those in float8.
+    `layer` has its rules applied, is on the meta device, and is changed: give a copy. `value` and `length`:
+    as to `NamedLayer.run`. Empty where it enters none, or does not run.
     """
     reads = _RegionReads()
     for module in layer.module.modules():

@@ -109,11 +109,11 @@ class ModuleReset:
     """Results on other bytes, once they were needed."""
 
     def value(self, layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
-        """Return the meta tensor `name` of `layer`, whose path is `path`, as the layer's resets set it.
+        """Return what `reset_parameters()` of a module around it gives the meta tensor `name` of `layer`.
 
-        Of the modules around the tensor the outermost with `reset_parameters` is reset, with those inside it;
-        each under a seed that is a hash of its path. Raises ModelError where there is none, where it fails,
-        and where it does not write the whole tensor.
+        `path` is that of the layer. Of the modules around the tensor the outermost with `reset_parameters` is
+        reset, with those inside it; each under a seed that is a hash of its path. Raises ModelError where
+        there is none, where it fails, and where it does not write the whole tensor.
         """
         root_name = _outermost_reset(layer, path, name)
         root, local = layer.get_submodule(root_name), name[len(root_name) + bool(root_name) :]

@@ -97,7 +97,10 @@ class LoraLinear(nn.Module):
         return torch.add(self.base(input), update, alpha=self.scale)
 
     def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distributions of the adapter: `down` normal as in peft, `up` zero."""
+        """Return the adapter's initial distributions: `down` normal with std 1/√(3 · in features), `up` zero.
+
+        That is the standard deviation of the uniform distribution that peft has by default.
+        """
         std = 1 / math.sqrt(3 * self.in_features)
         return {"down.weight": NormalValues(std), "up.weight": Constant(0.0)}
 
@@ -223,7 +226,7 @@ def copy_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def merged_values(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the model's values without adapters, which are added to the weights of their linears.
+    """Return a state dict of the model without adapters: each is added to the weight that it adapts.
 
     `values` are those of the adapted `model`, such as `engine.state_dict()`; None: its own.
     """
@@ -254,7 +257,7 @@ def added(weight: Tensor, down: Tensor, up: Tensor, scale: float, transposed: bo
 def rules_with_adapters(
     rules: Rules, model: nn.Module, paths: Iterable[str], adapted: set[str], drops: bool
 ) -> Rules:
-    """Return the rules of `model` with adapters on the linears at the paths `adapted`.
+    """Return the tensor-parallel rules of `model` with adapters on the linears at the paths `adapted`.
 
     `rules` and `paths` are those of the model without adapters. `drops`: whether adapters have a dropout.
     """

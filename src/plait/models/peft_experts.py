@@ -23,9 +23,10 @@ def parameters_in_peft(model: nn.Module) -> dict[str, str]:
 
 
 def targeted(targets: Iterable[str], parameters: Collection[str], where: str) -> list[str]:
-    """Return which of `parameters`, by their names in peft's model, its `target_parameters` select.
+    """Return the `parameters` (names in peft's model of experts' matrices) that `target_parameters` select.
 
-    Raises ModelError where one names none; `where`: the file, for the error.
+    `targets`: those `target_parameters` of a folder of peft. Raises ModelError where one names none; `where`:
+    the file, for the error.
     """
     found: list[str] = []
     for target in targets:
@@ -40,7 +41,7 @@ def targeted(targets: Iterable[str], parameters: Collection[str], where: str) ->
 
 
 def paths_of_adapters(parameters: Collection[str]) -> dict[str, str]:
-    """Return the path of the adapter in peft's model of each of `parameters`, which all have one."""
+    """Return the path of each parameter's adapter in peft's model; all of `parameters` have an adapter."""
     found = {}
     for name in parameters:
         path, _, own = name.rpartition(".")
@@ -50,7 +51,10 @@ def paths_of_adapters(parameters: Collection[str]) -> dict[str, str]:
 
 
 def from_peft(tensor: Tensor, half: str, experts: int) -> Tensor:
-    """Return `lora_A` as `down [E, rank, in]`, or `lora_B` as `up [E, out, rank]`; else the tensor."""
+    """Return `lora_A` as `down [E, rank, in]`, `lora_B` as `up [E, out, rank]`; other shapes unchanged.
+
+    Unchanged are tensors without two dims, and those that `experts` does not divide.
+    """
     dim = 0 if half == "down" else 1
     if tensor.dim() != 2 or tensor.shape[dim] % experts:
         return tensor

@@ -84,7 +84,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
 
 
 def values_in(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """Return the adapter's values in a folder of peft, by their names in `model`, which has such adapters.
+    """Read an adapter's values from a folder of peft, by their names in `model`, which has the adapter.
 
     Raises ModelError as `load_adapter`.
     """

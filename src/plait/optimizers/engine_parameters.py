@@ -18,7 +18,10 @@ GivenGroups: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 class EngineParameters:
-    """This rank's shards of an engine's parameters, as an optimizer that communicates needs them."""
+    """This rank's parameter shards by name, with checks of an optimizer's groups and gradients.
+
+    For an optimizer whose ranks communicate.
+    """
 
     def __init__(self, engine: Engine, optimizer: str) -> None:
         """`optimizer`: the name of its class, for errors. Raises PlanError unless `engine` is an engine."""
@@ -33,7 +36,7 @@ class EngineParameters:
         """The names of those in the optimizer's groups, on any rank, once these are known."""
 
     def groups(self, given: GivenGroups | None) -> list[dict[str, Any]]:
-        """Return `given` as groups of parameters that train; None: one group of all of them.
+        """Return `given` as parameter groups without frozen parameters; None: one group of all that train.
 
         Raises PlanError for a parameter that is not the engine's.
         """
@@ -54,7 +57,7 @@ class EngineParameters:
         return groups
 
     def require_same(self, groups: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-        """Return the names of the parameters in `groups` on all ranks, which are the same where held.
+        """Return names of the parameters in all ranks' `groups`; PlanError if a rank left out one it holds.
 
         Raises PlanError on all ranks where one has left out a parameter that another has, and both hold.
         Communication: the names, once, over `world`.
@@ -75,9 +78,10 @@ class EngineParameters:
         return everyone
 
     def have_gradients(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether all parameters in `groups` have gradients; False if none has.
+        """Return whether the parameters in `groups` have gradients; PlanError if only some of them have.
 
-        Raises PlanError where only some have one, and where the parameters are not those it was made with.
+        False if none has. Raises PlanError where only some have one, and where the parameters are not those
+        it was made with.
         """
         held = [one for group in groups for one in group["params"]]
         unknown = [one for one in held if self.names.get(id(one)) not in self._given]

@@ -25,7 +25,7 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested state from that of `flat_state`; tuples become lists."""
+    """Invert `flat_state`: return the state with tensors back in their lists; tuples become lists."""
     listed = {key: value for key, value in flat.items() if isinstance(value, list)}
     inside = {one for key, value in listed.items() for one in _keys_in(value)}
     whole = {key: value for key, value in flat.items() if key not in inside}

@@ -46,7 +46,7 @@ class ParameterMatrices:
 
 @dataclass(frozen=True)
 class Holder:
-    """A module that holds a parameter."""
+    """A module that holds a parameter, with its path, its parent and the parameter's attribute name."""
 
     path: str
     module: nn.Module

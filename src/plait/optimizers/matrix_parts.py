@@ -95,7 +95,7 @@ def divided_matrix(
 def batches_of(
     numbers: Iterable[int], parts: Sequence[MatrixPart], most: int = MOST_ELEMENTS
 ) -> list[list[int]]:
-    """Return `numbers` of parts in batches of equal shapes, of at most `most` elements or one part."""
+    """Group part numbers into batches of equally shaped parts, of at most `most` elements or one part."""
     alike: dict[Any, list[int]] = {}
     for number in numbers:
         part = parts[number]
@@ -108,7 +108,7 @@ def batches_of(
 
 
 def row_blocks(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield blocks of rows of matrices `[…, m, n]`, small enough for a CPU's cache to keep them meanwhile.
+    """Yield blocks of rows of `[…, m, n]` matrices, which stay in a CPU's cache; on accelerators all rows.
 
     Several operations on each block then read memory once. On an accelerator: all rows at once.
     """

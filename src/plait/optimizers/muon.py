@@ -104,7 +104,7 @@ class Muon(Optimizer):
         self._own_matrices(engine)
 
     def use_engine(self, engine: Engine) -> None:
-        """Go on with the parameters of another engine of the model, which the groups have already.
+        """Continue with another engine of the same model, whose parameters are already in the groups.
 
         All ranks of that engine call it. `plait.reshard` does. Communication: as when it was made.
         """

@@ -17,7 +17,7 @@ ADAMW_OPTIONS: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e
 
 
 def muon_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group of matrices. Raises PlanError for values that Muon cannot use."""
+    """Return a checked copy of Muon's options for a group. Raises PlanError for values it cannot use."""
     for name in ("lr", "weight_decay", "momentum", "eps"):
         require_number(name, options[name], PlanError)
     require_flag("nesterov", options["nesterov"], PlanError)

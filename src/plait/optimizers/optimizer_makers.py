@@ -23,7 +23,7 @@ or a `partial` of them, are called with the engine and the groups."""
 
 
 def class_of(make: MakeOptimizer) -> object:
-    """Return the class, or function, that a `partial` calls."""
+    """Return the optimizer class or function that `make` is, or that it calls if it is a `partial`."""
     return make.func if isinstance(make, partial) else make
 
 
@@ -48,7 +48,7 @@ def of_owners(make: MakeOptimizer) -> tuple[type[Optimizer], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """The settings of Muon by which its memory and the time of its step differ; by default Muon's own."""
+    """The settings of Muon on which its memory and step time depend; the defaults are Muon's own."""
 
     per_head: bool = False
     """Whether each head of query, key and value is a matrix of its own."""

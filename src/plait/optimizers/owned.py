@@ -30,7 +30,7 @@ NOT_SHARED = frozenset({"params", "param_names"})
 
 
 class Owned(Optimizer):
-    """An optimizer of any class that needs whole parameters, under any plan.
+    """Runs an optimizer that needs whole parameters, under any plan: a parameter's owner rank updates it.
 
     Its `param_groups` have this rank's shards, and the options of the class: schedulers change them as usual.
     `state` has the state of the parameters that this rank owns, by shard.

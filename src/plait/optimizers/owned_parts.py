@@ -56,7 +56,7 @@ class OwnedParts:
             one.give_back()
 
     def pieces_of(self, parameter: str) -> Sequence[Piece]:
-        """Return the pieces that make up this rank's shard of a parameter, with the received values."""
+        """Return the overlaps of this rank's shard with owners' parts, with values that owners sent back."""
         return self._exchange_of[parameter].pieces_of(parameter)
 
     def loads(self, ranks: int) -> list[int]:
@@ -70,7 +70,7 @@ class OwnedParts:
 def own_parts(
     engine: Engine, parts: Sequence[ParameterPart], dtypes: Mapping[str, torch.dtype]
 ) -> OwnedParts:
-    """Return `parts` of an engine's parameters with their owners and exchanges. All ranks call it.
+    """Assign `parts` of an engine's parameters to owner ranks, and prepare their exchange. All ranks call it.
 
     `dtypes`: the dtype in which each parameter's parts are exchanged. Communication: where there is none yet,
     a group of the ranks of a stage is made.

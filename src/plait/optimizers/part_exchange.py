@@ -28,7 +28,7 @@ from plait.ranks.group import Group
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements that a shard of this rank shares with a part, and the memory that they are sent from."""
+    """The overlap of this rank's shard with an owner's part, and the buffer view in which it is exchanged."""
 
     part: int
     box: Box
@@ -134,7 +134,7 @@ class PartExchange:
         self._back.run(self._group, "parts from their owners")
 
     def pieces_of(self, parameter: str) -> Sequence[Piece]:
-        """Return the pieces that make up this rank's shard of a parameter, with the received values."""
+        """Return the overlaps of this rank's shard with owners' parts, with values that owners sent back."""
         return self._given_back.get(parameter, ())
 
     def _in_whole(self, transfer: BoxTransfer) -> Tensor:

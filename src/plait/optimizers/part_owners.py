@@ -78,7 +78,7 @@ def boxes_within(box: Box, held: RankBoxes) -> RankBoxes:
 
 
 def assign_owners(parts: Sequence[ParameterPart], held: Mapping[str, RankBoxes]) -> tuple[OwnedPart, ...]:
-    """Return `parts` with owners: for each the rank of least cost that holds a shard of the parameter.
+    """Assign each part to the least loaded of the ranks that hold a shard of its parameter; costliest first.
 
     Of equally loaded ranks to the one that holds most of the part. `held`: who holds what of a parameter.
     """

@@ -50,12 +50,12 @@ def document(
 
 
 def filled(path: str, **values: str) -> str:
-    """Return the text of a file below `pictures`, with HTML in place of each `$name`."""
+    """Return a template file of `plait.pictures` as text, with the HTML `values` in place of its `$name`s."""
     return Template(page_file(path)).substitute(values)
 
 
 def page_file(path: str) -> str:
-    """Return the text of a file of a page, such as `report/page/report.css`."""
+    """Return the text of a file of `plait.pictures`, such as `report/page/report.css`."""
     return (resources.files("plait.pictures") / path).read_text(encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ _MOST_SECONDS = 1e13
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """Return a number with `digits` significant digits, and commas between thousands."""
+    """Return a number as text with `digits` significant digits, and commas between thousands."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -27,20 +27,20 @@ def number_text(value: float, digits: int = 4) -> str:
 
 
 def seconds_text(value: float, digits: int = 3) -> str:
-    """Return a short time in s, ms or µs."""
+    """Return a time, given in seconds, as text in s, ms or µs, with `digits` significant digits."""
     size, unit = next(((size, unit) for size, unit in _SECONDS if abs(value) >= size), _SECONDS[-1])
     return f"{number_text(value / size, digits)} {unit}"
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time of a minute or more as hours, minutes and seconds, a shorter one as `seconds_text`."""
+    """Return a time as `h:mm:ss` text from a minute on, a shorter one in s, ms or µs."""
     if not 60 <= seconds < _MOST_SECONDS:
         return seconds_text(seconds)
     return str(timedelta(seconds=round(seconds)))
 
 
 def bytes_text(value: float) -> str:
-    """Return bytes in the largest unit that leaves at least 1 of it; 1 MB is 10⁶ bytes."""
+    """Return a number of bytes as text in decimal units, such as "1.5 MB": 1 MB is 10⁶ bytes."""
     for size, unit in _BYTES:
         if abs(value) >= size:
             return f"{number_text(value / size, 3)} {unit}"
@@ -48,7 +48,7 @@ def bytes_text(value: float) -> str:
 
 
 def memory_text(value: float) -> str:
-    """Return the bytes of a memory in the largest binary unit that leaves at least 1 of it; 1 GiB is 2³⁰."""
+    """Return a number of bytes as text in binary units, such as "1.5 GiB": 1 GiB is 2³⁰ bytes."""
     for size, unit in _MEMORY:
         if abs(value) >= size:
             return f"{value / size:,.1f} {unit}"
@@ -69,7 +69,7 @@ def microbatches_text(count: int) -> str:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """Return a number of at most six digits, with `unit` behind it unless that is ""."""
+    """Return a number as text with six significant digits, and `unit` behind it unless that is ""."""
     return f"{value:g} {unit}" if unit else f"{value:g}"
 
 

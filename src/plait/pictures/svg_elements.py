@@ -60,9 +60,10 @@ def inline_svg(name: str, width: float, height: float, elements: Iterable[str]) 
 
 
 def svg_document(name: str, width: int, height: int, elements: Iterable[str]) -> str:
-    """Return an SVG document of `elements`, which may have the classes of timelines: title, cell, track, ….
+    """Return a standalone SVG document of `elements`, with styles for the CSS classes of timelines.
 
-    `name`: its accessible name. `width`, `height`: in pixels.
+    These are title, cell, small, stage, time, track and grid. `name`: its accessible name. `width`,
+    `height`: in pixels.
     """
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

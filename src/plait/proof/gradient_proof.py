@@ -85,7 +85,7 @@ def prove_layer(
     parameters: Mapping[str, Tensor],
     claims: Claims,
 ) -> None:
-    """Raise ModelError for the first operation of a layer whose gradient would be wrong.
+    """Raise ModelError for a layer's first operation with a wrong gradient under tensor parallelism.
 
     `inputs` are the leaves that the layer at `path` received, `outputs` the tensors that it returned, with
     gradients enabled; on the meta device nothing is computed or sent. Follows the graph from `outputs` back

@@ -72,7 +72,7 @@ class MetaLayers:
 
     @cached_property
     def layers(self) -> list[NamedLayer]:
-        """The layers with this rank's shards of parameters, but no rule applied."""
+        """The layers on meta, with this rank's shards of parameters, but no tensor-parallel rule applied."""
         empty = on_meta(self._sequence, self._dtype, self._shapes)
         return private_copy(self._sequence.layers, empty)
 
@@ -87,14 +87,17 @@ class MetaLayers:
         )
 
     def infer(self, microbatch: Value, *, input_gradients: bool) -> list[LayerInfo]:
-        """Return one `LayerInfo` per layer for a micro-batch, in training mode if gradients are enabled."""
+        """Return a `LayerInfo` per layer for a micro-batch: shapes and dtypes of its output, and more.
+
+        Layers run in training mode if gradients are enabled, else in evaluation mode.
+        """
         return [run.info for run in self._runs(microbatch, input_gradients=input_gradients, proves=False)]
 
     def prove(self, microbatch: Value) -> None:
-        """Prove for a micro-batch that all parameters and layer inputs receive complete gradients.
+        """Raise ModelError unless all parameters and layer inputs receive complete gradients under the rules.
 
-        Frozen parameters are proved like trained ones, since they shape the values of the rest. ModelError
-        where the rules do not fit the model.
+        Proved for a micro-batch, with the rules of tensor parallelism. Frozen parameters are proved like
+        trained ones, since they shape the values of the rest.
         """
         for _ in self._runs(microbatch, input_gradients=True, proves=True):
             pass
@@ -208,9 +211,10 @@ class MetaLayers:
         return counting
 
     def regions_in_float8(self, number: int, given: LayerInput) -> tuple[bool, ...]:
-        """Return for each region that layer `number` enters whether its input is gathered in float8.
+        """Return for each tensor-parallel region of layer `number` whether its input is gathered in float8.
 
-        Looked at as `_counting` does.
+        Empty where no linear of the layer can, or sequence parallelism gives it no parts. Looked at as
+        `_counting` does.
         """
         linears, trains = self._gathering[number], torch.is_grad_enabled()
         if not linears or self._rules.sequence_dims[self.layers[number].path].input is None:

@@ -256,7 +256,7 @@ class Partitioning:
 
 
 def communicating_class(make: object) -> type[Any] | None:
-    """Return the class that `make` is, or is a `partial` of, if its steps exchange values between ranks."""
+    """Return the optimizer class that `make` is, or a `partial` of, if its steps communicate; else None."""
     kind = make.func if isinstance(make, partial) else make
     return kind if isinstance(kind, type) and vars(kind).get("communicates") is True else None
 

@@ -191,7 +191,10 @@ def selected(call: OperationCall) -> PositionDim | None:
 
 
 def written_along(call: OperationCall) -> PositionDim | None:
-    """Return the sequence dim of the result of `index_add`, `index_copy` or `index_fill`, or None."""
+    """Return the sequence dim of the result of `index_add` and the like, or None where positions are mixed.
+
+    For `index_add`, `index_copy`, `index_fill` and `index_reduce`.
+    """
     at, count = call.of("self"), call.tensor("self").dim()
     (dim,) = call.dims("dim", count)
     source = call.arguments.get("source", call.arguments.get("value"))
@@ -201,7 +204,7 @@ def written_along(call: OperationCall) -> PositionDim | None:
 
 
 def part_replaced(call: OperationCall) -> PositionDim | None:
-    """Return the sequence dim of the result of `select_scatter` or `slice_scatter`, or None."""
+    """Return the sequence dim of `select_scatter`'s or `slice_scatter`'s result; None if positions mix."""
     at, (dim,) = call.of("self"), call.dims("dim", call.tensor("self").dim())
     if at is None or at.dim == dim:
         return None

@@ -91,7 +91,7 @@ def viewed(call: OperationCall) -> PositionDim | None:
 
 
 def permuted(call: OperationCall) -> PositionDim | None:
-    """Return the sequence dim of the result of `permute`, `transpose` or `t`, or None."""
+    """Return the sequence dim after `permute`, `transpose` or `t`; None where `self` has none."""
     at, count = call.only("self"), call.tensor("self").dim()
     order = list(range(count))
     if call.name == "permute":
@@ -105,13 +105,13 @@ def permuted(call: OperationCall) -> PositionDim | None:
 
 
 def unsqueezed(call: OperationCall) -> PositionDim | None:
-    """Return the sequence dim of the result of `unsqueeze`, which inserts a dim of size 1, or None."""
+    """Return the sequence dim after `unsqueeze` inserts a dim of size 1; None where `self` has none."""
     at, (dim,) = call.only("self"), call.dims("dim", len(call.result))
     return None if at is None else at.at(at.dim + (dim <= at.dim))
 
 
 def squeezed(call: OperationCall) -> PositionDim | None:
-    """Return the sequence dim of the result of `squeeze`, which removes dims of size 1, or None."""
+    """Return the sequence dim after `squeeze` removes dims of size 1; None where `self` has none."""
     at, shape = call.only("self"), call.tensor("self").shape
     dims = call.dims("dim", len(shape)) if "dim" in call.arguments else list(range(len(shape)))
     return None if at is None else at.at(at.dim - sum(shape[dim] == 1 for dim in dims if dim < at.dim))
@@ -137,7 +137,7 @@ def diagonal(call: OperationCall) -> PositionDim | None:
 
 
 def concatenated(call: OperationCall) -> PositionDim | None:
-    """Return the sequence dim of the result of `cat` or `stack`, or None if tensors are joined along it."""
+    """Return the sequence dim of `cat`'s or `stack`'s result; None if joined along it, or tensors differ."""
     tensors = [tensor for tensor in call.arguments["tensors"] if tensor.shape != (0,)]
     found = {call.positions.get(id(tensor)) for tensor in tensors}
     at, (dim,) = found.pop(), call.dims("dim", len(call.result))

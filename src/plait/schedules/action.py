@@ -41,7 +41,7 @@ class Action(NamedTuple):
 
     @property
     def message_key(self) -> Action:
-        """The action under which a message is looked up: a full backward's input gradient, else itself."""
+        """This action, with `I` in place of a full backward `B`: the key by which messages are looked up."""
         return Action(self.stage, Kind.I, self.microbatch) if self.kind is Kind.B else self
 
     def source_stage(self, stages: int) -> int | None:

@@ -26,11 +26,12 @@ class Violation(NamedTuple):
 
 
 def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCosts | None = None) -> None:
-    """Raise ScheduleError, which shows rank and action, if `schedule` is not legal or exceeds `limit`.
+    """Raise ScheduleError, which shows rank and action, if `schedule` breaks a rule or the memory `limit`.
 
-    `limit` is the most that a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds,
-    by default its share from the forward to the weight gradient. A legal schedule runs models whose ranks
-    exchange tokens for experts in each forward and backward, and all others.
+    The rules are those of `RULES`, and that messages between ranks cannot deadlock. `limit` is the most that
+    a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds, by default its share from
+    the forward to the weight gradient. A schedule that passes runs models whose ranks exchange tokens for
+    experts in each forward and backward, and all others.
     """
     require_instance("the schedule", schedule, Schedule, "give one of plait.schedule(…)", ScheduleError)
     if memory_costs is not None:

@@ -62,12 +62,18 @@ def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[F
 
 
 def is_within(schedule: Schedule, limit: float, costs: MemoryCosts) -> bool:
-    """Return whether each rank's peak activation memory is at most `limit`, in the unit of `peak_memory`."""
+    """Return whether each rank's peak activation memory is at most `limit`.
+
+    1 is one micro-batch on all stages of a rank, as in `peak_memory`.
+    """
     return max(peak_memory(schedule, costs)) <= limit_in_units(limit, costs.unit) * costs.unit
 
 
 def limit_in_units(limit: float, unit: Fraction) -> int:
-    """Return the memory `limit` in whole multiples of `unit`. Raises ScheduleError if negative or NaN."""
+    """Return the memory `limit` in multiples of `unit`, rounded down.
+
+    A very large number for infinity. Raises ScheduleError for a negative limit, NaN, and what is no number.
+    """
     number = isinstance(limit, Real) and not isinstance(limit, bool)
     if not number or limit != limit or limit < 0:
         raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")

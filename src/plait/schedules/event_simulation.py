@@ -36,7 +36,7 @@ class EventOrder:
     """For each rank in a deadlock, the action that it waits for; its own from there on are left out."""
 
     def durations(self, timing: Timing) -> list[int]:
-        """Return all durations, by kind and stage, as one list; `steps` have the index of each action's."""
+        """Return the durations of all kinds and stages as one list, into which `steps` have indices."""
         return [time for kind in Kind for time in timing.durations[kind]]
 
     def ends(self, timing: Timing) -> list[list[int]]:

@@ -21,7 +21,7 @@ MOST_COMPARED = 64
 
 
 class ActionStart(NamedTuple):
-    """A class of actions of a rank: those of one stage and kind, before or after its first backward."""
+    """Key for the starts of a rank's actions of one stage and kind, before or after its first backward."""
 
     place: int
     """Which of the rank's stages it is, by its number among them."""
@@ -61,11 +61,11 @@ class HeldMicrobatches:
 
     @cached_property
     def ranks(self) -> tuple[HeldCounts, ...]:
-        """The counts of each rank."""
+        """For each rank the most micro-batches, buffers and sent gradients that it holds."""
         return tuple(_rank_held(self.schedule, rank) for rank in range(self.schedule.ranks))
 
     def largest(self, alike: Sequence[object]) -> list[HeldCounts]:
-        """Return the ranks that may need most memory: no other rank with equal stages holds more.
+        """Return the counts of the ranks that may need most memory: no rank with equal stages holds more.
 
         `alike`: for each rank a value that is equal for ranks with equal stages.
         """

@@ -174,7 +174,7 @@ def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
 
 
 class RankPosition(NamedTuple):
-    """What a policy decides from: a rank's number, and the sizes of its pipeline."""
+    """A rank's number, and how many ranks, micro-batches and chunks there are: what a policy decides by."""
 
     rank: int
     ranks: int

@@ -183,7 +183,7 @@ class Schedule:
 
     @cached_property
     def split_backward(self) -> Schedule:
-        """The schedule with each full backward `B` split into `I` and `W`, as the executor runs it."""
+        """The schedule with each full backward `B` split into `I` and `W`; itself where it has no `B`."""
         if not any(action.kind is Kind.B for row in self.actions for action in row):
             return self
         return replace(self, actions=tuple(tuple(_split(row)) for row in self.actions), bound=None)

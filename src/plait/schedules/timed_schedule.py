@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """A rank's activation memory from `tick` on, until the next point."""
+    """A rank's activation memory, in units of `MemoryCosts`, from `tick` until the next point."""
 
     tick: int
     held: int
@@ -129,7 +129,7 @@ class TimedSchedule:
         return ticks * self.tick.numerator / self.tick.denominator
 
     def as_json(self) -> dict[str, object]:
-        """Return the figures and the schedule as one JSON object, as `plait schedule --json` prints it."""
+        """Return figures and order of actions as a dictionary that `plait schedule --json` prints."""
         made = self.schedule
         return {
             "policy": made.policy,

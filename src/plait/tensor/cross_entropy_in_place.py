@@ -35,7 +35,7 @@ Overwrite: TypeAlias = Callable[[Tensor, slice], Tensor]
 
 @dataclass(frozen=True)
 class CrossEntropyInPlace:
-    """A `CrossEntropy` of the logits of a model's last layer, which nothing else reads."""
+    """A `CrossEntropy` whose gradient overwrites the logits of the model's last layer."""
 
     loss: CrossEntropy
     vocabulary: Vocabulary | None
@@ -52,7 +52,7 @@ class CrossEntropyInPlace:
 
     @torch.no_grad()
     def gradient(self, output: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, and its gradient by the logits times `scale`, 0-d, in their memory.
+        """Return the summed loss and its gradient by the logits times `scale`, written over `output`.
 
         `output`: the logits `[..., classes]` of this rank. Logits that are not contiguous are copied.
         Communication where classes are partitioned: the two all-reduces of `softmax_terms`. Raises DataError

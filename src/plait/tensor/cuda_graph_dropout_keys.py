@@ -19,7 +19,7 @@ from plait.tensor.dropout_mask import DimPart, MaskKey, first_bits
 
 
 class MaskCall(NamedTuple):
-    """A dropout's call within the run of a layer."""
+    """One call of a dropout within the run of a layer: which dropout, and which of its calls."""
 
     path: str
     """The dropout's path in the model."""
@@ -30,7 +30,7 @@ class MaskCall(NamedTuple):
 
 
 class MaskNotes:
-    """Records which masks an eager micro-batch draws at a stage, for the tables of its graphs."""
+    """Records which dropout masks an eager micro-batch draws at a stage, for its graphs' `MaskTable`."""
 
     def __init__(self) -> None:
         self.elements: dict[MaskCall, int] = {}
@@ -39,13 +39,16 @@ class MaskNotes:
     def key_and_parts(
         self, key: int, call: MaskCall, parts: dict[int, DimPart], shape: Sequence[int]
     ) -> tuple[int | MaskKey, dict[int, DimPart]]:
-        """Return the key and the parts of a mask as they were given; note its call."""
+        """Record a dropout's `call`; return `key` and `parts` unchanged."""
         self.elements[call] = call.per_row * _elements_of_index(parts, shape)
         return key, parts
 
 
 class MaskTable:
-    """The keys and the positions of the masks that a micro-batch draws at a stage: `[masks, 2]`, int64."""
+    """The random keys of a micro-batch's dropout masks at a stage, in device memory for its CUDA graphs.
+
+    Of each mask the key and the `first_bits` of its first row: `[masks, 2]`, int64.
+    """
 
     def __init__(self, elements: Mapping[MaskCall, int], device: torch.device) -> None:
         """`elements`: those that `MaskNotes` has noted."""
@@ -54,7 +57,7 @@ class MaskTable:
         self._values = torch.zeros((len(elements), 2), dtype=torch.int64, device=device)
 
     def fill(self, keys: Sequence[int], first_row: int) -> None:
-        """Write this step's `keys` of the calls, in their order, for the micro-batch that starts at a row."""
+        """Write this step's `keys`, in the order of `calls`, for a micro-batch that starts at `first_row`."""
         self._values.copy_(sent(self._values_for(keys, first_row), self._values.device))
 
     def holds(self, keys: Sequence[int], first_row: int) -> bool:
@@ -68,13 +71,13 @@ class MaskTable:
 
     @property
     def calls(self) -> list[MaskCall]:
-        """The calls, in the order of the table's rows."""
+        """The dropout calls, in the order of the table's rows."""
         return list(self._rows)
 
     def key_and_parts(
         self, key: int, call: MaskCall, parts: dict[int, DimPart], shape: Sequence[int]
     ) -> tuple[int | MaskKey, dict[int, DimPart]]:
-        """Return the key of a mask in the table, and its parts counted from the key's first row."""
+        """Return the mask's key as views of this table, and `parts` counted from the key's first row."""
         row: Tensor = self._values[self._rows[call]]
         return MaskKey(row[0], row[1]), {**parts, 0: parts[0]._replace(start=0)}
 

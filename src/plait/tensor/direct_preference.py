@@ -95,7 +95,7 @@ class PreferenceLoss:
         return targets["begins"].sum()
 
     def margins(self, output: Tensor, targets: Targets) -> Tensor:
-        """Return each pair's margin, times β: above 0 where the chosen answer is preferred, `[pairs]`.
+        """Return each pair's margin `[pairs]`, in which β is a factor; above 0 where the chosen is preferred.
 
         `output` are whole logits, as in a metric of `plait.fit`: `loss.margins(output, targets) > 0`.
         """
@@ -194,7 +194,7 @@ def answer_log_probs(logits: Tensor, targets: Targets) -> list[tuple[Tensor, Ten
 def preference_batch(
     preferences: Iterable[Preference], length: int, *, pairs: int = 1, apart: bool = False
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return inputs and targets of (prompt, chosen, rejected), each a sequence of tokens.
+    """Return inputs and targets for `dpo_loss` from (prompt, chosen, rejected), each a sequence of tokens.
 
     After these three may come what `answer_log_probs` returns of the pair, the reference; else it is 0. A row
     of `length` positions holds `pairs` pairs, whose two texts are documents of it, apart from each other:

@@ -37,7 +37,7 @@ _TAG = "plait.tensor.dropout"
 
 
 class Dropout(nn.Module):
-    """`nn.Dropout` with the same mask in every layout. An engine replaces each `nn.Dropout` by this module.
+    """`nn.Dropout` with the same mask in every parallel layout; an engine replaces each `nn.Dropout` by it.
 
     In training mode sets elements to zero with probability `p`, also those that are not finite, and divides
     the others by `1 - p`. Dim 0 of the input has to be the micro-batch's rows, or the rows times another dim,
@@ -75,7 +75,7 @@ class Dropout(nn.Module):
         return tag_dropout(torch.where(keep, input, 0.0).mul_(scale), self)
 
     def next_mask_maker(self, shape: Sequence[int], device: torch.device) -> Callable[[], Tensor]:
-        """Return a function that computes the mask of this call, bool of `shape`."""
+        """Draw the next mask's key; return a function that computes it, bool `shape`, False where zero."""
         drawn, parts = self.next_mask(shape, device)
         ranges = self._position_ranges(shape, parts)
         key: int | MaskKey = drawn
@@ -85,7 +85,7 @@ class Dropout(nn.Module):
         return partial(keep_mask_of_ranges, key, shape, self.p, parts, ranges, device)
 
     def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPart]]:
-        """Return the random seed of this call's mask, and which part of the mask this rank needs, by dim."""
+        """Draw the random key of the next mask; return it with this rank's part of the mask, by dim."""
         assert TRACE.get() is None, "the mask would be the same in each step"
         parts = {dim: locate(shape[dim]) for dim, locate in self.parts.items()}
         key = 0
@@ -199,7 +199,7 @@ class DropoutGenerator:
             self._layer = before
 
     def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPart]:
-        """Return the random seed of this call's mask, and at which row of the batch the mask starts."""
+        """Count a dropout's call; return the random key of its mask, and at which batch row it starts."""
         if self._layer is None:
             raise ModelError(
                 f"a dropout with p = {module.p} runs outside of its layer's forward, as in a "
@@ -219,7 +219,7 @@ class DropoutGenerator:
         return key_of(self.seed, self.step, path, call), DimPart(per_row * rows.start, 0)
 
     def fill(self, table: MaskTable, microbatch: int) -> None:
-        """Write the keys of this step's masks of a micro-batch to the table that its graphs read."""
+        """Write the keys of this step's masks of a micro-batch to the table that its CUDA graphs read."""
         if table.calls:
             table.fill(self._keys_of(table), self.rows[microbatch].start)
 
@@ -237,7 +237,7 @@ class DropoutGenerator:
 
 
 def key_of(seed: int, step: int, path: str, call: int) -> int:
-    """Return the random seed of the mask of one dropout call in a step: a signed 64-bit integer."""
+    """Return the random key of the mask of one dropout call in a step: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed}/{step}/{path}/{call}".encode(), digest_size=8, person=b"plait.dropout")
     return int.from_bytes(digest.digest(), "little", signed=True)
 

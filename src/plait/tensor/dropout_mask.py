@@ -30,7 +30,7 @@ BLOCK_ON_ACCELERATORS = 2**21
 
 
 class MaskKey(NamedTuple):
-    """A mask's key in device memory, for graphs that are replayed with other keys and rows."""
+    """A dropout mask's random key in device memory, so that replayed CUDA graphs compute other masks."""
 
     key: Tensor
     """0-d int64."""
@@ -99,7 +99,7 @@ def keep_mask(
 
 
 def first_bits(key: int, index: int) -> int:
-    """Return the bits to mix for the element at `index` of the whole tensor: a signed 64-bit integer."""
+    """Return the 64-bit state, which the generator mixes, of the element at `index` of the whole tensor."""
     return _signed(index * _GOLDEN + key)
 
 

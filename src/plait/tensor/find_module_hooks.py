@@ -31,7 +31,7 @@ _UNCOPIED = (
 
 
 def call_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the hooks on the calls of `module`, each after the method that has registered it."""
+    """Yield the hooks on calls of `module`, each after the name of the method that registered it."""
     for kind, register in HOOKS.items():
         for hook in getattr(module, kind).values():
             yield register, hook
@@ -72,9 +72,10 @@ def computed_by_hooks(module: nn.Module) -> Iterator[Tensor]:
 
 
 def weight_utility(module: nn.Module) -> str | None:
-    """Return the torch utility (such as `weight_norm`) that computes parameters of `module`, or None.
+    """Return the torch module (as `torch.nn.utils.weight_norm`) that computes a weight of `module`, or None.
 
-    Such as `torch.nn.utils.weight_norm`, the older one, which has a hook, or `parametrizations.weight_norm`.
+    For a parametrization, such as `parametrizations.weight_norm`, that is `torch.nn.utils.parametrize`; for
+    the older utilities, which have a hook, the module of that.
     """
     homes = (type(hook).__module__ for _, hook in call_hooks(module))
     older = next((home for home in homes if home in _OLDER_UTILITIES), None)
@@ -82,10 +83,10 @@ def weight_utility(module: nn.Module) -> str | None:
 
 
 def hook_objects(module: nn.Module) -> Iterator[object]:
-    """Yield the objects that are hooks on calls of `module`, or whose methods are.
+    """Yield the hooks on calls of `module`, or the owners of hook methods, that hold no modules or tensors.
 
-    A copy of the module has to call the same object, such as one that records what the module gives. Those
-    that hold modules or tensors are left out: they have to be copied with these.
+    A copy of the module has to call the same object, such as one that records what the module gives. Hooks
+    that hold modules or tensors are left out, since they have to be copied with these.
     """
     for _, hook in call_hooks(module):
         owner = getattr(hook, "__self__", hook)
@@ -95,7 +96,7 @@ def hook_objects(module: nn.Module) -> Iterator[object]:
 
 
 def shared_objects(module: nn.Module) -> Iterator[object]:
-    """Yield the attributes of `module` that cannot be copied: locks, queues, files, Python modules."""
+    """Yield attribute values of `module` that cannot be copied: locks, queues, files, Python modules."""
     for value in vars(module).values():
         if isinstance(value, _UNCOPIED):
             yield value

@@ -75,9 +75,9 @@ def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], va
 
 
 def row_count(value: Value, what: str) -> int:
-    """Return the number of rows of a batch: the size of dim 0 of its tensors. DataError if they differ.
+    """Return the number of rows of a batch: the size of dim 0, which all of its tensors share.
 
-    Raises DataError where they differ in it, and where no row has an element.
+    Raises DataError where the tensors differ in it, and where no row has an element.
     """
     tensors = [*tensors_of(value)]
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
@@ -206,7 +206,7 @@ def detached(value: Value) -> Value:
 
 
 def signatures(values: Sequence[Value]) -> str:
-    """Return the structure, shapes and dtypes that all values share, or if they differ, all of these."""
+    """Return text of the structure, shapes and dtypes of `values`: once if all share them, else of each."""
     each = [signature(value) for value in values]
     if len(set(each)) == 1:
         return each[0]
@@ -250,13 +250,13 @@ DTYPES: dict[Precision | None, torch.dtype | None] = {
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Return the dtype that a resolved plan names."""
+    """Return the `torch.dtype` that has the name of `dtype`."""
     found: torch.dtype = getattr(torch, dtype.name)
     return found
 
 
 def named_dtype(dtype: torch.dtype) -> Dtype:
-    """Return the name and the element size of a dtype: inverse of `torch_dtype`."""
+    """Return the name and the element size in bytes of a `torch.dtype`: inverse of `torch_dtype`."""
     return Dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
 
 

@@ -62,9 +62,9 @@ class LocalTargets:
         return LocalTargets(self.ignored[chunk], unknown, elsewhere, self.columns[chunk])
 
     def pick(self, part: Tensor) -> Tensor:
-        """Return, for each row, the element of `part` in its target's column, `[n]`.
+        """Return each row's element of `part` in its target's column, `[n]`; 0 where another rank has it.
 
-        0 where the target belongs to another rank. `part` is `[n, len(own)]`.
+        `part` is `[n, len(own)]`. 0 also for an ignored target, where another rank may have classes.
         """
         found = part.gather(1, self.columns)
         if self.elsewhere is None:
@@ -72,7 +72,7 @@ class LocalTargets:
         return found.masked_fill(self.elsewhere[:, None], 0).sum(1)
 
     def subtract(self, part: Tensor, amounts: Tensor) -> None:
-        """Subtract each row's amount, 0 if ignored, from its element of `part` at its target's column."""
+        """Subtract in place each row's amount, 0 if ignored, from its element of `part` at its target."""
         # Not scatter_add_, which is not deterministic on CUDA; each row has at most one element here.
         if self.elsewhere is not None:
             amounts = amounts.masked_fill(self.elsewhere, 0)
@@ -139,9 +139,10 @@ def _require_classes(numbers: Tensor, classes: int, ignore_index: int) -> None:
 def softmax_terms(
     part: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's cross-entropy, and the factor of its softmax gradient, `[n]`; both 0 if ignored.
+    """Overwrite logits with exponentials; return rows' cross-entropy and softmax-gradient factor, `[n]`.
 
-    Overwrites `part` `[n, len(own)]` with exp(s). Communication: the two all-reduces above.
+    `part` `[n, len(own)]` gets exp(s). Both results are 0 for ignored targets. Communication: the two
+    all-reduces above.
     """
     smoothing, z_loss = terms.label_smoothing, terms.z_loss
     largest = part.amax(1) if len(vocabulary.own) else part.new_full(part.shape[:1], -torch.inf)
@@ -212,10 +213,10 @@ class PiecewiseLoss(Loss, Protocol):
     """A loss that can also be computed from logits partitioned by class over `tp`, without a gather."""
 
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
-        """Return the summed loss, given only this rank's classes of the logits, `[..., len(own)]`.
+        """Return the summed loss from this rank's classes of the logits alone, which it may overwrite.
 
-        `targets` are whole on every rank. May overwrite the logits. Where a subclass overrides `total` alone,
-        this is not called: the logits are gathered.
+        `logits` are `[..., len(own)]`; `targets` are whole on every rank. Where a subclass overrides `total`
+        alone, this is not called: the logits are gathered.
         """
 
 
@@ -232,7 +233,7 @@ class SequenceLoss(Loss, Protocol):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy of logits `[..., classes]` and class numbers `[...]`, without targets of `ignore_index`.
+    """Cross-entropy of logits `[..., classes]` and class numbers `[...]`, leaving out `ignore_index`.
 
     `label_smoothing` is the share of each target that is spread evenly over all classes. `z_loss` times the
     square of log Σ exp(logits) is added for each counted target; it keeps that logarithm near zero
@@ -264,12 +265,12 @@ class CrossEntropy:
         return total
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return the summed loss, 0-d, equal on all ranks, given only this rank's classes of the logits.
+        """Return the summed loss from this rank's classes of the logits, which it may overwrite.
 
-        `targets`, a class number for each row of logits, is whole on every rank. Where a gradient is wanted,
-        float32 and float64 logits are overwritten, by the exponentials and in the backward by the gradient,
-        so nothing of their size is allocated. Without a gradient, and for 16-bit logits, which are copied to
-        float32, the logits stay as they are.
+        The result is 0-d, equal on all ranks. `targets`, a class number for each row of logits, is whole on
+        every rank. Where a gradient is wanted, float32 and float64 logits are overwritten, by the
+        exponentials and in the backward by the gradient, so nothing of their size is allocated. Without a
+        gradient, and for 16-bit logits, which are copied to float32, the logits stay as they are.
         Communication: two all-reduces over the group, of 1 and then 2 (with label smoothing 3) numbers a row.
         DataError for targets that are no classes; on CUDA, which is not synchronised, loss and gradient are
         nan.
@@ -284,7 +285,7 @@ class CrossEntropy:
 def token_losses_over_vocabulary(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary, terms: CrossEntropy
 ) -> Tensor:
-    """Return the cross-entropy of each target, `[n]`, 0 if ignored, from this rank's classes."""
+    """Return targets' cross-entropy `[n]`, 0 if ignored, from this rank's `logits`; may overwrite them."""
     found = local_targets(targets, logits.shape, vocabulary, terms.ignore_index)
     values = wide(logits)
     if values is logits and not (torch.is_grad_enabled() and logits.requires_grad):
@@ -310,7 +311,7 @@ class LossOverVocabulary:
     vocabulary: Vocabulary
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """Return the summed loss of one micro-batch, 0-d."""
+        """Return the summed loss, 0-d, from this rank's classes of the logits, which it may overwrite."""
         part, vocabulary = self.vocabulary.require_vocabulary_shard(output), self.vocabulary
         if self._takes_shards:
             assert isinstance(self.loss, PiecewiseLoss)

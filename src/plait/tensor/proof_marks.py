@@ -26,7 +26,7 @@ _ASK_MODES = (None,)
 
 @dataclass(frozen=True)
 class PositionMark:
-    """The sequence dim of the arguments and results of a function that is marked for proofs."""
+    """The dim of sequence positions in arguments and results of a function that is marked for proofs."""
 
     dim: int | None = None
     """The sequence dim of `arguments` and results; None: in results, the dim whose size shows it."""
@@ -49,7 +49,7 @@ class MarkedCall:
 
 
 def positions_may_mix(dim: int, *arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: the function may combine positions of a sequence, so proofs allow it.
+    """Return a decorator that marks a function which may combine sequence positions, so that proofs allow it.
 
     `dim` is the sequence dim of the tensors that it returns, and of its arguments named in `arguments`; other
     arguments may be anything.
@@ -58,7 +58,7 @@ def positions_may_mix(dim: int, *arguments: str) -> Callable[[Callable[P, R]], C
 
 
 def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function`, marked for proofs: its result has a value for each position of this rank.
+    """Return `function`, marked for proofs as one whose result has a value for each of this rank's positions.
 
     Such are position numbers, rotary angles or dropout masks. Each result has at most one dim with positions.
     """
@@ -68,10 +68,11 @@ def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
 def keeps_positions_later(
     argument: str,
 ) -> Callable[[Callable[P, Callable[[], R]]], Callable[P, Callable[[], R]]]:
-    """Return a decorator for functions that start work, and return a function that finishes it.
+    """Return a decorator: the function and the function it returns keep the rows of `argument` apart.
 
-    Together they compute each row of the result from that row of `argument` only, though their operations
-    look as if they mixed rows: they sort them, say, and undo that. What runs in between is looked at.
+    The function starts work, and what it returns finishes it. Together they compute each row of the result
+    from that row of `argument` only, though their operations look as if they mixed rows: they sort them, say,
+    and undo that. What runs in between is looked at.
     """
 
     def decorator(function: Callable[P, Callable[[], R]]) -> Callable[P, Callable[[], R]]:
@@ -167,7 +168,7 @@ class Replaceable(Generic[P, R]):
 
 @contextmanager
 def replacing(replacements: Replacements) -> Iterator[None]:
-    """Context: calls of each `Replaceable` function in `replacements` call the one it maps to."""
+    """Context in which each `Replaceable` function in `replacements` calls the function it is mapped to."""
     token = _REPLACEMENTS.set(replacements)
     try:
         yield

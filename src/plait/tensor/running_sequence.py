@@ -61,7 +61,7 @@ class ContextParallelism:
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """Where the documents of a micro-batch's rows begin; equal documents compare equal."""
+    """Where the documents of a micro-batch's rows begin, and which are padding; compares by value."""
 
     length: int
     """Of each row."""
@@ -122,7 +122,7 @@ class LocalSequence:
 
     @cached_property
     def longest(self) -> int:
-        """The number of positions of the longest document."""
+        """The number of positions of the longest document, or of the whole sequence without documents."""
         return self.layout.length if self.documents is None else self.documents.longest
 
     @cached_property
@@ -167,7 +167,7 @@ _RUNNING: ContextVar[LocalSequence | None] = ContextVar("plait_running_sequence"
 
 @contextmanager
 def running(sequence: LocalSequence | None) -> Iterator[None]:
-    """Context in which layers read `sequence` as the running one, by `running_sequence()`."""
+    """Context in which `running_sequence()` returns `sequence`."""
     token = _RUNNING.set(sequence)
     try:
         yield

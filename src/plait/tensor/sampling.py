@@ -40,7 +40,7 @@ class TokenChoice:
     stop: tuple[int, ...] = ()
 
     def stopped(self, token: Tensor, generated: Tensor) -> tuple[Tensor, bool]:
-        """Return the next token of each row, `[rows]`, and whether all rows have ended.
+        """Return `token` `[rows]`, where an ended row repeats its last one, and whether all rows have ended.
 
         A row that has ended, with `generated` `[rows, n]` so far, repeats its last token.
         """
@@ -70,7 +70,7 @@ def next_token(
     *,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """Return one token per row, int64 `[rows]`, from whole logits or this rank's part `[rows, len(own)]`.
+    """Return the next token of each row, int64 `[rows]`, from all logits or this rank's `[rows, len(own)]`.
 
     Rows end by `TokenChoice.stopped`, not here. Samples the softmax of `logits / temperature` by the
     Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the argmax of logits plus noise. The noise of all

@@ -212,10 +212,10 @@ class ClassLoss(TorchLoss):
         return known.double().where(counted, 0).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return the summed loss, given only this rank's classes of the logits, `[rows, len(own)]`.
+        """Return the summed loss from this rank's classes of the logits, which it may overwrite.
 
-        Uses `CrossEntropy`, with its communication, for class numbers without class weights; else one
-        all-gather of the logits.
+        `logits` are `[rows, len(own)]`. Uses `CrossEntropy`, with its communication, for class numbers
+        without class weights; else one all-gather of the logits.
         """
         terms = {name: value for name, value in self.options.items() if value is not None}
         plain = self.function is functional.cross_entropy and "weight" not in terms

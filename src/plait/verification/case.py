@@ -101,7 +101,7 @@ def rows_of(inputs: Value) -> int:
 
 
 def batches_of_steps(inputs: Value, targets: Value, steps: int, microbatches: int) -> list[Batch]:
-    """Return a global batch for each step: the given one, then the same with its rows rolled on.
+    """Return a global batch for each step: the given one, then copies with rows rolled (`torch.roll`).
 
     If each step had the same batch, nobody could see that a rank took that of an earlier step. Rows keep
     their targets. They are rolled so that, if possible, each of the `microbatches` has other inputs and

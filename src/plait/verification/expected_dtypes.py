@@ -115,7 +115,7 @@ class ReferenceLossScale:
     """Starts one step before a dynamic scale grows, so that a verification compares its growth."""
 
     def update(self) -> None:
-        """Count a step with finite gradients; double a dynamic scale after many."""
+        """Count a step with finite gradients; double a dynamic scale after every 2,000th."""
         self.finite_steps += 1
         if self.dynamic and self.finite_steps % GROWTH_INTERVAL == 0:
             self.value *= 2

@@ -38,7 +38,7 @@ class ComparedBox:
 
 
 def box_of(layout: Layout, coordinate: Mapping[str, int]) -> ComparedBox:
-    """Return the part that the rank at `coordinate` holds of a tensor with `layout`."""
+    """Return which part of a tensor with `layout` the rank at `coordinate` holds."""
     return ComparedBox(layout.shape, lambda whole: shard(whole, layout, coordinate))
 
 
@@ -135,11 +135,12 @@ class Findings:
         rounding: float | None = None,
         inside: Callable[[], InnerDifference | None] = lambda: None,
     ) -> bool:
-        """Compare `actual`, a `box` or a whole tensor, with `expected`; return whether they are equal.
+        """Compare `actual` with `expected`, count it, list it if it differs; return whether they are equal.
 
-        `rounding`: the largest machine epsilon of a dtype that `actual` may have passed through. If given, a
-        tensor that was rounded to a narrower dtype is a difference, within the tolerance too. `alternatives`,
-        `base` and `inside` describe the first difference: see `Difference` and `Evidence`.
+        `box`: which part of a tensor both are; None: all of it. `rounding`: the largest machine epsilon of a
+        dtype that `actual` may have passed through. If given, a tensor that was rounded to a narrower dtype
+        is a difference, within the tolerance too. `alternatives`, `base` and `inside` describe the first
+        difference: see `Difference` and `Evidence`.
         """
         tally = self.tallies.setdefault(location.phase, Tally())
         tally.compared += 1
@@ -206,7 +207,7 @@ def _is_near(actual: Tensor, expected: Tensor, narrower: str) -> bool:
 
 
 def has_only_small_digits_of_float16(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether tiny elements have lost the digits that float16 cannot represent there.
+    """Return whether elements below float16's normal range have only the digits that float16 has there.
 
     Not where they are also off by more than one such digit, as small sums of large summands in float16 are.
     """

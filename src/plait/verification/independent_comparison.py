@@ -149,7 +149,7 @@ class PlanSide:
                 yield compare(0, "initial values", pair.theirs, found, own.detach(), allowed)
 
     def compare(self, number: int) -> Iterator[Compared]:
-        """Yield the comparisons of this rank for a batch. All ranks take part."""
+        """Yield this rank's comparisons of output, loss and gradients of a batch; all ranks must call it."""
         device, dp = self.mesh.device, self.mesh.size("dp")
         inputs, targets = self.case.batches[number]
         targets = map_tensors(lambda one: one.to(device), targets)
@@ -246,7 +246,7 @@ def first_differing_module(
     """Return a sentence about the first module that differs on one rank, in the order of `model`'s layers.
 
     `state`: the values of both. Compares modules that both have, by the names of their parameters, on the
-    inputs of a whole batch.
+    inputs of a whole batch. Returns "" if outputs differ and no such module could be compared.
     """
     local = with_values(model, 0, unchanged, unchanged).double().eval()
     with torch.no_grad():

@@ -78,7 +78,7 @@ class IndependentReport:
         return "\n".join([self._headline(), "", *self._details(), "", *self._table()])
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON values; see docs/reference/command-line.md."""
+        """Return the report as a dict of JSON values; see docs/reference/command-line.md."""
         return {
             "equal": self.equal,
             "against": self.reference,
@@ -148,7 +148,7 @@ class IndependentReport:
 
 
 def report_of_all(reports: Sequence[IndependentReport]) -> IndependentReport:
-    """Return one report on all ranks, made of each rank's, rank 0 first."""
+    """Return one report on all ranks, merged from `reports` of each rank, rank 0 first."""
     found = [one for report in reports for one in report.compared_tensors]
     in_order = tuple(sorted(found, key=lambda one: (one.batch, ORDER.index(one.what))))
     return replace(reports[0], compared_tensors=in_order, seconds=max(one.seconds for one in reports))

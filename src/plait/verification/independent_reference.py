@@ -35,7 +35,7 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class Float64Mode(TorchFunctionMode):
-    """Context in which float64 operations stay in float64, even where the model casts to less."""
+    """Context in which float64 operations stay in float64, also where the model casts to narrower dtypes."""
 
     narrow = False
     """Whether a tensor that depends on parameters was narrower all the same."""
@@ -73,7 +73,10 @@ Pairs = Callable[[nn.Module, nn.Module], Sequence[TensorPair]]
 
 
 def named_alike(model: nn.Module, reference: nn.Module) -> list[TensorPair]:
-    """Return the tensors that model and reference share, by `huggingface_names` or by equal names."""
+    """Return pairs of tensors of `reference` and `model`, by `model.huggingface_names` or equal names.
+
+    Parameters and saved buffers, where both have the same shape.
+    """
     names: Mapping[str, str] = getattr(model, "huggingface_names", None) or {}
     theirs: dict[str, Tensor] = reference.state_dict(keep_vars=True)
     return [
@@ -125,7 +128,7 @@ class Expected:
         return max(FACTOR * max(self.deviations.get(name, 0.0), self.epsilon * size), self.accuracy * size)
 
     def smallest_size(self) -> float:
-        """Return the least magnitude relative to which differences of gradients are measured."""
+        """Return the least size that a gradient is given in comparisons: 1/1000 of the largest gradient's."""
         return PART_OF_LARGEST * max(map(largest_magnitude, self.gradients.values()), default=0.0)
 
 

@@ -20,7 +20,7 @@ Mode = Literal["exact", "float64", "native"]
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return AdamW with commonly used settings."""
+    """Return AdamW with a learning rate of 1e-3 and betas of 0.9 and 0.95."""
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
 
 
@@ -69,7 +69,7 @@ class VerifyOptions:
 
     @property
     def make_optimizer(self) -> MakeOptimizer:
-        """What makes the optimizer of both runs; Muon's iterations are in float64, but in mode native."""
+        """The function that makes both runs' optimizers; Muon iterates in float64, except in mode native."""
         if self.mode != "native" and class_of(self.optimizer) is Muon:
             return partial(self.optimizer, dtype=torch.float64)
         return self.optimizer

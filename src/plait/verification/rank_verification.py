@@ -180,7 +180,7 @@ def record(
     microbatches: int,
     tick: Callable[[], None],
 ) -> ReferenceRecording:
-    """Record a reference run; perturbed runs (`runs - 1`) widen its tolerances.
+    """Return a reference run's recording, with tolerances from `runs - 1` runs with added rounding errors.
 
     `tick` is called after each micro-batch and step.
     """

@@ -97,20 +97,20 @@ class VerificationReport:
         )
 
     def what(self, location: Location) -> str:
-        """Return what a location is as text: `the forward of blocks.1.mlp`."""
+        """Return the phase and layer of a location as text: `the forward of blocks.1.mlp`."""
         layer, name = self.path_of(location), location.name
         if layer and name and location.phase is StepPhase.WEIGHT_GRADIENT:
             layer = f"{name} in {layer}"
         return f"the {location.phase}" + (f" of {layer or name}" if layer or name else "")
 
     def path_of(self, location: Location) -> str:
-        """Return the path of the layer, or "" for a location without a layer."""
+        """Return the path of a location's layer; "" without a layer, `the batch` for the model's input."""
         if location.layer is None:
             return ""
         return self.paths[location.layer] if 0 <= location.layer < len(self.paths) else "the batch"
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON values; see docs/reference/command-line.md."""
+        """Return the report as a dict of JSON values; see docs/reference/command-line.md."""
         return {
             "equal": self.equal,
             "mode": self.options.mode,
@@ -268,7 +268,7 @@ def _where(difference: Difference) -> str:
 
 
 def titled(title: str, text: str) -> str:
-    """Return `  title    text`, wrapped to the width of a terminal."""
+    """Return `text` with an indented title in front, wrapped to 80 columns: `  title    text`."""
     return textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
 
 

@@ -39,11 +39,11 @@ BYTES_OF_PARAMETER = 32
 
 
 def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> CandidateRun | None:
-    """Save a candidate run, load it into a new engine and under another plan; return the new engine's run.
+    """Save a candidate run, load it under the same and another plan, compare; return the loaded run or None.
 
-    `step`: the number of the step that comes next, in which differences are reported. None where no
-    checkpoint can be written, for the reason in `Findings.left_out`. Communication: that of `save`, of two
-    times `load`, and of a mesh.
+    Returns the run of the new engine under the same plan; None where no checkpoint can be written, for the
+    reason in `Findings.left_out`. `step`: the number of the step that comes next, in which differences are
+    reported. Communication: that of `save`, of two times `load`, and of a mesh.
     """
     findings = candidate.comparison.findings
     with _shared_folder(candidate.engine.mesh) as folder:

@@ -86,7 +86,7 @@ class Sweep:
         return f"EQUAL to one rank: all {len(reports)} plans on {ranks}, {closeness}{rest}."
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON values; see docs/reference/command-line.md."""
+        """Return the reports of all plans as a dict of JSON values; see docs/reference/command-line.md."""
         return {
             "equal": self.equal,
             "ranks": self.ranks,
@@ -247,7 +247,10 @@ def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:
 def verify_plans(
     case: Case, plans: Sequence[Plan], report_progress: ReportProgress | None = None
 ) -> list[RankOutcome | RefusedPlan]:
-    """Verify `plans`, which all have the same number of ranks, one after the other, on this rank."""
+    """Verify `plans`, all of the same number of ranks, in turn on this rank; return outcomes or refusals.
+
+    Calls `report_progress` on rank 0 after each plan that has run.
+    """
     recordings: RecordingCache = {}
     outcomes: list[RankOutcome | RefusedPlan] = []
     for plan in plans:

@@ -65,7 +65,10 @@ _MOST_SHOWN = 60
 
 
 def read_options(argv: Sequence[str]) -> Namespace:
-    """Return the options in `argv`; `.action` is the action's name, `.of_run` the options of a run."""
+    """Parse `argv`: `.action` names the action, `.of_run` has configuration options as `--parallel.tp 2`.
+
+    Raises ConfigError for options that do not go together.
+    """
     own, of_run = split_options(argv) if "convert" in argv[:1] else (argv, [])
     options = parser().parse_args(own)
     options.of_run = of_run
@@ -83,7 +86,7 @@ def read_options(argv: Sequence[str]) -> Namespace:
 
 
 def parser() -> CommandParser:
-    """Return the parser of the actions of `plait checkpoint`, without the options of a run."""
+    """Return the parser of the actions of `plait checkpoint`, without the options of the configuration."""
     made = CommandParser("plait checkpoint", description=_ABOUT)
     for name, summary in _ACTIONS.items():
         action = made.add_action(

@@ -28,7 +28,7 @@ def parser() -> CommandParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the script of the shell that `argv` names, and return 0. Raises ConfigError for another shell."""
+    """Print the completion script of the shell that `argv` names; return 0. ConfigError for other shells."""
     shell = parser().parse_args(argv).shell
     print(shtab.complete(command_line(), shell))
     return 0

@@ -31,7 +31,7 @@ def parser() -> CommandParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check this host, print the findings, and return 1 if one of them needs a change, else 0."""
+    """Check this host and two ranks on it, print the findings, and return 1 if one needs a change, else 0."""
     options = parser().parse_args(argv)
     with importing():
         from plait.ranks.host_check import check_host

@@ -43,7 +43,7 @@ def parser() -> CommandParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluate the checkpoint in `argv`, and return 0. Raises `PlaitError` for user errors."""
+    """Print loss, perplexity and accuracy of the checkpoint in `argv`; return 0. Raises PlaitError."""
     own, of_run = split_options(argv)
     options = parser().parse_intermixed_args(own)  # DATA may stand on both sides of an option
     if any(one.partition("=")[0] == "--config" for one in of_run):

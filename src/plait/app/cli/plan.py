@@ -82,7 +82,7 @@ def parser() -> CommandParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `plait plan`, and return 0. Raises `PlaitError` for errors that the user can correct."""
+    """Search plans, predict one or measure this machine, as `argv` says, and return 0. Raises PlaitError."""
     made = parser()
     options, rest = made.parse_known_args(argv)
     made.require_together(options, _BELONGS_TO)

@@ -38,7 +38,10 @@ _COLOURS = {"none": "series-0", "optimizer": "series-1", "gradients": "series-2"
 def search_page(
     config: Config, result: PlanSearchResult, frontier: PlanFrontier, most: int, goodput: Goodput | None
 ) -> str:
-    """Return the HTML page of a plan search: a picture of `frontier`, a table of `most` plans, the best."""
+    """Return the HTML page of a plan search: a plot of `frontier`, a table, the best plan's timeline.
+
+    `most`: the most rows of the table, fastest plans first.
+    """
     best = result.best[0]
     told = "" if len(result.best) == 1 else f" The next time is {behind(result):.2%} longer."
     drawn = len(frontier.plans)

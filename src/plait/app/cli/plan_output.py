@@ -115,7 +115,7 @@ def behind(result: PlanSearchResult) -> float:
 
 
 def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
-    """Return lines of text, one per changed field of a plan; `fits`: whether the plan fits unchanged."""
+    """Return a heading and a line of text per changed field; `fits`: whether the unchanged plan fits."""
     if not changes:
         return [f"No change of one field makes it {'faster' if fits else 'fit'}."]
     lines = aligned([change_cells(one) for one in changes])
@@ -151,7 +151,7 @@ def calibration_text(found: Hardware) -> str:
 
 
 def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
-    """Return a text line with the best interval between checkpoints and the share of useful time it gives."""
+    """Return lines on the best interval between checkpoints and its share of useful time; none for None."""
     if goodput is None:
         return []
     steps = max(1, round(goodput.interval / found.step_seconds))
@@ -169,7 +169,7 @@ def goodput_json(goodput: Goodput | None) -> dict[str, Any]:
 
 
 def plan_json(found: Prediction, changes: Sequence[PlanChange]) -> dict[str, Any]:
-    """Return the prediction of a plan with its breakdown, and the changes that help most."""
+    """Return a plan's prediction, its time by use, and the changes that help most, as JSON values."""
     best = [
         {
             "field": f"{_section(one.field)}.{one.field}",

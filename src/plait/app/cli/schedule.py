@@ -84,7 +84,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `plait schedule`, and return 0. Raises `PlaitError` for errors that the user can correct."""
+    """Make or read schedules, print and draw them as `argv` says, and return 0. Raises PlaitError."""
     options = parser().parse_args(argv)
     costs = Costs(**{name: getattr(options, name) for name in ("F", "I", "W", "comm", "until_I", "until_W")})
     if options.compare:

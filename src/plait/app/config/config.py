@@ -369,10 +369,10 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 
 def configured_decoder(config: Config) -> Decoder | None:
-    """Return the sizes of the model that a configuration trains; no module is made.
+    """Return the sizes of the configured model; None where they do not suffice for a prediction.
 
-    None where sizes do not say all that a prediction needs: for a model in a folder, experts, adapters or
-    other frozen parameters, an optimizer without two moments a parameter, offloading, and linears in float8.
+    That is for a model in a folder, experts, adapters or other frozen parameters, an optimizer without two
+    moments a parameter, offloading, and linears in float8. No module is made.
     """
     model, train = config.model, config.train
     adapts, freezes, sparse = model.lora.adapts, bool(train.freeze), model.experts is not None
@@ -383,5 +383,5 @@ def configured_decoder(config: Config) -> Decoder | None:
 
 
 def vocabulary(config: Config) -> int:
-    """Return the number of tokens that a configuration's own model knows."""
+    """Return the vocabulary size of plait's own model: `model.vocab`, else that of the tokenizer."""
     return config.model.vocab or open_tokenizer(config.tokenizer).vocab

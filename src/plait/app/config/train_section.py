@@ -300,7 +300,7 @@ class TrainConfig(Section):
         return self.lr * (0.1 if self.min_lr is None else self.min_lr)
 
     def balance_options(self) -> dict[str, Any]:
-        """Return the arguments of `balance_experts` that are set; empty for none."""
+        """Return the set arguments of `balance_experts`, which balances experts' loads; empty for none."""
         given = {"weight": self.balance_weight, "z_weight": self.z_weight, "bias_rate": self.bias_rate}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.balance is not None:

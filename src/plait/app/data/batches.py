@@ -217,7 +217,7 @@ class MixedBatches:
 
     @cached_property
     def shares(self) -> NDArray[np.int64]:
-        """How many rows of each block of rows come from each corpus: its weight, rounded."""
+        """The number of rows from each corpus in every 1,024 rows (`BLOCK`), by its weight."""
         exact = np.array(self.weights) / sum(self.weights) * BLOCK
         shares = np.floor(exact).astype(np.int64)
         missing = BLOCK - int(shares.sum())

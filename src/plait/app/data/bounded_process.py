@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 
 class CallFailedError(Exception):
-    """A call in the process has failed, for the reason that this error says."""
+    """A call of a `BoundedProcess` raised an error or went beyond a limit; the message says which."""
 
 
 class BoundedProcess:
-    """Calls `function` in another process, with at most `seconds` per call and `memory` bytes more.
+    """Calls `function` in a forked child, with limits on each call's `seconds` and on added `memory` (bytes).
 
     Results are JSON values.
     """

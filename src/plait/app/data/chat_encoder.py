@@ -73,7 +73,7 @@ class ChatEncoder:
         self._path = path
 
     def encode(self, record: Mapping[str, Any]) -> EncodedPart:
-        """Return a conversation as tokens. Raises DataError, naming what is missing, for other records."""
+        """Return a conversation's tokens, and which belong to answers. Raises DataError for other records."""
         if (texts := text_record(record)) is not None:
             prompt, completion, unread = texts
             marked = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))])
@@ -102,7 +102,7 @@ class ChatEncoder:
 
     @property
     def end_of_answer(self) -> tuple[int, ...]:
-        """The token that ends an answer, if the tokenizer has one."""
+        """The token that ends an answer, as a tuple of one; empty if the tokenizer has none."""
         number = self._tokenizer.eos_token_id
         return () if number is None else (int(number),)
 

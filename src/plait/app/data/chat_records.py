@@ -28,7 +28,7 @@ _NAMES = {"from": "role", "value": "content"}
 
 
 def as_message(turn: Mapping[str, Any], *, is_shared: bool) -> Mapping[str, Any]:
-    """Return a turn of a conversation as a message; a message without `from` is returned as it is.
+    """Return a turn in ShareGPT's form (`from`, `value`) as a message (`role`, `content`), others unchanged.
 
     `is_shared`: whether it is of `conversations`, in which a role may have ShareGPT's names too. Raises
     DataError for an unknown speaker, for a field under both names, and for calls that are no JSON.

@@ -52,7 +52,7 @@ _SKIPPED = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a corpus."""
+    """One file of a corpus: its path, its kind (text, JSON, table) and its size."""
 
     path: str
     kind: Kind

@@ -36,7 +36,7 @@ class TextEncoding:
 
 
 def encoded_documents(ranges: Sequence[SourceRange], settings: TextEncoding) -> Iterator[EncodedPart]:
-    """Yield the tokens of each document in ranges of source files."""
+    """Yield the tokens of each document in ranges of source files; of a long document in several parts."""
     if settings.chats:
         for one in ranges:
             yield from _encoded_chats(one, settings.tokenizer)

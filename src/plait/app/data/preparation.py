@@ -127,7 +127,7 @@ def counts_file(folder: Path, number: int) -> Path:
 
 @dataclass(frozen=True)
 class PreparationProgress:
-    """The counts of the finished shards."""
+    """The bytes, documents and tokens of the shards that are finished."""
 
     size: int
     """Bytes of the source."""

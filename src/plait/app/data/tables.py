@@ -30,7 +30,7 @@ def is_dataset(source: str) -> bool:
 
 
 def dataset_files(source: str) -> list[Path]:
-    """Return the Arrow files of a data set, on the disk or by name.
+    """Return the Arrow files of a Hugging Face data set: a folder, or a name, which may be downloaded.
 
     A data set by name is downloaded into the cache of `datasets`, unless it is there. Raises DataError where
     it cannot be had, ConfigError where the package is missing.

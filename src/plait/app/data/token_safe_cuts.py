@@ -212,7 +212,10 @@ class DocumentEncoder:
             yield from self._first_tokens()
 
     def end(self, ahead: str = "") -> Tokens:
-        """Return the remaining tokens; `ahead`: text after the document's cut, without its own tokens."""
+        """Return the remaining tokens, without those of `ahead`, the text that follows a cut.
+
+        Raises DataError where a cut there would change the tokens.
+        """
         if not ahead:
             return self._encode([self._held])[0] if self._held else np.empty(0, dtype=np.uint32)
         tokens, behind = self._encode([self._held + ahead, ahead])

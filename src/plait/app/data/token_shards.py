@@ -32,7 +32,7 @@ from plait.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class TokenShard:
-    """Consecutive tokens of a corpus."""
+    """Consecutive tokens of a corpus, with where documents end and which tokens belong to answers."""
 
     tokens: Tokens | ArrayFile
     ends: NDArray[np.int64] | ArrayFile | None
@@ -80,7 +80,7 @@ class Corpus:
         return int(self._document_starts[-1])
 
     def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the number of tokens up to the end of each of the documents `first` … `stop`."""
+        """Return the number of the corpus's tokens up to the end of each document `first` to `stop` - 1."""
         found = []
         for number, begin, end in _ranges(self._document_starts, first, stop):
             shard = self._shards[number]
@@ -89,7 +89,7 @@ class Corpus:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def first_answers(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the first token to be predicted of each of the documents `first` … `stop`, or 0."""
+        """Return the index of the first target token in each of documents `first` to `stop` - 1; 0: none."""
         found = []
         for number, begin, end in _ranges(self._document_starts, first, stop):
             known = self._shards[number].first_answers

@@ -26,7 +26,7 @@ _PROBES = ("a", "A", "0", ".", "\n")
 
 
 class SurroundingTokens(NamedTuple):
-    """Tokens around each document."""
+    """Special tokens to put before and after each document."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
 
 
 def files_hash(tokenizer: str) -> str:
-    """Return a text that changes with the content of a tokenizer's files; empty for bytes. Raises OSError."""
+    """Return a hash of the contents of a tokenizer's files; "" for bytes. DataError if one cannot be read."""
     files = tokenizer_files(tokenizer)
     try:
         contents = {name: read_bytes(path) for name, path in files.items()}

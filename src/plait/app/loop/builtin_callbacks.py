@@ -32,7 +32,7 @@ class ReplicaChecks(Callback):
         return self._every > 0 and step % self._every == 0
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Compare the replicas. Raises `ReplicaError` with the step."""
+        """If due, compare what several ranks hold. Raises `ReplicaError`, which names the step."""
         if self.is_due(int(row["step"])):
             try:
                 run.engine.check_replicas(run.optimizer)
@@ -41,7 +41,10 @@ class ReplicaChecks(Callback):
 
 
 class WrongBits(Callback):
-    """Runs `plait.CorruptionChecks` during training, also after the run's engine is replaced by a reshard."""
+    """Finds corrupted memory and wrong results during training, by `plait.CorruptionChecks`.
+
+    Also after the run's engine is replaced by a reshard.
+    """
 
     def __init__(self, *, memory: bool = True, recheck_rate: float = 0.0) -> None:
         """Take the arguments of `CorruptionChecks` besides engine and optimizer."""
@@ -62,7 +65,7 @@ class WrongBits(Callback):
             self.begin(run)
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """End the checks, as `CorruptionChecks` do: without an error they compare memory a last time."""
+        """End the checks; without an error, compare memory a last time, which may raise `CorruptionError`."""
         if self._checks is not None:
             checks, self._checks = self._checks, None
             checks.__exit__(None if error is None else type(error), error, None)
@@ -82,7 +85,7 @@ class Log(Callback):
         self._loggers = LoggerGroup(loggers, folder, field)
 
     def begin(self, run: TrainingLoop) -> None:
-        """Open the loggers; rows of steps after a resumption are dropped."""
+        """Open the loggers, on rank 0; drop earlier rows of steps that the resumed run takes again."""
         if run.mesh.rank == 0:
             self._loggers.begin(run.resumed_steps)
 
@@ -133,12 +136,12 @@ class Progress(Callback):
         self._bar: Bar | None = None
 
     def print(self, text: str) -> None:
-        """Print a line, which may quote files, above the bar if there is one."""
+        """Print a line, with control characters escaped, above the bar if there is one."""
         if self._shows:
             self._console.print(terminal_text(text))
 
     def begin(self, run: TrainingLoop) -> None:
-        """Start the bar at the steps that are done; other lines are printed above it."""
+        """Start the bar at the steps that are done, and set `run.tell` to print above it."""
         self._shows = run.mesh.rank == 0 if self._shown is None else self._shown
         self._steps, self._first, self._speed = run.steps, run.done, 0.0
         self._started = self._printed_at = self._clock()
@@ -220,7 +223,10 @@ class EarlyStop(Callback):
 
 
 def watched_validation(callback: Callback, run: TrainingLoop, watch: str | None) -> Validation:
-    """Return the regular validation named `watch` (None: the first) before `callback`. Raises DataError."""
+    """Return the `Validation` before `callback` that is named `watch` (None: the first). Raises DataError.
+
+    Only those that also run during training count.
+    """
     before = takewhile(lambda other: other is not callback, run.callbacks)
     regular = [other for other in before if isinstance(other, Validation) and other.is_regular]
     found = [one for one in regular if watch in (None, one.name)]

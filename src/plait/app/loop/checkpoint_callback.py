@@ -120,7 +120,7 @@ class Checkpoints(Callback):
         self._stack = ExitStack()
 
     def resume(self, run: TrainingLoop) -> None:
-        """Load the checkpoint to resume from, if any, and set `run.done` to its number of finished steps.
+        """Load the checkpoint or snapshot to resume from, if any; set `run.done` to its finished steps.
 
         Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
         """

@@ -53,7 +53,7 @@ def warmup_constant(peak: float, *, warmup: int = 0) -> LearningRate:
 def warmup_stable_decay(
     peak: float, *, steps: int, warmup: int = 0, decay: int | None = None, floor: float = 0.0
 ) -> LearningRate:
-    """Return a schedule with a linear warm-up, then `peak`, and in the last `decay` steps a line to `floor`.
+    """Return a schedule: linear warm-up, then `peak`, in the last `decay` steps linear decay to `floor`.
 
     `decay`: None: a tenth of `steps`, at least one; step `steps` − 1 has `floor`. Source: Hu et al.,
     "MiniCPM", 2024, with a linear decay as in Hägele et al., "Scaling laws and compute-optimal training

@@ -52,7 +52,7 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class ExpertMetrics:
-    """What the experts of a model did in a step, as numbers on the CPU; empty without experts."""
+    """Losses and token counts of a step's mixture-of-experts layers, on the CPU; empty without experts."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Entries of the step's row, by name."""
@@ -89,7 +89,10 @@ class StepMetrics:
 
 
 class Meter:
-    """Measures steps, without waiting for the device. Call `start` before a step, `measure` after it."""
+    """Measures time, tokens, memory and MFU of each step, without waiting for the device.
+
+    Call `start` before a step, `measure` after it.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ _NEAREST = 3
 
 @dataclass(frozen=True)
 class ParameterRate:
-    """The learning rate and weight decay of the parameters whose name has a pattern."""
+    """The learning rate and weight decay of the parameters whose names match a pattern."""
 
     pattern: str
     """Whole parts of a name, with `*`: "embedding", "blocks.*.mlp", "bias"."""
@@ -40,7 +40,7 @@ class ParameterRate:
 def parameter_groups(
     engine: Engine, rates: Sequence[ParameterRate], weight_decay: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return this rank's optimizer groups: matrices and vectors of each of `rates`, and of all others.
+    """Return this rank's optimizer parameter groups: matrices and vectors of each of `rates`, and others.
 
     Matrices decay by `weight_decay` (None: the optimizer's), vectors do not; but where a rate has a decay of
     its own, both have that. The first rate that fits a name counts. `fit` multiplies its learning rate by
@@ -74,7 +74,7 @@ def parameter_groups(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], field: str = "freeze") -> None:
-    """Set `requires_grad` of the parameters of `model` whose name has one of `patterns` to False.
+    """Set `requires_grad` to False for the parameters of `model` whose names match one of `patterns`.
 
     Raises `ConfigError`, which names `field`, for a pattern that fits no parameter, and where none is left
     that trains.

@@ -26,7 +26,7 @@ OwnTimes: TypeAlias = Mapping[tuple[int, Kind], float]
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """The median seconds a step of all ranks' computations, over a few consecutive steps."""
+    """How many seconds a step each rank computes, as medians over a few consecutive steps (a window)."""
 
     own: Sequence[OwnTimes]
     """Without waits for other ranks, and for a core of the host."""

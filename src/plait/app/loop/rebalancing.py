@@ -27,7 +27,7 @@ WORTHWHILE = 0.01
 
 @dataclass(frozen=True)
 class DivisionMemory:
-    """Predicts how much memory the largest rank needs if stages, order or rows change; has a limit."""
+    """Predicts the memory of the rank that needs most under another division of work; has a limit."""
 
     bytes_of: Callable[[WorkDivision], float | None]
     """Returns the bytes of the rank with most; None where they are not known."""
@@ -39,9 +39,9 @@ class DivisionMemory:
         return self.limit is None or (self.bytes_of(work) or 0.0) <= self.limit
 
     def allows_order(self, other: WorkDivision, work: WorkDivision) -> bool:
-        """Return whether the largest rank needs no more memory with the order of actions of `other`.
+        """Return whether `other` needs no more memory than the limit, or without one than `work`.
 
-        More is allowed up to the limit, if there is one.
+        That is the predicted memory of the rank that needs most; True where it is not known.
         """
         most = self.limit if self.limit is not None else self.bytes_of(work)
         return most is None or replace(self, limit=most).is_within_limit(other)
@@ -122,7 +122,7 @@ class StepSimulation:
     def with_fastest_order(
         self, work: WorkDivision, limit: float, memory: DivisionMemory | None = None
     ) -> WorkDivision:
-        """Return `work` with a shorter order of actions, if one is found, and with the best cut for that.
+        """Return `work` with a faster order of actions, if found, and the best layers per stage for it.
 
         `limit`: the most micro-batches that a rank may hold; `memory`: and the most bytes, since those of
         unlike stages differ. Tried are named orders of the same stages, then one that is searched for

@@ -105,7 +105,7 @@ def _has_ended(owner: str) -> bool:
 
 
 def set_aside(folder: Path, names: Sequence[str] = REPORT_FILES) -> Path | None:
-    """Move the files of an earlier run in `folder` to a new folder such as `earlier/1`, and return that.
+    """Move the files of an earlier run in `folder` to a new folder such as `earlier/1`; return that, or None.
 
     `names`: of its files and folders. None where no run has written metrics there; then files that one has
     left are removed. Raises OSError.

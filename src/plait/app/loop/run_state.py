@@ -19,7 +19,7 @@ Check = Callable[[Mapping[str, Any], Path], None]
 
 
 def run_state(run: TrainingLoop, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a run between two steps, as JSON values, with those of `more`."""
+    """Return what checkpoints hold beside tensors: step, batches, callbacks' states, `more`; as JSON."""
     callbacks = {name: dict(callback.state_dict()) for name, callback in run.named_callbacks()}
     return {
         "step": run.done,
@@ -51,7 +51,7 @@ def resume_from(run: TrainingLoop, loaded: Loaded, source: Path, check: Check, s
 
 
 def tell_differences(run: TrainingLoop, loaded: Loaded) -> None:
-    """Print the options and the precision in which the loaded state differs from the run."""
+    """Print the optimizer's options and the precision in which the loaded state differs from the run."""
     # A rate that the run sets in each step is none of the optimizer's settings.
     options = {key: both for key, both in loaded.options.items() if key != "lr" or not run.sets_rate}
     if options:

@@ -249,7 +249,7 @@ class Stragglers(Callback):
             ranks.expect(rank_costs(costs, run.engine), measured=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the stages of a run that was rebalanced, and the costs that led to them; {} for others."""
+        """Return layers per stage, rows, costs and slow ranks of a run that was rebalanced; {} for others."""
         if self._work is None:
             return {}
         slow = {"own": self._own.slow, "elapsed": self._elapsed.slow}

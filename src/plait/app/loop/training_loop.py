@@ -249,11 +249,12 @@ class TrainingLoop:
         self.stopped = self.stopped or -1
 
     def share_rows(self, rows: Sequence[int]) -> None:
-        """Let replicas of the model take so many consecutive rows of each later batch, by index along `dp`.
+        """Set how many rows of each later batch each replica of the model takes, by its index along `dp`.
 
-        All ranks call it, with the same numbers. A step computes the same, up to rounding: each row counts as
-        before. Rows that do not divide into the plan's micro-batches are cut into micro-batches of unlike
-        sizes. Raises `DataError` for a `Stream`, and for numbers that do not share a batch.
+        The rows of a replica are consecutive. All ranks call it, with the same numbers. A step computes the
+        same, up to rounding: each row counts as before. Rows that do not divide into the plan's micro-batches
+        are cut into micro-batches of unlike sizes. Raises `DataError` for a `Stream`, and for numbers that do
+        not share a batch.
         """
         if not self.may_share_rows(rows):
             raise DataError(
@@ -271,7 +272,7 @@ class TrainingLoop:
         self._rows = slice(sum(rows[:index]), sum(rows[: index + 1]))
 
     def may_share_rows(self, rows: Sequence[int]) -> bool:
-        """Return whether `rows` share a batch among the replicas, with one for each micro-batch at least."""
+        """Return whether `rows` has a count per replica, at least `microbatches`, that sum to a batch."""
         enough = min(rows, default=0) >= self.engine.plan.microbatches
         return enough and len(rows) == self.mesh.size("dp") and sum(rows) == self.batches.size
 
@@ -322,7 +323,7 @@ class TrainingLoop:
         return loss, self.engine.step(self.optimizer, self.max_norm)
 
     def forward_backward(self, step: int) -> Tensor:
-        """Set the learning rate of `step` and compute its gradients; return the loss."""
+        """Set the learning rate of `step`, compute its batch's gradients anew, and return the loss."""
         if self._rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(step) * group.get(SCALE, 1.0)
@@ -347,7 +348,7 @@ class TrainingLoop:
         self.tell(f"The run ends after step {last}: the stream has no more samples{left}.")
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of `step`, counted from 0."""
+        """Return the learning rate of `step`, counted from 0; without a schedule that of the first group."""
         return float(self.optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate(step)
 
     def _call(self, method: str, *arguments: object) -> None:

@@ -60,7 +60,7 @@ def is_tokenized(source: str) -> bool:
 
 
 def prepared_folder(config: Config, source: str) -> Path | None:
-    """Return the folder of a source's token shards; None for a source that is not prepared.
+    """Return the folder of a source's token shards, tokenizing JSON or table records first; None for others.
 
     Records are tokenized into `run.dir`, unless they have been. Of the processes of an external launcher one
     does it, where `run.dir` is a host's own one for each host; the others wait while it makes progress, at
@@ -246,7 +246,7 @@ def _split_chats(
 
 
 def with_context_of_data(config: Config, arguments: Sequence[str]) -> tuple[Config, str]:
-    """Return the configuration with a context chosen from its data, and a sentence about it.
+    """Return the configuration with `model.context` chosen from its data, and a sentence about it.
 
     Of conversations the longest one, rounded up; of other data 1,024 tokens; at most what the model in the
     folder takes. The same configuration and "" where `arguments` give `model.context`, the model is plait's

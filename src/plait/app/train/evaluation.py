@@ -35,7 +35,7 @@ RUN_FIELDS = ("run.dir", "run.threads", "run.device", "run.ranks_as", "run.timeo
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The numbers of a model on one set of data, the same on every rank."""
+    """Loss, perplexity and accuracy of a model on one set of data, the same on every rank."""
 
     data: str
     """The name or the source of the data; "held out" for that part of the run's own data."""

@@ -40,9 +40,9 @@ SECTIONS = {"microbatches": "train"}
 
 
 def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.device) -> Memory:
-    """Return the predicted memory of each rank.
+    """Return each rank's predicted memory. Raises ConfigError where one exceeds `run.memory_limit`.
 
-    Raises `ConfigError` where a rank exceeds `run.memory_limit`, with the smallest change that fits.
+    The error names the smallest change that fits.
     """
     shape = config.train.batch // plan.dp, config.model.context
     inputs = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -91,7 +91,10 @@ def division_memory(config: Config, plan: Plan, vocab: int, device: torch.device
 
 
 def optimizer_moments(settings: TrainConfig) -> Moments:
-    """Return the argument `moments` of predictions: Muon's maker, or tensors per parameter."""
+    """Return the number of optimizer state tensors per parameter; for Muon and `Owned` the optimizer's maker.
+
+    It is the argument `moments` of predictions.
+    """
     made = optimizer_maker(settings)
     return made if takes_engine(made) else settings.optimizer.moments
 

@@ -70,7 +70,7 @@ def loggers_of(folder: Path, *, csv_too: bool, tensorboard: bool) -> tuple[Logge
 
 
 class Recordings(Callback):
-    """Records the steps that `run.trace` draws and that `parallel.reorder` measures."""
+    """Records the steps that `run.trace` and `parallel.reorder` name, to draw them or search a schedule."""
 
     def __init__(self, config: Config) -> None:
         self._folder = config.run.dir
@@ -79,7 +79,7 @@ class Recordings(Callback):
         self._stack = ExitStack()
 
     def begin(self, run: TrainingLoop) -> None:
-        """Write the schedule of the first step."""
+        """Write the schedule of the first step to `schedule.json`."""
         write_schedule(run.engine, self._folder, run.mesh)
 
     def replanned(self, run: TrainingLoop) -> None:
@@ -160,7 +160,10 @@ def write_trace(recording: Recording, step: int, folder: Path, mesh: Mesh) -> st
 
 
 class Samples(Callback):
-    """Prints a sample every `train.sample_every` steps; writes each, also the last one, for the report."""
+    """Generates text every `train.sample_every` steps and at the end, and writes it for the report.
+
+    All but the last text are printed.
+    """
 
     def __init__(self, config: Config) -> None:
         self._every, self._folder = config.train.sample_every, config.run.dir
@@ -181,7 +184,7 @@ class Samples(Callback):
             run.tell(f"step {run.done}: sample\n{text}")
 
     def last(self, run: TrainingLoop) -> str | None:
-        """Return the sample after the last step; None where there is none. All ranks call it."""
+        """Return the text sampled after the last step, or None; generates it if needed. All ranks call it."""
         if self._last is None:
             return _sample(run)
         step, text = self._last

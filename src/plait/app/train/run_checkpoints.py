@@ -42,7 +42,7 @@ _TOKEN_EMBEDDING = parameter_key("embedding.token.weight")
 
 
 class TrainedTokenizer(NamedTuple):
-    """The tokenizer of a run's data."""
+    """The files and the end token of the tokenizer of a run's data, or a note on why they are left out."""
 
     files: Mapping[str, Path]
     """Its files by their names; none where the data are bytes, and where `note` says why."""
@@ -53,7 +53,7 @@ class TrainedTokenizer(NamedTuple):
 
 
 def trained_model(manifest: Manifest, folder: Path | None) -> nn.Sequential:
-    """Return the model of a run on the meta device, with the adapters that the run gave it.
+    """Return the model that a run's checkpoint describes, on the meta device, with its LoRA adapters, if any.
 
     `folder`: that of the model of Hugging Face; None: the model is plait's own.
     """
@@ -71,7 +71,7 @@ def vocabulary(config: ModelConfig, manifest: Manifest) -> int:
 
 
 def merged_tensors(tensors: FullTensors, folder: Path | None) -> MergedTensors:
-    """Return the tensors of a checkpoint with the adapters of its run, if any, added to their linears.
+    """Return the tensors of a checkpoint, with LoRA adapters, if any, added to the weights of their linears.
 
     `folder`: as for `trained_model`. Raises CheckpointError for adapters that no run of `plait train` saved.
     """
@@ -95,7 +95,7 @@ def write_peft_adapter(tensors: FullTensors, folder: Path, target: Path) -> None
 
 
 def trained_tokenizer(manifest: Manifest) -> TrainedTokenizer:
-    """Return the tokenizer of a run's data, whose place a checkpoint names.
+    """Return the tokenizer that a checkpoint names, if its files have the recorded hash; else a note.
 
     A checkpoint of somebody else may name any file of this machine: one is only opened where its content has
     the hash that was recorded when the checkpoint was written.

@@ -51,7 +51,7 @@ class ReadAhead:
         return row_total(self.batches)
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the batches."""
+        """Return the settings that determine the samples of each step, as JSON values."""
         return description(self.batches)
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:

@@ -104,7 +104,7 @@ def trained_part(config: Config, vocab: int) -> nn.Sequential:
 
 
 def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
-    """Return the plan, with layers divided by their measured times if `parallel.balance` asks for it."""
+    """Return the plan; if `parallel.balance` asks, with layers cut into stages by times measured here."""
     if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
         return plan
     rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)

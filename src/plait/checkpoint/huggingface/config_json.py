@@ -58,7 +58,7 @@ def sizes_from_manifest(
     context: int | None = None,
     rope_base: float | None = None,
 ) -> Decoder:
-    """Return the sizes of the model in a checkpoint.
+    """Return the sizes of plait's own `gpt2` or `llama` in a checkpoint, from shapes and saved state.
 
     Most follow from shapes. The number of heads, and for Llama the context and the base of the rotary
     embedding, are read from the state that `plait train` or an import saved, or must be given.

@@ -63,7 +63,7 @@ Tensors: TypeAlias = FullTensors | MergedTensors
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """A tensor of transformers with a matrix of one expert, and the tensor of plait that has it in a box."""
+    """One expert's matrix: its tensor in transformers, and the box of plait's tensor that holds it."""
 
     theirs: str
     ours: tuple[str]
@@ -103,7 +103,7 @@ def export_adapted(
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Write the tensors of `model`, made by `from_huggingface`, to the new folder `target`.
+    """Write `tensors`, of a `model` made by `from_huggingface`, to the new folder `target` for transformers.
 
     `folder`: of the original model. Its tokenizer files are copied, and its `config.json` with the new dtype.
     Experts have a tensor each if they have in `folder`; without weights there, if transformers saves such a
@@ -247,7 +247,7 @@ def import_folder(
 
 
 class Weights:
-    """The tensors in the safetensors files of a folder."""
+    """Reads the tensors in the safetensors files of a Hugging Face folder, by their names there."""
 
     def __init__(self, folder: Path) -> None:
         """Open all safetensors files of a folder. Raises CheckpointError where one is missing or damaged."""

@@ -29,7 +29,7 @@ _MOST_BYTES = BETWEEN_SYNCS // 4
 def files_to_fetch(
     parts: Sequence[RankPart], needed: Mapping[str, Sequence[Box]], host: int
 ) -> list[RankPart]:
-    """Return the parts whose files a rank needs, and `host` lacks, from other hosts.
+    """Return the parts on other hosts whose files have boxes that a rank needs and `host` lacks.
 
     `needed`: the boxes that the rank needs, by tensor.
     """
@@ -55,11 +55,12 @@ def fetch_files(
     half: int,
     host: int,
 ) -> list[RankPart]:
-    """Copy the files that this host's ranks want into a half of its folder; return their parts.
+    """Copy the files that this host's ranks want from other hosts to its folder; return the files' parts.
 
-    `wanted` by this rank, of all `parts` of a snapshot. All ranks call it, and each `host` is named by the
-    first of its ranks, which sends and receives. Raises CheckpointError on all ranks where there is no room.
-    Communication: names of files over `world`, and their bytes in rounds of at most 64 MB a rank.
+    They are copied into one `half` of the folder. `wanted` by this rank, of all `parts` of a snapshot. All
+    ranks call it, and each `host` is named by the first of its ranks, which sends and receives. Raises
+    CheckpointError on all ranks where there is no room. Communication: names of files over `world`, and their
+    bytes in rounds of at most 64 MB a rank.
     """
     own = json.dumps([host, [part.rank for part in wanted]])
     part_of, by_host = {part.rank: part for part in parts}, dict[int, list[int]]()
@@ -102,7 +103,7 @@ def _transfers(part: RankPart, receiver: int) -> Iterator[BoxTransfer]:
 
 
 def files_for_next_host(parts: Sequence[RankPart], host: int) -> list[RankPart]:
-    """Return the parts of the host before `host`, in a ring of all, with boxes that no other host has."""
+    """Return the parts that `host` backs up: of the host before it in a ring, with boxes no other has."""
     hosts = sorted({part.host for part in parts})
     before = hosts[hosts.index(host) - 1]
     elsewhere = {_identity(box) for part in parts if part.host != before for box in part.boxes}

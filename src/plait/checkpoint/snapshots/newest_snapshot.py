@@ -21,7 +21,10 @@ from plait.plan.shard_plan import ShardPlan
 
 @dataclass(frozen=True)
 class SnapshotName:
-    """Identifies a snapshot by step and start; all ranks' parts of one snapshot have equal names."""
+    """Identifies a snapshot by its step and by the start of the ranks (attempt) that took it.
+
+    All ranks' parts of one snapshot have equal names.
+    """
 
     step: int
     attempt: str

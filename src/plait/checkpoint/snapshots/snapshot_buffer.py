@@ -52,9 +52,10 @@ class RankContents:
         state: Mapping[str, Any],
         last: RankContents | None,
     ) -> RankContents:
-        """Return what this rank writes where `writers` write all that they hold, each box on one of them.
+        """Return the boxes that this rank writes, and their manifest; one of the `writers` writes each box.
 
-        Boxes of the `last` snapshot are taken again where all tensors are still at the same addresses.
+        `writers`: the ranks that together write all that they hold. Boxes of the `last` snapshot are taken
+        again where all tensors are still at the same addresses.
         """
         head, addresses = manifest_head(engine, state), _addresses(engine, optimizers)
         if last is not None and addresses and addresses == last.addresses:

@@ -110,7 +110,7 @@ class SnapshotFolder:
         write_text(Disk(), path, text)
 
     def wrong_states(self) -> dict[str, int]:
-        """Return for each start of the ranks the step after which its snapshots have wrong bits."""
+        """Return, by attempt (start of the ranks), the step after which its snapshots have wrong bits."""
         found: dict[str, int] = {}
         for path in self.path.glob(f"{_WRONG}*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # it was not written to its end
@@ -120,7 +120,7 @@ class SnapshotFolder:
         return found
 
     def clear(self, half: int, keep: Collection[str]) -> None:
-        """Remove all files of a half but those named in `keep`. Raises OSError."""
+        """Remove all files of a half except those named in `keep`. Raises OSError."""
         for path in self.half(half).iterdir():
             if path.name not in keep:
                 path.unlink()
@@ -152,7 +152,7 @@ class SnapshotFolder:
             self._lock.close()
 
     def remove_ended(self) -> None:
-        """Remove the folders beside this one of this user's runs that have ended, as far as possible."""
+        """Remove the folders of this user's ended runs from the same base folder, as far as possible."""
         for path in self.base.glob(f"{_PREFIX}*"):
             with suppress(OSError):
                 if path != self.path and os.lstat(path).st_uid == os.geteuid() and _has_ended(path):

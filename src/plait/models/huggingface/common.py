@@ -98,7 +98,7 @@ def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
 
 
 def attention_parts(attn: Any, *, plain_norms: bool = False) -> Any:
-    """Return a copy of an attention module, with its type of layer in place of its layer number.
+    """Return a copy of an attention module (same parameters), with `layer_type` in place of `layer_idx`.
 
     Layers that differ in their number alone are alike then: those of each type are traced, proved and
     compiled once. With `plain_norms`, `q_norm` and `k_norm` are norms of torch with the same weights, which
@@ -136,7 +136,7 @@ def residual(
 
 
 class MLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same shape: the residual branch of the MLP."""
+    """`[batch, length, hidden]` → the same shape: x + MLP(x), with its norms and dropout."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ def _require_known_attention(config: Any) -> None:
 
 
 def require_causal(config: Any, attentions: Iterable[Any], bidirectional: str | None = None) -> None:
-    """Raise ModelError for attention to later positions, by the configuration or by a module's attribute.
+    """Raise ModelError if the configuration or an attention module asks for attention that is not causal.
 
     `bidirectional`: the value of the configuration that asks for it, beside `is_causal`.
     """

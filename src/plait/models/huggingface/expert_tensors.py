@@ -29,7 +29,7 @@ _MOST_LISTED = 5
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How files with one tensor an expert name a block's MLP, and the matrices of an expert."""
+    """Names of a block's MLP and of an expert's matrices, in weight files with one tensor per expert."""
 
     block: str
     gate: str

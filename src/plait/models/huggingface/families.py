@@ -305,7 +305,7 @@ def _require_norms_of_all_heads(attn: Any) -> None:
 
 
 class Attention(InitializedLayer):
-    """`[batch, length, hidden]` → the same shape: the residual branch of causal attention."""
+    """`[batch, length, hidden]` → the same shape: x + causal attention(x), with its norms and dropout."""
 
     def __init__(self, block: Any, family: Family, rotary: Rotary, window: int | None, std: float) -> None:
         super().__init__(std, {"sinks": std}, norm_start=family.norm_start)

@@ -117,7 +117,7 @@ class GPT2Attention(InitializedLayer):
 
 
 def adapt_gpt_neox(model: Any) -> nn.Sequential:
-    """Return `model` as a sequence of layers. Raises ModelError for unsupported rotary embeddings.
+    """Return a `GPTNeoXForCausalLM` as a sequence of layers; ModelError for unsupported rotary embeddings.
 
     Unsupported are those whose angles depend on the length of the sequence.
     """

@@ -35,7 +35,10 @@ def is_latent(attn: nn.Module) -> bool:
 
 
 def latent_rules(attn: nn.Module) -> Rules:
-    """Return the rules of a `LatentAttention`, by names in it: heads are divided, latents are whole."""
+    """Return the tensor-parallel rules of a `LatentAttention`, by names in it.
+
+    Heads are divided, latents are whole.
+    """
     queries = "q_b_proj" if _has_query_latents(attn) else "q_proj"
     keys_and_values = column.by(_HEADS).interleave("qk_nope_head_dim", "v_head_dim")
     linears = {queries: column.by(_HEADS), "kv_b_proj": keys_and_values, "o_proj": row.by(_HEADS)}
@@ -47,7 +50,7 @@ def _has_query_latents(attn: Any) -> bool:
 
 
 class LatentAttention(InitializedLayer):
-    """`[batch, length, hidden]` → the same shape: the residual branch of latent attention."""
+    """`[batch, length, hidden]` → the same shape: x + latent attention(x), with its norms and dropout."""
 
     def __init__(self, block: Any, branch: Branch, rotary: Rotary, std: float) -> None:
         super().__init__(std)

@@ -59,7 +59,7 @@ def replaced_modules(mlp: Any) -> Iterator[nn.Module]:
 
 
 class SparseMLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same shape: the residual branch of a mixture of experts."""
+    """`[batch, length, hidden]` → the same shape: x + mixture of experts(x), with its norms."""
 
     def __init__(
         self, block: Any, branch: Branch, scores: Scores, std: float, *, norm_start: float = 1.0

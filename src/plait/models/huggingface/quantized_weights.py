@@ -96,7 +96,10 @@ class Mxfp4Slices:
 
 @dataclass(frozen=True)
 class Fp8Slices:
-    """The tensor `[rows, columns]` of a model, read on demand from numbers of 8 bits; as `Mxfp4Slices`."""
+    """The tensor `[rows, columns]` of a model, read on demand from numbers of 8 bits and block factors.
+
+    Has the methods of `Mxfp4Slices`.
+    """
 
     numbers: Any
     factors: Any

@@ -50,14 +50,14 @@ class ReaderRecord:
         self._probe_was_saved = False
 
     def note(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Record a call, as a forward pre-hook of `module`."""
+        """Forward pre-hook of `module`: record the call and its input."""
         if len(inputs) == 1 and isinstance(inputs[0], Tensor):
             self._calls.append((name, inputs[0], version_of(inputs[0])))
         if not torch.is_grad_enabled() or self._saves_elsewhere():
             self._apart.add(name)
 
     def note_output(self, name: str, module: nn.Module, inputs: object, output: Tensor) -> None:
-        """Record a backward that the layer itself runs, as a forward hook of `module`."""
+        """Forward hook of `module`: note if the layer itself runs a backward through `output`."""
         if output.requires_grad:
             output.register_hook(lambda _: self._apart.add(name))  # type: ignore[no-untyped-call]
 
@@ -84,7 +84,7 @@ class ReaderRecord:
 
 @contextmanager
 def recording_readers(layer: nn.Module) -> Iterator[ReaderRecord]:
-    """Within the context, record the calls of linears in `layer`."""
+    """Context that records which linears in `layer` are called with the same tensor."""
     record = ReaderRecord()
     handles = [
         handle
@@ -104,7 +104,7 @@ def recording_readers(layer: nn.Module) -> Iterator[ReaderRecord]:
 
 
 class PartialOutputs:
-    """Finds out which linears can be joined, by running the layer with outputs as joined linears have."""
+    """Finds which linears can run as one product, by a run whose outputs are views of a larger tensor."""
 
     def __init__(self, layer: nn.Module, readers: Iterable[Readers]) -> None:
         self._layer, self._readers = layer, tuple(readers)

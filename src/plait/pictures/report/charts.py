@@ -17,7 +17,7 @@ NAMED = ("step", "tokens", "trained_tokens", "slowest_rank")
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """A column of the metrics in a chart."""
+    """A column of `metrics.jsonl` that a chart draws over the steps."""
 
     key: str
     label: str = ""
@@ -28,7 +28,7 @@ class ChartSeries:
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A run's line in a chart that does not depend on the step: a constant value."""
+    """A horizontal line in a chart at a constant value of a run, such as its predicted memory."""
 
     run: int
     label: str
@@ -37,7 +37,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over the steps."""
+    """A chart of one or several metrics over the steps: its title, unit, series and format of numbers."""
 
     title: str
     unit: str
@@ -138,7 +138,7 @@ class Figure(NamedTuple):
 
 
 def figures_of(run: RunRecord) -> Iterator[Figure]:
-    """Yield the numbers at the top of the report, those that the run has."""
+    """Yield the numbers that the report shows at its top for a run, such as loss and throughput."""
     metrics = run.metrics
     loss, validation = metrics.at_last("loss"), metrics.at_last("validation_loss")
     if loss is not None:

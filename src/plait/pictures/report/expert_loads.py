@@ -47,7 +47,7 @@ class ExpertLoads:
         return [paths[number * (len(paths) - 1) // max(last, 1)] for number in range(last + 1)]
 
     def draw(self) -> str:
-        """Return an SVG element with a map for each router: a row for each expert, steps left to right."""
+        """Return an SVG with a heat map for each router in `shown`: a row per expert, steps left to right."""
         rows = sum(len(self.loads[one][0]) for one in self.shown)
         height = 12.0 if rows <= 64 else 6.0 if rows <= 512 else 3.0
         columns = max(8, min(300, _CELLS // rows))

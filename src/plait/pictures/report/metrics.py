@@ -31,7 +31,7 @@ class Metrics:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps, counted from 1."""
+        """The step number of each row, counted from 1."""
         return tuple(int(step or 0) for step in self.columns.get("step", ()))
 
     def numbers(self, key: str) -> list[float]:
@@ -156,7 +156,10 @@ class RankSeries:
 
 
 def means_of_stretches(rows: Sequence[Sequence[float]], most: int) -> tuple[list[int], list[list[float]]]:
-    """Return the first row of at most `most` ranges of rows, and each column's means over the ranges."""
+    """Divide rows into at most `most` ranges; return the index of each one's first row, and column means.
+
+    The means are, for each column, those of its numbers in each range.
+    """
     stretches = list(buckets(len(rows), most))
     columns = [*zip(*rows, strict=True)]
     means = [[fmean(column[rows.start : rows.stop]) for rows in stretches] for column in columns]
@@ -183,7 +186,7 @@ def read_rank_series(folder: Path) -> RankSeries | None:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """Return the lines of a file of a run; none where it is missing, or no file that can be read."""
+    """Return the lines of a file as bytes; none where it cannot be read."""
     try:
         return read_bytes(path).split(b"\n")
     except OSError:

@@ -35,7 +35,10 @@ _SCRIPTS = "uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js"
 
 
 def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
-    """Return the report of `runs` as a self-contained HTML document; `policy`: its security policy."""
+    """Return the report of `runs` as a self-contained HTML document.
+
+    `policy`: the content security policy of the page.
+    """
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
     body = filled(
@@ -165,7 +168,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def rank_map(run: RunRecord) -> dict[str, Any] | None:
-    """Return the data of the report's map of ranks over steps; None for fewer than two ranks.
+    """Return the data of the report's heat map of ranks and steps; None for fewer than two ranks.
 
     `values` has a list for each rank; `what` they are is the time in which a rank was not blocked, where that
     was measured, else its peak memory.

@@ -108,14 +108,14 @@ class RunRecord:
         return f"Finished after step {of}" if planned == step else f"{of} steps"
 
     def config_field(self, name: str) -> Any:
-        """Return the value of a field such as `train.lr`, or None."""
+        """Return the value of a field of the configuration, such as `train.lr`; None where it has none."""
         found: Any = self.config
         for part in name.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the fields of the configuration with their values."""
+        """Yield each field of the configuration by its dotted name, such as `train.lr`, with its value."""
         return _flat("", self.config)
 
 

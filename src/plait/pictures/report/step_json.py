@@ -67,7 +67,7 @@ class RecordedStep:
 
     @cached_property
     def pipelines(self) -> int:
-        """Number of pipelines: of ranks that run the same stage."""
+        """Number of parallel pipelines: how many ranks run the same stage."""
         return max(1, len(self.ranks) // (max(self.stage_ranks) + 1))
 
     @cached_property
@@ -120,7 +120,7 @@ class RecordedStep:
             yield number, {name: nanoseconds / 1e9 for name, nanoseconds in uses.items()}
 
     def traffic(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """Yield axis, operation, calls and bytes of the rank with most bytes, and the bytes of all."""
+        """Yield axis, operation, the most calls and the most bytes of a rank, and the bytes of all ranks."""
         totals: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rank in self.ranks:
             for axis, kinds in rank.traffic.items():

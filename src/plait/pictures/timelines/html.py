@@ -50,11 +50,11 @@ class TimeAxis:
 
     @property
     def scale(self) -> int:
-        """How many ticks of the axis are one of the page's, so that JavaScript's integers stay exact."""
+        """How many ticks are one unit of the page's time, so that JavaScript's integers stay exact."""
         return max(1, -(-self.length // _LARGEST))
 
     def ticks(self, tick: int) -> int:
-        """Return the tick of the axis as one of the page's: from the axis's start, in units of `scale`."""
+        """Convert `tick` to the page's unit of time: counted from the axis's start, in units of `scale`."""
         return (tick - self.first) // self.scale
 
 
@@ -106,7 +106,7 @@ def timeline_data(
 
 
 def timeline_script() -> str:
-    """Return the script that defines `drawTimeline(root, packed, keepsAddress)`."""
+    """Return the JavaScript that defines `drawTimeline(root, packed, keepsAddress)`."""
     body = "\n".join(page_file(f"timelines/page/{script}") for script in _SCRIPTS)
     seen = "{chart, base, glass, blend, hint, timeline, view, layout, xOf, rowTop, stripTop, showCard}"
     return (
@@ -118,7 +118,10 @@ def timeline_script() -> str:
 
 
 def script_of_one_timeline(*, keeps_address: bool) -> str:
-    """Return the script that draws the data of the page into its element `timeline`."""
+    """Return the JavaScript that draws the page's data, one timeline, into its element `timeline`.
+
+    `keeps_address`: whether the visible range is in the address of the page.
+    """
     return (
         f"{timeline_script()}const drawn = drawTimeline(\n"
         "  document.getElementById('timeline'), JSON.parse(document.getElementById('data').textContent), "

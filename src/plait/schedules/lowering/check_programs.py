@@ -2,7 +2,7 @@
 
 Neither where a send blocks its rank until the receive is posted (Gloo), nor where each communicator runs its
 operations in order on a stream of the GPU (NCCL, see `stream_replay`). Exchanges of tokens between ranks with
-experts count, too: the host waits for their sizes within a forward (see `expert_exchanges`).
+experts count, too: the host waits for their sizes within a forward (see `expert_exchange_order`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CollectiveCalls: TypeAlias = Callable[[int, Instruction], Iterable[Call]]
 
 
 def own(channel: Channel) -> Hashable:
-    """Return `channel` as its own key: each channel (sender, receiver) then has a communicator of its own."""
+    """Return `channel` itself as the key of its communicator, so that no two channels share one."""
     return channel
 
 

@@ -50,9 +50,10 @@ def _named(instruction: RunLayer | None) -> str:
 
 
 def exchange_calls(rank: int, instruction: Instruction, exchanges: ExpertExchanges) -> Iterator[Call]:
-    """Yield the calls by which a rank exchanges tokens in an instruction; `rank`: its program's index.
+    """Yield the communication calls of an instruction that exchanges tokens; none for any other.
 
-    The ranks of a group whose programs are one and the same stand for each other.
+    `rank`: the index of the program. The ranks of a group whose programs are one and the same stand for
+    each other.
     """
     if not isinstance(instruction, RunLayer) or not _exchanges(instruction, exchanges):
         return

@@ -3,7 +3,7 @@
 A channel is a pair of ranks and a direction; its messages are received in the order in which they are sent.
 A receive is posted as soon as the previous one on its channel was awaited, so that one buffer waits ahead;
 and at the latest when this rank has received the input of its last action that is not after the step (see
-`step_grid`) of the sending action. So the sender finds the receive posted, or the receiver on its way to post
+`Grid`) of the sending action. So the sender finds the receive posted, or the receiver on its way to post
 it, even if every send is a rendezvous that blocks its rank: posting order adds no deadlock.
 
 On NCCL a posted receive is a kernel that occupies its GPU until the message comes, and a send blocks no host:

@@ -219,7 +219,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 
 def joined_layers(program: Program, may_join: Callable[[RunLayer], bool]) -> Set[Place]:
-    """Return the layers that can share an autograd graph with the layer after them.
+    """Return, by stage, micro-batch and layer, the layers that can share an autograd graph with the next.
 
     `may_join`: whether a layer may share one at all. Two layers can where they follow each other in every
     action that runs them: a graph made in `F` is the one that `I` and `W` go through.
@@ -240,7 +240,10 @@ def joined_layers(program: Program, may_join: Callable[[RunLayer], bool]) -> Set
 
 
 def in_groups(instructions: Program, joined: Set[Place]) -> Iterator[Program]:
-    """Yield `instructions` in groups to run at once: layers that share a graph; others alone."""
+    """Yield `instructions` in groups: consecutive layers that share an autograd graph; all others alone.
+
+    `joined`: the result of `joined_layers`.
+    """
     group: list[Instruction] = []
     for one in instructions:
         if group and _place(group[-1], one) not in joined:
@@ -310,7 +313,7 @@ class LoweringSpec:
 
     @property
     def adds_late(self) -> bool:
-        """Whether weight gradients are only added in actions `W`: some are reduced each micro-batch.
+        """Whether `I` adds no weight gradients, but leaves all to `W`: if some are reduced each micro-batch.
 
         Sums are then the same in any schedule.
         """

@@ -64,11 +64,10 @@ def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
 
 
 def first_uses(calls: Sequence[Sequence[Call]], connected: Container[Hashable] = ()) -> list[list[Call]]:
-    """Return, as calls to replay, where each rank's host blocks: at a communicator's first operation.
+    """Return calls for `deadlock_of` in which each rank's host blocks at first uses of communicators only.
 
-    As calls, for `deadlock_of`: hosts and streams do not wait for each other, so each have a replay of their
-    own. `connected` are the communicators that all ranks have used before. A communicator's ranks are those
-    of its first operation.
+    Hosts and streams do not wait for each other, so each have a replay of their own. `connected` are the
+    communicators that all ranks have used before. A communicator's ranks are those of its first operation.
     """
     points: list[list[Call]] = []
     for row in calls:

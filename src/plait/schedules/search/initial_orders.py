@@ -31,7 +31,7 @@ SHIFTS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
 
 
 class BlockParameters(NamedTuple):
-    """Parameters of a building block (one micro-batch's actions by time): period, delays and so on."""
+    """Parameters of a building block (one micro-batch's actions by time): lengths, period and delays."""
 
     cells: int
     """Number of cells of an operation of average length. With 1 every operation takes one cell."""

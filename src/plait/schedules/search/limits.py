@@ -132,11 +132,11 @@ class MemoryGuard:
         )
 
     def take(self, operation: int) -> None:
-        """Mark the operation as finished."""
+        """Mark `operation`, the next of its stage and kind, as finished, and count its memory."""
         self._change(operation, 1)
 
     def undo(self, operation: int) -> None:
-        """Mark `operation`, the last finished one of its stage and kind, as not finished."""
+        """Undo `take` of `operation`, the last finished one of its stage and kind."""
         self._change(operation, -1)
 
     def _change(self, operation: int, by: int) -> None:
@@ -149,7 +149,7 @@ class MemoryGuard:
 
 
 def least_memory(problem: Problem, rank: int) -> int:
-    """Return the peak memory of a rank that runs one micro-batch at a time."""
+    """Return the peak activation memory of a rank that runs one micro-batch at a time: the least possible."""
     return _microbatch_peaks(problem, rank)[0]
 
 

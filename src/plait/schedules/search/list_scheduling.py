@@ -86,7 +86,7 @@ def list_schedule(
 def justify(
     problem: Problem, start: TimedOrders, rule: DispatchRule, rounds: int, budget: Budget | None = None
 ) -> TimedOrders:
-    """Return the best of `rounds` list schedules, each made backward and then forward in time."""
+    """Return the shortest of `start` and at most `rounds` list schedules, made backward, then forward."""
     budget = budget or Budget(float("inf"))
     best = now = start
     patience = PATIENCE

@@ -198,14 +198,14 @@ class CutSimulation:
     """Of each stage: how many times as long its rank takes for its layers; None: all ranks are alike."""
 
     def makespan(self, cut: Sequence[int]) -> int:
-        """Return the makespan, as an integer, of stages with these numbers of layers (`cut`)."""
+        """Return the makespan for `cut` (layers per stage), as an integer to compare with that of others."""
         forward, inputs, weights = self._durations(cut)
         both = [first + second for first, second in zip(inputs, weights, strict=True)]
         durations = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}
         return max(self.schedule.event_order.last_ends(Timing(durations, [0, *self._hops], [*self._hops, 0])))
 
     def least(self, cut: Sequence[int]) -> int:
-        """Return a lower bound of the makespan for this `cut`, without a simulation.
+        """Return a lower bound of `makespan(cut)` without a simulation.
 
         A rank's first forward follows those of all stages before; after its last input gradient come those of
         the stages before, while the rank does what it has left.

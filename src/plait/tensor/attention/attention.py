@@ -61,7 +61,7 @@ def attention(
     dropout: AnyDropout | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax attention `[rows, heads, length, width]`; tokens attend within their document only.
+    """Return softmax attention `[rows, heads, length, width]`, causal by default, within each document only.
 
     `query` `[rows, heads, length, size]`, `key` `[rows, kv heads, length, size]`, `value` with `width` in
     place of `size`; kv heads may be fewer, each for consecutive query heads. `causal`: no position sees a
@@ -144,7 +144,7 @@ def _require_sinks(sinks: object, query: Tensor) -> None:
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Keys and values that are being sent to other ranks of `cp`, for `attend`; made by `share_keys`."""
+    """Keys and values for a call of `attend`, sent or being sent to other ranks of `cp`, by `share_keys`."""
 
     key: Tensor
     value: Tensor
@@ -166,10 +166,11 @@ def share_keys(
     *,
     query_heads: int,
 ) -> SharedKeys:
-    """Start to send keys and values to the ranks of `cp` that need them, for later calls of `attend`.
+    """Send keys and values to the ranks of `cp` that need them; return them for one call of `attend`.
 
-    `query_heads`: the number of heads of the query. The result is to be passed to `attend`, once.
-    Communication over `cp`: one all-to-all, and one of gradients in the backward.
+    `query_heads`: the number of heads of the query. With ring attention the keys are on their way when it
+    returns, with Ulysses they have arrived. The result is to be passed to `attend`, once. Communication over
+    `cp`: one all-to-all, and one of gradients in the backward.
     """
     mask = Mask(causal, window)
     sequence = _sequence_of(key, documents, mask)
@@ -201,7 +202,7 @@ def attend(
     dropout: AnyDropout | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of `query` to the keys and values that `share_keys` has started to send.
+    """Return attention of `query` to the keys and values that `share_keys` returned.
 
     Communication over `cp`: with "ring" one all-to-all in the backward unless keys are kept; with "ulysses"
     two, and two in the backward.

@@ -59,7 +59,7 @@ class WeightDropout:
     """Returns which weights stay: bool `[rows, heads, n, m]`, the same in forward and backward."""
 
     def factors(self, dtype: torch.dtype) -> Tensor:
-        """Return the factor of each weight: 0 or `1 / (1 - p)`."""
+        """Return the factor of each attention weight: 0 where it is dropped, else `1 / (1 - p)`."""
         return self.keep().to(dtype).mul_(1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0)
 
 
@@ -154,9 +154,10 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Merge a score of each head, `sinks` `[heads]`, which has no value, into `out` and `lse` in place.
+    """Merge attention sinks `[heads]`, learnt scores without a value, into `out` and `lse` in place.
 
-    `out` becomes `out · sigmoid(lse - sink)`, attention whose weights, with that of the sink, add up to 1.
+    Each head has one score, as that of one more key whose value is 0. `out` becomes
+    `out · sigmoid(lse - sink)`, attention whose weights, with that of the sink, add up to 1.
     Overridable by a `TorchFunctionMode`, as `sinks_gradient` is.
     """
     if has_torch_function_variadic(out, sinks):
@@ -168,7 +169,7 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient of `sinks`, from attention's gradient, output and log-sum-exp with sinks."""
+    """Return the gradient of `sinks` from attention's gradient, output and log-sum-exp; None without them."""
     if sinks is None:
         return None
     if has_torch_function_variadic(gradient, sinks):
@@ -279,16 +280,17 @@ def _by_group(tensor: Tensor, key: Tensor) -> Tensor:
 
 
 def is_active(dropout: AnyDropout | None) -> bool:
-    """Return whether `dropout` sets any weight to zero."""
+    """Return whether `dropout` is given, in training mode and has a probability above 0."""
     return dropout is not None and dropout.training and dropout.p > 0.0
 
 
 def attention_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, dropout: AnyDropout
 ) -> Tensor:
-    """Return attention to all keys, with `dropout` of its weights `[rows, heads, queries, keys]`.
+    """Return attention to all keys without a fused kernel, with `dropout` applied to its weights.
 
-    No fused kernel: its random numbers would depend on the layout.
+    The weights are `[rows, heads, queries, keys]`. The random numbers of a fused kernel would depend on the
+    layout.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -315,7 +317,7 @@ class WeightDropoutMask:
 
     @staticmethod
     def next(dropout: AnyDropout, query: Tensor, length: int) -> WeightDropoutMask:
-        """Return the mask of the next call of `dropout`, for the heads of this rank of `tp`."""
+        """Draw the mask of the next call of `dropout`, for the heads of this rank of `tp`."""
         if not isinstance(dropout, Dropout):  # in plain PyTorch
             dropout = Dropout(dropout.p)
         key, parts = dropout.next_mask((*query.shape[:2], length, length), query.device)
@@ -329,7 +331,7 @@ class WeightDropoutMask:
     def of_call(
         self, call: BlockCall, query: Tensor, queries: Sequence[range], keys: Sequence[range]
     ) -> WeightDropout:
-        """Return the dropout for one block of queries and keys at these positions.
+        """Return the dropout of one kernel call, of queries and keys at these positions.
 
         `query`: the block's, `[rows, heads, queries, size]`.
         """

@@ -216,7 +216,8 @@ class PackedCall:
     """A call of flash attention on a GPU for packed documents, where a rank has whole sequences.
 
     The rows stand one after another, and the kernel is told where documents begin ("varlen" in
-    FlashAttention-2). Where it does not take the tensors, there is a call for each document (`visibility`).
+    FlashAttention-2). Where it does not take the tensors, there is a call for each document: see
+    `visible_keys`.
     """
 
     begins: Tensor
@@ -239,7 +240,10 @@ class PackedCall:
         return replace(self, begins=sent(self.begins, device))
 
     def computes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether flash attention can take these GPU tensors, `[rows, heads, length, size]`."""
+        """Return whether flash attention takes these tensors; False unless they are on a GPU.
+
+        They are `[rows, heads, length, size]`.
+        """
         if not is_accelerator(query) or 0 in query.shape or query.shape[3] % 8:
             return False
         groups = query.shape[1] != key.shape[1]
@@ -258,7 +262,7 @@ class PackedCall:
         return _of_rows(out, rows), lse.view(heads, rows, length).transpose(0, 1)
 
     def backward(self, gradient: Tensor, attended: Attended, scale: float) -> Gradients:
-        """Return the gradients of query, key and value."""
+        """Return the gradients of query, key and value, given that of the output."""
         query, key, value, out, lse = attended
         seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
         flat = (_one_row(one) for one in (gradient, query, key, value, out))

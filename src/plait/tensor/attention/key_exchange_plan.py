@@ -82,11 +82,11 @@ class ExchangePlan:
         return replace(self, own=with_intervals_on(self.own, device), peers=peers, packed=packed)
 
     def sent(self, each: int) -> list[int]:
-        """Return how many elements this rank sends to each rank, if each key position has `each`."""
+        """Return how many elements this rank sends to each rank, of `each` elements per key position."""
         return [0 if peer is None else each * peer.sent_count for peer in self.peers]
 
     def received(self, each: int) -> list[int]:
-        """Return how many elements come from each rank, if each key position has `each`."""
+        """Return how many elements come from each rank, of `each` elements per key position."""
         return [0 if peer is None else each * peer.received_count for peer in self.peers]
 
 
@@ -157,14 +157,14 @@ def _selection(which: NDArray[np.bool_]) -> Selection:
 
 
 def selected(tensor: Tensor, which: Selection) -> Tensor:
-    """Return the elements of `tensor` `[rows, heads, length, width]` at positions; a view for a slice."""
+    """Return `tensor` `[rows, heads, length, width]` at some indices of dim 2; for a slice a view."""
     if isinstance(which, slice):
         return tensor[:, :, which]
     return tensor.index_select(2, which)
 
 
 def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
-    """Add `summand` to the elements of `total` `[rows, heads, length, width]` at some positions, in place."""
+    """Add `summand` in place to elements of `total` `[rows, heads, length, width]` at indices of dim 2."""
     if isinstance(which, slice):
         total[:, :, which] += summand
     else:

@@ -50,7 +50,7 @@ Pair = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class RankParts:
-    """A flat tensor with a part for each rank, in which each of several tensors has a view."""
+    """A send or receive buffer: a flat tensor with a part for each rank, divided into views for tensors."""
 
     flat: Tensor
     sizes: list[int]
@@ -62,7 +62,10 @@ class RankParts:
 
     @staticmethod
     def of(like: Sequence[Tensor], sizes: Sequence[tuple[int, int]], flat: Tensor | None = None) -> RankParts:
-        """Allocate for each rank a tensor like each of `like`, with its (heads, positions) in `sizes`."""
+        """Return for each rank tensors like those in `like`, as views of one flat tensor.
+
+        `sizes`: the (heads, positions) of each rank. `flat`: the tensor to view; None: a new one.
+        """
         shapes = [[(one.shape[0], *size, one.shape[3]) for one in like] for size in sizes]
         counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
         flat = like[0].new_empty(sum(map(sum, counts))) if flat is None else flat
@@ -113,7 +116,7 @@ class KeyExchange:
         self._arriving = self._start(sent, self._parts(self.plan.received(1), key, value))
 
     def received(self, key: Tensor, value: Tensor) -> Tensor:
-        """Wait for the other ranks' keys and values, and return them as one flat tensor.
+        """Wait for the other ranks' keys and values, after sending if not yet begun; return one flat tensor.
 
         Where they were not sent in this pass (in a backward), they are sent now.
         """
@@ -136,7 +139,7 @@ class KeyExchange:
         self._returning = self._start(sent, self._parts(self.plan.sent(1), key, value))
 
     def with_returned(self, key: Tensor, value: Tensor) -> Pair:
-        """Wait for the other ranks' gradients of this rank's keys and values; return the sums.
+        """Return the sums of own gradients `key`, `value` and those that other ranks return; wait for these.
 
         16-bit gradients are summed in float32.
         """
@@ -170,7 +173,7 @@ class KeyExchange:
 
 
 def share(key: Tensor, value: Tensor, exchange: KeyExchange) -> tuple[Tensor, Tensor]:
-    """Start sending keys and values to other ranks; return them, whose gradients sum all ranks' gradients.
+    """Start sending keys and values to other ranks; return views of them whose gradients sum all ranks'.
 
     Communication: one all-to-all over `cp`, and one of gradients in the backward.
     """
@@ -229,7 +232,7 @@ class KeyBlocks:
     def gradients(
         self, gradient: Tensor, attended: Attended, received: Tensor | None, *, returns: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of the queries, and of this rank's keys and values by its own queries.
+        """Return gradients from this rank's queries; start to return those of other ranks' keys and values.
 
         `received`: the other ranks' keys and values; None: they are to be sent again. The gradients of these
         are on their way when it returns, unless not `returns`: where keys are kept they travel while those of

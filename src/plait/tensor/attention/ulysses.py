@@ -59,9 +59,9 @@ class MethodChoice:
 
 
 def method_choice(sequence: LocalSequence, query_heads: int, kv_heads: int) -> MethodChoice:
-    """Return whether attention over `cp` runs as ring or as Ulysses (all-to-all), as the plan asks.
+    """Return whether attention over `cp` runs as ring or Ulysses, as `sequence` asks or by bytes sent.
 
-    Raises PlanError where "ulysses" is asked for and the ranks do not divide the query heads.
+    Raises PlanError as `choose_method`.
     """
     choose = partial(choose_method, sequence.parallelism, query_heads, kv_heads)
     return sequence.result(("method", query_heads, kv_heads), choose)
@@ -81,7 +81,7 @@ def choose_method(parallelism: ContextParallelism, query_heads: int, kv_heads: i
 
 
 def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, rank: int) -> Tensor:
-    """Return keys or values with heads repeated so that as many query heads of this rank read each.
+    """Return keys or values, heads repeated if needed so that equally many of this rank's queries read each.
 
     `tensor` is the result of `to_heads`. Repeats heads where its query heads read them unequally often.
     """

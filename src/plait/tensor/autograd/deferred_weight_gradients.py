@@ -30,12 +30,12 @@ class QueuesWeightGradients(Protocol):
     """Protocol of an `nn.Module` whose own backward queues its weight gradients."""
 
     def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
-        """Queue the weight gradients of later calls."""
+        """Make the backward of later calls add its weight gradients' computation to `queue`."""
         ...
 
 
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
-    """Defer the weight gradients of linears, embeddings and `SplitBackward` modules in `layer` to `queue`.
+    """Make linears, embeddings and `SplitBackward` modules in `layer` defer weight gradients to `queue`.
 
     Rebinds `forward` of each `nn.Linear`, plain `nn.Embedding`, `Conv1D` of Hugging Face (a linear with
     transposed weight) and `SplitBackward`, so `layer` should be a private copy. Subclasses, parametrised
@@ -150,7 +150,7 @@ def defers(input: Tensor) -> bool:
 
 
 def made_by_linear(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a deferring linear's output, which no backward reads: it may be changed."""
+    """Return whether `tensor` is a deferring linear's output: no backward reads it, so it may be changed."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
 
 

@@ -175,7 +175,7 @@ class LayerTrace:
     def record_with_carrier(
         self, input: Tensor, shape: Sequence[int], pair: RecordedPair
     ) -> tuple[Tensor, Tensor]:
-        """As `record`; return also a carrier: a placeholder of the result whose gradient may be in fp32."""
+        """Record as `record`; return also a carrier, a placeholder whose gradient may be in fp32."""
         numbers = self._numbers(pair)
         made: tuple[Tensor, Tensor]
         made = _RecordedWithCarrier.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]

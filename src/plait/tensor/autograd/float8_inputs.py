@@ -212,7 +212,7 @@ class _Entered:
 
 @dataclass
 class CastInputs:
-    """The casts of the inputs of float8 linears, while a layer runs."""
+    """The float8 casts of the inputs of linears, by input, while a layer runs."""
 
     _known: MutableMapping[Tensor, tuple[int, dict[DividedDims, CastInput]]] = field(
         default_factory=WeakTensorKeyDictionary
@@ -228,7 +228,7 @@ class CastInputs:
         self._regions = list(regions)
 
     def take_region(self) -> bool:
-        """Return whether only float8 linears read the input of the region that the layer enters now."""
+        """Return whether only float8 linears read the input of the next region, and step past it."""
         return bool(self._regions) and self._regions.pop(0)
 
     def enter(

@@ -304,7 +304,7 @@ def _add_weight_gradient(
 
 
 def add_float8_product(total: Tensor, a: ScaledMatrix, b: ScaledMatrix, first: bool) -> None:
-    """Add the product of float8 matrices `a @ b` to `total` in place; `first`: write it."""
+    """Add the product of float8 matrices `a @ b` to `total` in place; `first`: overwrite `total`."""
     made = product(a, b, total.dtype)
     if first:
         total.copy_(made)

@@ -51,7 +51,7 @@ Operand = Literal[
 
 
 class LinearCasts:
-    """Casts the operands of one linear, and remembers a step's factors of its weight.
+    """Casts one linear's operands to float8, and remembers a step's scaling factors of its weight.
 
     Communication of a cast: an all-reduce of largest values over each group between whose ranks the tensor,
     or a row of it, is divided.
@@ -92,9 +92,9 @@ class LinearCasts:
         self._factors.clear()
 
     def factors_to_find(self, weight: Tensor, *, learns: bool) -> list[FactorToFind]:
-        """Return the factors of `weight`, `[outputs, inputs]`, that are needed and not computed in this step.
+        """Return the scaling factors of `weight` that are still to be computed in this step.
 
-        `learns`: whether input gradients are computed.
+        `weight` is `[outputs, inputs]`. `learns`: whether input gradients are computed.
         """
         wanted = list(dict.fromkeys((self.key_of_weight, self.key_of_weight_for_input)))
         return [
@@ -115,7 +115,7 @@ class LinearCasts:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the remembered factors."""
+        """The bytes of all remembered factors together."""
         return sum(factor.nbytes for factor in self._factors.values())
 
     @property
@@ -243,7 +243,7 @@ class LinearCasts:
         return MatrixToCast(self, operand, matrix, form, largest)
 
     def noted(self, operand: Operand, matrix: Tensor, cast: ScaledMatrix) -> ScaledMatrix:
-        """Return `cast`, after `note` was called with it."""
+        """Return `cast`, after `self.note`, if set, was called with it."""
         if self.note is not None:
             self.note(operand, matrix, cast)
         return cast
@@ -259,7 +259,7 @@ class Largest:
 
     @staticmethod
     def of(matrix: Tensor, form: CastFormat, summed: int, groups: Groups) -> Largest:
-        """Return the `Largest` of `matrix`, for a product that sums over its dim `summed`."""
+        """Return the largest absolute value of `matrix`, or of each vector along `summed`, by `form`."""
         return Largest(largest_of(matrix, form.per, summed), groups)
 
 
@@ -281,7 +281,7 @@ class MatrixToCast:
 
 @dataclass(frozen=True)
 class FactorToFind:
-    """A factor by which a weight is to be cast in this step."""
+    """A scaling factor of a weight that is still to be computed in this step."""
 
     casts: LinearCasts
     key: FactorKey
@@ -297,7 +297,7 @@ def cast_together(matrices: Sequence[MatrixToCast]) -> list[ScaledMatrix]:
 
 
 def find_factors(factors: Sequence[FactorToFind]) -> None:
-    """Compute factors of weights, and remember them. Communication: as `cast_together`."""
+    """Compute a step's scaling factors of weights, and remember them. Communication: as `cast_together`."""
     if factors:
         found = reduced_together([one.largest for one in factors], factors[0].casts.reduce)
         for one, largest in zip(factors, found, strict=True):

@@ -43,10 +43,10 @@ class Gather:
     size: int
 
     def start(self, part: Tensor) -> PendingTensor:
-        """Start the all-gather of `part`, padded to the size of the largest rank's part.
+        """Start the all-gather of `part`, padded to the largest part; return a function that waits for it.
 
-        Float8 is sent as bytes, which every backend sends. ModelError where the size of `part` is not this
-        rank's.
+        The function returns the whole tensor. Float8 is sent as bytes, which every backend sends. ModelError
+        where the size of `part` is not this rank's.
         """
         if part.dtype.itemsize == 1 and part.is_floating_point():
             pending = self.start(part.view(torch.uint8))
@@ -94,7 +94,7 @@ class Gather:
 
 
 def start_reduce_scatter(summand: Tensor, group: Group, dim: int) -> PendingTensor:
-    """Start the reduce-scatter of the ranks' tensors: the result is this rank's part of the sum along `dim`.
+    """Start a reduce-scatter; return a function that waits for this rank's part of the sum along `dim`.
 
     Communication: one reduce-scatter, of parts padded to the size of the largest.
     """
@@ -180,7 +180,7 @@ class GatherRegistry:
         return part, gather
 
     def again(self, part: Tensor, gather: Gather) -> Regathered:
-        """Return a `Regathered` that gathers `part` again; equal calls share it while it is in use."""
+        """Return an object that all-gathers `part` again on first use; equal calls share it while in use."""
         self.is_used = True
         key = id(part.untyped_storage()), part.storage_offset(), part.shape, part.stride()
         found = self._regathered.get(key)

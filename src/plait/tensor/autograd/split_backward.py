@@ -157,7 +157,7 @@ def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: lis
 
 
 def refuse_other_orders(ctx: Any, name: str) -> None:
-    """Raise ModelError for a second backward through an autograd node, or `create_graph=True`."""
+    """Raise ModelError for a second backward through an autograd node, or one with `create_graph=True`."""
     # Gradients are enabled inside a backward only under create_graph.
     if ctx.ran or torch.is_grad_enabled():
         raise ModelError(

@@ -47,7 +47,7 @@ def run_backward_unseen(roots: Sequence[Tensor | GradientEdge], seeds: Sequence[
 
 
 def apply_function(function: type[_Function], *arguments: Any) -> Any:
-    """Return the result of `function.apply(*arguments)`."""
+    """Return `function.apply(*arguments)`, without the checks that torch makes in Python."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     return super(_Function, function).apply(*arguments)  # type: ignore[misc]
@@ -66,7 +66,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def zero_each(tensors: list[Tensor]) -> None:
-    """Fill tensors with zeros."""
+    """Fill tensors with zeros in place."""
     if tensors:
         torch._foreach_zero_(tensors)
         if _dispatch_modes():
@@ -74,9 +74,9 @@ def zero_each(tensors: list[Tensor]) -> None:
 
 
 def counts_all_writes() -> bool:
-    """Return whether every in-place operation on CPU tensors raises their `_version`, `torch._foreach_*` too.
+    """Return whether every in-place CPU operation, also `torch._foreach_*`, raises a tensor's `_version`.
 
-    Within a `TorchDispatchMode` it does not for operations on lists of tensors, `torch._foreach_…`, since
+    Within a `TorchDispatchMode` it does not for operations on lists of tensors, since
     these then call others below the place where writes are counted.
     """
     return _dispatch_modes() == 0

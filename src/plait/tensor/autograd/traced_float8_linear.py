@@ -40,7 +40,7 @@ def traced_float8_linear(
     output_sum: SumOfSummands | None,
     how_weight: WeightScales,
 ) -> Tensor:
-    """Return the result of `float8_linear` while a layer is traced; `weight` is `[out, in]`."""
+    """Record a float8 linear in `trace`; return a tensor in place of its output; `weight` is `[out, in]`."""
     cast = inputs.of(input, casts.reducing(TracedReductions(trace)))
     # None where the layer, or this call, needs no gradient.
     carrier = carrier_like(input) if cast.carrier is None else cast.carrier
@@ -126,7 +126,7 @@ class _TracedCall:
 
 
 class TracedReductions:
-    """Reductions of largest values, recorded for the trace of a layer.
+    """Records reductions of largest values in a layer's trace, where `LinearCasts` would run them.
 
     Those of the backward are recorded in the forward: autograd may run it where there is no trace.
     """

@@ -73,9 +73,9 @@ class WeightGradientQueue:
             work()
 
     def buffer_of(self, weight: Tensor) -> Tensor:
-        """Return the buffer to which gradients of `weight` are added: by default its `.grad`.
+        """Return the buffer that gradients of `weight` are added to, zeroed if this step has none in it yet.
 
-        If nothing was added to it in this step, it is set to zero.
+        That is `weight.grad`, or the tensor that `set_aside` has taken from there.
         """
         buffer = self.buffers.get(id(weight), weight.grad)
         assert buffer is not None, "a gradient buffer is set before a backward"
@@ -85,9 +85,9 @@ class WeightGradientQueue:
         return buffer
 
     def begins(self, weights: Sequence[Tensor]) -> bool:
-        """Return whether gradients of `weights` must be overwritten: they hold nothing of this step.
+        """Return whether gradients of `weights` must overwrite the buffers; count them as written from now.
 
-        If something was added to some of them, the others are set to zero.
+        They must where no buffer holds anything of this step. If only some do, the others are set to zero.
         """
         keys = set(map(id, weights))
         if keys <= self.unwritten:

@@ -9,9 +9,10 @@ from plait.tensor.experts.router import Router
 
 
 def active_elements(module: nn.Module) -> float:
-    """Return the elements of the matrices in `module` that multiply a token; embeddings have none.
+    """Return how many matrix elements in `module` multiply a token, of experts those that are chosen for it.
 
-    Experts count by the share that their router, beside them in one module, chooses for a token.
+    Embeddings have none. Experts count by the share that their router, beside them in one module, chooses for
+    a token.
     """
     shares = _shares(module)
     found = 0.0

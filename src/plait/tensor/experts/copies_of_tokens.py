@@ -22,7 +22,7 @@ class TokenRows:
 
     @staticmethod
     def of(places: Tensor, tokens: int, columns: int) -> TokenRows:
-        """Return `TokenRows` for rows at distinct `places [rows]` of a flattened `[tokens, columns]`."""
+        """Return rows that copy tokens, from distinct `places [rows]` in flattened `[tokens, columns]`."""
         count, device = len(places), places.device
         is_row = torch.zeros(tokens * columns, dtype=torch.bool, device=device).scatter_(0, places, True)
         numbers = is_row.cumsum(0)  # from 1, in order of the token

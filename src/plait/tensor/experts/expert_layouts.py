@@ -59,7 +59,7 @@ def _require_own(name: str, path: str, module: Experts) -> None:
 
 
 def place_experts(layer: nn.Module, ranks: ExpertRanks | None, *, has_own_tokens: bool) -> None:
-    """Set on the experts of `layer`, which hold this rank's parameters, the groups that divide them.
+    """Set on each `Experts` in `layer` between which ranks its experts are divided; `ranks` None: do nothing.
 
     `has_own_tokens`: whether each rank of `ranks.tokens` gives the layer tokens of its own.
     """

@@ -58,7 +58,7 @@ class ExpertParameters:
 
     @property
     def each(self) -> tuple[Tensor | None, ...]:
-        """All parameters."""
+        """All parameters and adapters' matrices as a flat tuple; None for a bias that is missing."""
         adapters = (one for one in (self.gate_up_adapter, self.down_adapter) if one is not None)
         factors = (factor for one in adapters for factor in (one.down, one.up))
         return self.gate_up, self.down, self.gate_up_bias, self.down_bias, *factors
@@ -103,7 +103,7 @@ class ExpertCall:
     """How operands of the products of F and I are cast to float8; None: they are not."""
 
     def gate_up(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Return the rows of gate and up, `[A, 2F]`."""
+        """Return gate and up of each pair of a token and an expert, `[A, 2F]`."""
         of, parameters = self.assignments, self.parameters
         inputs = cache(lambda: self._inputs(tokens, weights))
         copied = None if self.weights_first else tokens
@@ -116,7 +116,10 @@ class ExpertCall:
         return rows
 
     def result(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        """Return each token's sum of its experts' outputs, on the rank that sent the token."""
+        """Return each token's sum of its experts' outputs, on the rank that sent the token.
+
+        Communication with an exchange: one all-to-all.
+        """
         sums = self._sums(gate_up, weights)
         return sums if self.exchange is None else self.exchange.rows.sums(self.exchange.start_return(sums)())
 

@@ -147,7 +147,7 @@ class Experts(nn.Module):
                 nn.init.uniform_(bias, -bound, bound)
 
     def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
-        """Queue the weight gradients of later calls."""
+        """Make the backward of later calls add its weight gradients' computation to `queue`."""
         self.queue = queue
         adapters = (one for one in (self.gate_up_proj_adapter, self.down_proj_adapter) if one is not None)
         factors = (factor for one in adapters for factor in (one.down, one.up))
@@ -156,9 +156,10 @@ class Experts(nn.Module):
         queue.products |= {id(weight) for weight in products if weight.is_leaf}
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """`hidden [T, H]`, numbers of the tokens' experts `indices [T, k]`, `weights [T, k]` → `[T, H]`.
+        """Return each token's weighted sum of its experts' outputs, `[T, H]` like `hidden`.
 
-        The number -1 stands for no expert. On meta routing is assumed to be uniform. Communication: see
+        `hidden [T, H]`; `indices [T, k]`: the numbers of the tokens' experts, of which -1 stands for none;
+        `weights [T, k]`. On meta routing is assumed to be uniform. Communication: see
         `plait.tensor.experts.token_exchange`; where several ranks give the same tokens, also an all-gather
         of the output over them, and two in the backward; in float8 that of `MatrixCasts`. Raises ModelError
         for tokens of another dtype than the matrices, and in float8 within `torch.autocast`.
@@ -293,9 +294,9 @@ def _low_rank(adapter: ExpertAdapter | None) -> LowRank | None:
 def start_experts(
     experts: Experts, router: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor
 ) -> Callable[[], Tensor]:
-    """Start `experts` for the choice of `router`; return a function for the output.
+    """Start sending tokens to their experts; return a function that waits, and returns the output.
 
-    Experts with hooks are called there, at once.
+    `indices` and `weights` are the choice of `router`. Experts with hooks are called at once, as a module.
     """
     if is_altered(experts):
         return partial(experts, hidden, indices, weights)

@@ -30,7 +30,7 @@ Python (measured with 2,048 to 524,288 elements)."""
 
 @dataclass(frozen=True)
 class Groups:
-    """Consecutive groups of rows."""
+    """Consecutive groups of rows, one for each expert, by where they end."""
 
     rows: int
     """Of all groups."""
@@ -41,7 +41,7 @@ class Groups:
 
     @staticmethod
     def of(sizes: tuple[int, ...], ends: Tensor) -> Groups:
-        """Return groups whose `sizes`, numbers of rows, the host knows."""
+        """Return groups of which the host knows the numbers of rows, `sizes`."""
         return Groups(sum(sizes), ends, sizes)
 
     @cached_property
@@ -119,7 +119,7 @@ def for_each_row(values: Tensor, groups: Groups) -> Tensor:
 
 
 def batches(groups: Groups, *operands: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield which groups of equal size follow each other, and their rows of each operand: `[n, size, width]`.
+    """Yield each run of equally large groups: a slice of groups, and views `[n, size, width]` of operands.
 
     On meta these are two batches at most: see `assign`.
     """
@@ -133,7 +133,7 @@ def batches(groups: Groups, *operands: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:
-    """Return the rows of each group."""
+    """Return views of the rows of each group; the host waits for unknown sizes."""
     return torch.split(rows, [*groups.sizes]) if groups.sizes else ()
 
 

@@ -23,7 +23,7 @@ Rows = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class LowRank:
-    """The adapter of one matrix of each expert."""
+    """The low-rank adapter (LoRA) of one matrix of each expert."""
 
     down: Tensor
     """`[experts, rank, in]`."""

@@ -101,7 +101,7 @@ class SharedExperts(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, without a residual connection."""
+        """Return the shared experts' output, without a residual connection."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         output: Tensor = self.down(functional.silu(gate) * up)
         return output

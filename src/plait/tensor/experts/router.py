@@ -29,10 +29,11 @@ Choose = Callable[[Tensor], Tensor]
 
 
 class Router(nn.Module):
-    """Returns logits, weights and experts of each token, like the `gate` modules of transformers.
+    """A linear that chooses experts: returns each token's logits, weights and experts.
 
-    Logits and scores have at least float32: in bfloat16 4 to 7 % of tokens would tie with 64 experts. Of
-    equal scores that of the lowest number is chosen. Under recomputation experts are chosen once.
+    The `gate` modules of transformers return the same. Logits and scores have at least float32: in bfloat16
+    4 to 7 % of tokens would tie with 64 experts. Of equal scores that of the lowest number is chosen. Under
+    recomputation experts are chosen once.
     """
 
     keeps_dtype = frozenset({"e_score_correction_bias"})
@@ -83,7 +84,7 @@ class Router(nn.Module):
                 nn.init.zeros_(zeros)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden [T, H]` → logits `[T, E]`, weights `[T, k]` like `hidden`, experts int64 `[T, k]`.
+        """Return logits `[T, E]`, weights `[T, k]` like `hidden` `[T, H]`, and experts, int64 `[T, k]`.
 
         In an engine the experts of padding, tokens of a negative document id, are -1: none.
         """
@@ -96,7 +97,10 @@ class Router(nn.Module):
         return logits, weights, indices
 
     def route(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`logits [T, E]` → weights `[T, k]` of this dtype, and experts int64 `[T, k]`."""
+        """Return weights `[T, k]` in `dtype`, and experts int64 `[T, k]`, chosen by `logits [T, E]`.
+
+        Calls `attach_losses`, which counts the choices, and `note`, where they are set.
+        """
         scores = self.routing.scores_of(logits)
         indices = computed_once(lambda: self._choose(scores.detach()))
         weights = self.routing.weights(scores, indices)

@@ -113,7 +113,7 @@ class _RouterCall:
 
 @dataclass
 class StepBalance:
-    """One rank's auxiliary losses and loads of experts; routers call it, the engine begins and ends steps."""
+    """One rank's auxiliary losses and expert loads of a step; routers report to it, the engine reads it."""
 
     places: Mapping[str, RouterPlace]
     """All routers of the model by path, in order."""
@@ -152,7 +152,7 @@ class StepBalance:
     """Of the latest step."""
 
     def attach_to(self, layers: Sequence[NamedLayer]) -> None:
-        """Let the routers in `layers` call `attach`, and their experts `add_rows`."""
+        """Make routers in `layers` add their losses and choices here, and their experts count rows sent."""
         for path, router in routers_of(layers).items():
             router.attach_losses = partial(self.attach, path)
             self.routers[path] = router
@@ -161,7 +161,7 @@ class StepBalance:
                 experts.add_rows = self.add_rows
 
     def begin(self, tokens: Sequence[TokenDocuments], total: Tensor, scale: float, *, anew: bool) -> None:
-        """Begin a training step.
+        """Begin a training step: discard an unfinished one, and set losses and counts to zero.
 
         `tokens`: of each micro-batch. `total`: the number of tokens of the whole step, 0-d. `scale`: the loss
         scale. `anew`: whether gradients start at zero.
@@ -179,7 +179,7 @@ class StepBalance:
 
     @contextmanager
     def running(self, microbatch: int) -> Iterator[None]:
-        """Within the context, routers run on tokens of this micro-batch."""
+        """Context in which routers run on tokens of this micro-batch."""
         before, self.microbatch = self.microbatch, microbatch
         try:
             yield
@@ -276,7 +276,7 @@ class StepBalance:
         return {path: one.tolist() for path, one in self.previous.items()}
 
     def load_counts(self, counts: Mapping[str, Sequence[int]]) -> None:
-        """Set the choices of the step before, as `counts_for_next_step` returned them in another run."""
+        """Set the choices of the step before, as `counts_for_next_step` returned them in an earlier run."""
         known = counts.keys() == self.places.keys()
         self.previous = {
             path: torch.tensor(one, dtype=torch.int64, device=self.device)

@@ -108,7 +108,7 @@ def has_padding() -> bool:
 
 
 def without_padding(indices: Tensor, locate: LocatePart | None) -> Tensor:
-    """Return the experts of tokens, `[T, k]`, with -1 (none) for tokens that are padding.
+    """Return `indices`, the experts of tokens `[T, k]`, with -1 (none) for tokens that are padding.
 
     The tokens are those of the running sequence. `locate`: returns which part of its positions this rank has,
     given their number; None: all of them.

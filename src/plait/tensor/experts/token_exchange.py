@@ -60,12 +60,18 @@ class TokenExchange:
     counts: RowCounts
 
     def start(self, tokens: Tensor) -> PendingTensor:
-        """Start sending each rank its tokens, of `[T, width]`; the result is `[rows received, width]`."""
+        """Start sending each rank its tokens; return a function that waits for those of this rank's experts.
+
+        `tokens [T, width]`; the function returns `[rows received, width]`.
+        """
         counts = self.counts
         return self._start(self.rows.copies(tokens), counts.sent, counts.received, counts.most_sent)
 
     def start_return(self, rows: Tensor) -> PendingTensor:
-        """Start sending back `[rows received, width]`; the result is `[rows sent, width]`."""
+        """Start sending rows back to where tokens came from; return a function that waits for this rank's.
+
+        `rows` are `[rows received, width]`; the function returns `[rows sent, width]`.
+        """
         counts = self.counts
         return self._start(rows, counts.received, counts.sent, counts.most_received)
 

@@ -107,10 +107,10 @@ def apply_rules(
     boundaries: Sequence[RegionBoundary],
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
-    """Return the layers with the rules applied to their modules, whose parameters must be shards already.
+    """Return the layers, altered by the rules of their modules, whose parameters must be shards already.
 
-    `boundaries` are those of each layer's regions; `queue` receives deferred weight gradients. The layers are
-    altered, and a layer that is itself matched is replaced.
+    `boundaries` are those of each layer's regions; `queue` receives deferred weight gradients. A layer
+    that is itself matched is replaced.
     """
     parallel: dict[int, nn.Module] = {}  # by `id`: a module may occur in several places
     results = []
@@ -243,7 +243,7 @@ def partition_of(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
 
 
 def number_of(path: str, attribute: str, parent: nn.Module | None) -> int:
-    """Return the number that an attribute of `parent` holds, the module around `path`. PlanError without."""
+    """Return the integer attribute of `parent`, the module around `path`. PlanError if it has none."""
     try:
         return int(attrgetter(attribute)(parent))
     except (AttributeError, TypeError, ValueError):

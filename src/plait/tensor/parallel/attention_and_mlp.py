@@ -64,7 +64,7 @@ class TensorParallelMLP(nn.Module):
             column.enters = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, without a residual connection."""
+        """Return the MLP's output, without a residual connection."""
         entered = self.up.boundary.enter(x)
         up = self.up(entered)
         inner = self.activation(up) if self.gate is None else self.activation(self.gate(entered)) * up
@@ -124,7 +124,7 @@ class TensorParallelAttention(nn.Module):
             column.enters = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, without a residual connection."""
+        """Return attention's output, without a residual connection."""
         entered = self.query.boundary.enter(x)
         query = heads_of(self.query(entered), self.head_size)
         shared = (self._shared(one, entered) for one in (self.key, self.value))

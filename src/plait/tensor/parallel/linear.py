@@ -69,7 +69,7 @@ class RegionBoundary:
     """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the input of the region's first linears: `tensor`, or if it is a sequence part all parts."""
+        """Return the input of the region's first linears: `tensor`, or where it is a part, the whole."""
         if self.dim is None:
             return copy(tensor, self.group, self.overlap, self.inputs)
         return gather_in(tensor, self.group, self.dim, self.length, self.overlap, self.registry, self.inputs)
@@ -81,12 +81,12 @@ class RegionBoundary:
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def sum_of(self, summand: Tensor) -> SumOfSummands:
-        """Return the `SumOfSummands` that `leave` applies to tensors of the length of `summand`."""
+        """Return how `leave` sums tensors of the length of `summand`, for use outside of autograd."""
         size = 0 if self.dim is None else summand.shape[self.dim]
         return SumOfSummands(self.group, self.dim, size, self.registry)
 
     def part(self, size: int) -> DimPart:
-        """Return this rank's range of the sequence. ModelError unless `size` is its length."""
+        """Return this rank's range of the sequence. ModelError unless `size` is the length of the range."""
         own = divide(self.length, self.group.size)[self.group.index]
         if len(own) != size:
             raise ModelError(

@@ -155,14 +155,17 @@ def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The `classes` of the logits, partitioned over `group` by `layout.divide`; a rank may have none."""
+    """The `classes` of the logits, divided between the ranks of `group`; a rank may have none.
+
+    Each rank has a range of them, from `layout.divide`.
+    """
 
     classes: int
     group: Group
 
     @staticmethod
     def of_one_rank(classes: int) -> Vocabulary:
-        """Return the vocabulary of logits of all classes, over a group of one rank."""
+        """Return a `Vocabulary` all of whose classes are on this rank, over a group of one rank."""
         return Vocabulary(classes, alone("tp"))
 
     @cached_property
@@ -176,7 +179,7 @@ class Vocabulary:
         return tuple(map(len, divide(self.classes, self.group.size)))
 
     def require_vocabulary_shard(self, output: Any) -> Tensor:
-        """Return `output` if it is this rank's logits `[..., len(own)]`, else raise ModelError."""
+        """Return `output` if its shape is this rank's logits', `[..., len(own)]`; else raise ModelError."""
         if isinstance(output, Tensor) and output.dim() and output.shape[-1] == len(self.own):
             return output
         given = f"of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

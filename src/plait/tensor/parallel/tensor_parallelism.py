@@ -143,7 +143,7 @@ class TensorParallelism:
     def apply(
         self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
     ) -> list[NamedLayer]:
-        """Return the layers with the rules applied: each module that has a rule is made parallel.
+        """Return the layers with the rules applied: each module that has a rule is made parallel, in place.
 
         `layers` are private copies with this rank's shards; their modules are altered. `queue` may
         run while the gradient of a region's input is reduced.

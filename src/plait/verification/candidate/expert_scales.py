@@ -21,14 +21,17 @@ ZEROS, OTHERS, FIRST = 0, 1, 200
 
 
 def counts_of(scales: Tensor) -> Tensor:
-    """Return how many scales, as `noted`, are zero, no powers of two, and each power of two: float64."""
+    """Return how many scales are zero, no power of two, and each power of two: float64 counts.
+
+    `scales`: as `noted` returns them.
+    """
     fraction, exponent = torch.frexp(scales.flatten().float())
     places = torch.where(fraction == 0.5, exponent.long() - 1 + FIRST, OTHERS)
     return torch.bincount(places.where(scales.flatten() != 0, ZEROS), minlength=2 * FIRST).double().cpu()
 
 
 class ExpertScales:
-    """Counts the scales of a rank's experts, actual and expected."""
+    """Counts the float8 scales of one rank's experts, actual and expected."""
 
     def __init__(self, runtime: Runtime) -> None:
         """All ranks call it, in one order: it may make communication groups."""
@@ -45,14 +48,17 @@ class ExpertScales:
         return list(sum_over(self.group, torch.stack([counts_of(one) for one in scales])))
 
     def microbatches(self, microbatch: int) -> list[int]:
-        """Return the numbers of all micro-batches whose tokens experts get together with `microbatch`."""
+        """Return the indices of the micro-batches whose tokens reach experts together with `microbatch`."""
         if not self.plan.divides_experts:
             return [microbatch]
         each = self.plan.microbatches
         return [rank * each + microbatch % each for rank in range(self.plan.dp)]
 
     def counts(self, tables: list[Tensor]) -> Tensor:
-        """Return the counts of recorded scales `[T, E]`, -1 where a token does not go to the expert."""
+        """Return the counts of the recorded scales of this rank's experts, summed over `tables` `[T, E]`.
+
+        T tokens, E experts; -1 where a token does not go to the expert.
+        """
         own = [table[:, slice(part.start, part.stop)] for table in tables for part in (self._own(table),)]
         return counts_of(torch.cat([one[one >= 0] for one in own]))
 

@@ -32,7 +32,7 @@ class ActivationParts:
         self.cp = self.blueprint.plan.cp
 
     def box(self, key: RecordKey, shape: Sequence[int]) -> ComparedBox | None:
-        """Return this rank's part of an output or gradient that is recorded in `shape`; None: all of it."""
+        """Return which part of a recorded output or gradient of `shape` this rank holds; None: all of it."""
         dim, cuts = self.tp_dim(key), self.cp > 1 and len(shape) > 1
         if dim is None and not cuts:
             return None
@@ -48,7 +48,7 @@ class ActivationParts:
         return ComparedBox(tuple(shape), of)
 
     def of_tokens(self, shape: Sequence[int], count: int) -> ComparedBox:
-        """Return the part of a tensor `[rows, length, n]` at this rank's `count` tokens, as `[count, n]`.
+        """Return which part of a tensor `[rows, length, n]` is at this rank's tokens, taken as `[count, n]`.
 
         Its positions, or its part of them along `tp`.
         """

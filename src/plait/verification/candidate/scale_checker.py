@@ -52,7 +52,7 @@ IN_WORDS: dict[Operand, str] = {
 
 @dataclass(frozen=True)
 class CastOperand:
-    """An operand that a linear, or one matrix of experts, has cast."""
+    """An operand that a linear, or one matrix of experts, has cast to float8, with its scales."""
 
     path: str
     """Of the linear, or the parameter of the experts, in the model."""
@@ -78,13 +78,13 @@ class CastOperand:
 
     @property
     def depends_on_nothing_else(self) -> bool:
-        """Whether the operand is what experts are given, or their weight: nothing in the layer changes it."""
+        """Whether the operand is the experts' input or weight, whose scale depends on no other cast."""
         is_given = self.operand == "input" and self.path.endswith("gate_up_proj")
         return self.of_experts and (is_given or self.operand not in OF_TOKENS)
 
     @property
     def is_counted(self) -> bool:
-        """Whether the operand is rows of experts."""
+        """Whether the operand is rows of tokens at experts, whose scales are compared by their counts."""
         return self.of_experts and self.operand in OF_TOKENS
 
 
@@ -102,7 +102,10 @@ class ScaleChecker:
         self._noting: list[LinearCasts | MatrixCasts] = []
 
     def begin_step(self) -> None:
-        """Start to record the scales of all operands that linears cast."""
+        """Start to record the scales of all operands that linears and experts cast to float8.
+
+        Those of experts not in mode native.
+        """
         for stage in self.runtime.pipeline.stages.values() if self.formats else ():
             for layer in stage.layers:
                 for name, module in layer.module.named_modules():
@@ -118,7 +121,7 @@ class ScaleChecker:
                             self._noting.append(one)
 
     def end_step(self) -> None:
-        """Stop recording scales."""
+        """Stop recording the scales of operands in float8."""
         while self._noting:
             self._noting.pop().note = None
 
@@ -161,7 +164,7 @@ class ScaleChecker:
         return (self.formats_of_experts if cast.of_experts else self.formats)[cast.operand]
 
     def compare(self, layer: int, scope: RecordScope, *, is_forward: bool) -> None:
-        """Compare the casts of `layer`, which has just run, for a micro-batch; not in mode native.
+        """Compare the float8 scales of a layer that has just run on a micro-batch; not in mode native.
 
         There a difference in the last bit of 16 may double the next scale that is a power of two.
         """
@@ -317,7 +320,10 @@ class ScaleChecker:
 
 
 def scales_of_experts(weight: Tensor, how: EightBits) -> Tensor:
-    """Return the scales of experts' weights `[experts, out, in]`, from the values in this tensor alone."""
+    """Return the scales of experts' weights `[experts, out, in]` in float8, from this tensor's values alone.
+
+    What a number of 1 stands for: the reciprocals of `scales_of`.
+    """
     if not len(weight):
         return weight.new_zeros(0)
     each = [scales_of(one.T, how, 0) for one in weight.unbind()]

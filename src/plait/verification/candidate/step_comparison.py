@@ -74,7 +74,7 @@ class StepComparison:
         inherited: float = 0.0,
         recorded_in: RecordScope | None = None,
     ) -> bool:
-        """Compare a tensor (or shard) with the recorded one, which may replace it; return whether equal.
+        """Compare a tensor (or shard) with the recorded one, which may overwrite it; return whether equal.
 
         `inherited`: the tolerance of the tensors from which it was computed, added to its own. `recorded_in`:
         the scope in the recording, by default the whole `step`.

@@ -133,7 +133,7 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield gradients expected once deferred weight gradients (W) are computed; mark them as done."""
+        """Yield gradients that await a weight backward `W`, as expected after `W`; mark them as done."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])
@@ -145,7 +145,7 @@ class GradientTracker:
             self.settled.pop(gradient, None)
 
     def accept(self, gradient: GradientKey, *, exactly: bool = False) -> None:
-        """From now on expect the gradient as it is, `exactly` or within the tolerance so far."""
+        """Take the gradient as it is for the expected one, `exactly` or within the tolerance so far."""
         tracked = self._tracked(gradient, [])
         tolerance = Tolerance(tracked.tolerance.size, 0.0) if exactly else tracked.tolerance
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
@@ -253,7 +253,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare gradients (None: all) as they are when each backward that ran `I` has run `W`."""
+        """Compare gradients (None: all) that await a weight backward `W`, as expected after `W`."""
         keys = self.tracker.gradients if keys is None else keys
         for key, use, tracked in list(self.tracker.open_gradients(keys)):
             self._compare(key, use, tracked)

@@ -103,7 +103,7 @@ def masked_attention(
     keep: Callable[[Tensor], Tensor] | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return attention to the keys in `mask`, a separate function so that modes of torch can replace it."""
+    """Return attention to the keys that `mask` allows; torch function modes can replace this function."""
     if has_torch_function_variadic(query, key, value):
         arguments = query, key, value, mask, scale, softcap, keep, sinks
         replaced: Tensor = handle_torch_function(masked_attention, (query, key, value), *arguments)
@@ -145,7 +145,7 @@ def positions_in(ids: Tensor) -> Tensor:
 
 
 class GivenKeys(NamedTuple):
-    """The arguments of `share_keys`, kept by its plain definition until `attend` is called."""
+    """Keys, values and mask options of an attention, kept from `share_keys` until `attend` gives queries."""
 
     key: Tensor
     value: Tensor
@@ -155,7 +155,10 @@ class GivenKeys(NamedTuple):
 
 
 class Definitions:
-    """plait's functions by their plain definitions, which a reference run calls in their place."""
+    """Plain definitions of plait's attention and positions, which a reference run calls in their place.
+
+    Also keeps what these and layers' plain forwards record: windows, routers' calls, scales in float8.
+    """
 
     def __init__(self, *, keeps_near: bool = False) -> None:
         """`keeps_near`: take plait's results where rounding explains their distance from the definition's."""
@@ -191,7 +194,7 @@ class Definitions:
 
     @property
     def is_mistaken(self) -> bool:
-        """Whether a run makes a known mistake."""
+        """Whether attention is computed with a known mistake, as within `mistaken`."""
         return bool(self._mistake)
 
     @contextmanager

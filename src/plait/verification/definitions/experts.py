@@ -19,7 +19,7 @@ from plait.verification.definitions.attention_and_dropout import Definitions, Fo
 
 
 def scores_of(routing: Routing, logits: Tensor) -> Tensor:
-    """Return the scores `[T, E]` of the experts, by which weights are computed."""
+    """Return each token's scores of experts, `[T, E]`: softmax or sigmoid of the logits, or the logits."""
     if routing.scores == "softmax":
         return logits.softmax(-1)
     return logits.sigmoid() if routing.scores == "sigmoid" else logits
@@ -28,10 +28,11 @@ def scores_of(routing: Routing, logits: Tensor) -> Tensor:
 def experts_of_largest(
     routing: Routing, scores: Tensor, correction: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` experts of each token, int64 `[T, count]`, and the margins of the choice, `[T]`.
+    """Return each token's `count` experts of largest scores, `[T, count]`, and the choice's margins, `[T]`.
 
-    The largest scores plus corrections, in order; of equal ones the lowest number. With groups, among the
-    experts of the groups whose two largest add up to most.
+    int64, by scores plus corrections, in order; of equal ones the lowest number. With groups, among the
+    experts of the groups whose two largest add up to most. Margin: how far the least score that is chosen
+    exceeds the next; infinite if all are chosen.
     """
     if correction is not None:
         scores = scores + correction
@@ -79,7 +80,7 @@ def _router(book: Definitions, layer: Router, hidden: Tensor) -> tuple[Tensor, T
 
 
 def weights_over_their_sum(weights: Tensor) -> Tensor:
-    """Return each token's weights, `[T, k]`, divided by their sum; modes of torch can replace this."""
+    """Return each token's weights, `[T, k]`, divided by their sum; torch function modes can replace this."""
     if has_torch_function_variadic(weights):
         replaced: Tensor = handle_torch_function(weights_over_their_sum, (weights,), weights)
         return replaced

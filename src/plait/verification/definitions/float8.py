@@ -72,7 +72,7 @@ RECIPES: Mapping[str, Products] = {
 
 
 def operands_of(recipe: str) -> dict[str, EightBits | None]:
-    """Return how each operand of the three products is cast, by its name."""
+    """Return a recipe's format of each operand of a linear's three products, by name; None: not cast."""
     output, input_gradient, weight_gradient = RECIPES[recipe]
     return {
         "input": output.left,
@@ -94,7 +94,7 @@ class Quantised(NamedTuple):
 
 
 def scale_for(largest: Tensor, how: EightBits) -> Tensor:
-    """Return the scales, float32, for operands whose largest elements are `largest`.
+    """Return the float32 factors by which operands of these `largest` elements are multiplied to be cast.
 
     A separate function so that modes of torch can replace it.
     """
@@ -107,7 +107,10 @@ def scale_for(largest: Tensor, how: EightBits) -> Tensor:
 
 
 def scales_of(matrix: Tensor, how: EightBits, dim: int) -> Tensor:
-    """Return the scales of a matrix, `[1, 1]`, or one for each vector along `dim`, which has the size 1."""
+    """Return the factors by which a matrix is multiplied to be cast: `[1, 1]`, or one per vector along `dim`.
+
+    `dim` then has the size 1.
+    """
     sizes = matrix.detach().abs()
     dims = (dim,) if how.by_line else (0, 1)
     largest = (sizes.amax if sizes.numel() else sizes.sum)(dims, keepdim=True)  # sums of nothing are zeros
@@ -115,7 +118,10 @@ def scales_of(matrix: Tensor, how: EightBits, dim: int) -> Tensor:
 
 
 def quantised(matrix: Tensor, how: EightBits, dim: int) -> Quantised:
-    """Return a matrix in 8 bits; `dim`: the dim that the product sums over, along which scales are shared."""
+    """Return a matrix cast to float8, with its scales.
+
+    `dim`: the one that the product sums over, along which scales are shared.
+    """
     scale = scales_of(matrix, how, dim)
     limit = torch.finfo(how.dtype).max
     scaled = matrix.to(torch.promote_types(matrix.dtype, torch.float32)) * scale
@@ -133,9 +139,9 @@ def product(
     note: NoteUnit = ignore,
     names: tuple[str, str] = ("left", "right"),
 ) -> Tensor:
-    """Return `left @ right` of operands cast as `how` says, in their dtype; sums are exact.
+    """Return `left @ right` of operands cast to float8 as `how` says, in their dtype; uncast if one is None.
 
-    `note` is given the units of both operands, under their `names`.
+    Sums of products in float8 are exact. `note` is given the units of both operands, under their `names`.
     """
     if how.left is None or how.right is None:
         return left @ right
@@ -164,7 +170,7 @@ class Computation:
         return self._product(gradient, weight, RECIPES[self.recipe].input_gradient, names)
 
     def weight_gradient(self, gradient: Tensor, input: Tensor) -> Tensor:
-        """Return the weight gradient Gᵀ X computed in float8, or in 16 bits if the recipe says so."""
+        """Return the weight gradient Gᵀ X computed in float8, or without casts if the recipe says so."""
         names = "gradient_for_weight", "input_for_weight"
         return self._product(gradient.T, input, RECIPES[self.recipe].weight_gradient, names)
 
@@ -191,7 +197,7 @@ class _QuantisedLinear(torch.autograd.Function):
 
 
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, computation: Computation) -> Tensor:
-    """Return `input @ weight.T + bias`, by the recipe of `computation` also in the backward."""
+    """Return `input @ weight.T + bias` in float8 by the recipe of `computation`, also in the backward."""
     rows = input.reshape(-1, input.shape[-1])
     result: Tensor = _QuantisedLinear.apply(rows, weight, computation)  # type: ignore[no-untyped-call]
     result = result.view(*input.shape[:-1], len(weight))

@@ -56,7 +56,7 @@ def _fits(experts: Experts, modules: dict[str, Any]) -> bool:
 def quantise_experts(
     book: Definitions, layers: Sequence[NamedLayer], paths: Sequence[str], casting: Casting = nullcontext
 ) -> None:
-    """Make the experts of `layers` at `paths` multiply in float8, by definition.
+    """Replace the forwards of the experts of `layers` at `paths` by plain definitions in float8.
 
     `casting` returns the context in which operands are cast.
     """

@@ -36,9 +36,9 @@ def quantise_linears(
     recipe: str,
     casting: Casting = nullcontext,
 ) -> None:
-    """Make the linears of `layers` at `paths` compute by a recipe of `Plan.linears`, by definition.
+    """Replace the forwards of the linears of `layers` at `paths` by plain definitions in float8.
 
-    `casting` returns the context in which operands are cast.
+    `recipe`: by its name in `Plan.linears`. `casting` returns the context in which operands are cast.
     """
     modules = modules_of(layers)
     for path in paths:

@@ -15,7 +15,7 @@ LEAST = 2 * SMALLEST / torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass
 class OperandScales:
-    """Collects the scales of a micro-batch, as `noted`, by linear and operand."""
+    """Collects the scales of float8 operands in a micro-batch, by path of the linear and operand."""
 
     found: dict[str, Tensor] = field(default_factory=dict)
     """By `path|operand`; of a linear that runs more than once empty, since nothing tells its runs apart."""
@@ -28,7 +28,7 @@ class OperandScales:
         self._tables.clear()
 
     def note(self, path: str, operand: str, unit: Tensor) -> None:
-        """Note the scale of an operand of the linear at `path`."""
+        """Record the scales of an operand of the linear at `path`; an empty tensor if it has run before."""
         name = f"{path}|{operand}"
         self.found[name] = noted(unit)[:0] if name in self.found else noted(unit)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Angles(NamedTuple):
-    """Cosines and sines, `[..., length, pairs]`."""
+    """Cosines and sines of rotary angles, `[..., length, pairs]`, one for each pair of features."""
 
     cosines: Tensor
     sines: Tensor

@@ -39,7 +39,7 @@ def choices_of(routing: Routing, logits: Tensor, indices: Tensor) -> Tensor:
 
 
 def one_hot(indices: Tensor, experts: int) -> Tensor:
-    """Return how often each token chose each expert, float64 `[T, E]`."""
+    """Return how often each token chose each expert, float64 `[T, E]`; padding (-1) counts for expert 0."""
     return functional.one_hot(indices.clamp(min=0), experts).sum(1).double()
 
 
@@ -69,7 +69,7 @@ def summed_z_loss(logits: Tensor, is_counted: Tensor) -> Tensor:
 
 
 def correction_of(counts: Tensor, rate: float) -> Tensor:
-    """Return the summand of each expert's bias in a step, float64 `[E]`.
+    """Return what a step adds to each expert's bias, rate · sign(mean count - own count), float64 `[E]`.
 
     `counts [E]`: how many tokens of the whole step were sent to each expert.
     """

@@ -27,7 +27,7 @@ class RouterCall:
 
 @dataclass
 class RoutingCalls:
-    """Records the experts that routers choose in one run of a layer, or gives them others."""
+    """Records the experts that routers choose in one run of a layer, or makes them take given ones."""
 
     calls: list[RouterCall] = field(default_factory=list)
     given: Sequence[Tensor] = ()

@@ -67,7 +67,7 @@ def zero(symptoms: Symptoms) -> str | None:
 
 
 def factor(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensor, or a phase's summand of it, is wrong by a factor; else None."""
+    """Return a sentence if the tensor, or what the phase adds to it, is wrong by a factor; else None."""
     first, phase = symptoms.first, symptoms.phase
     if first.actual.shape != first.expected.shape:
         return None
@@ -208,7 +208,7 @@ def same_for_all(symptoms: Symptoms) -> str | None:
 
 
 def product_of(ratio: float) -> str:
-    """Return a factor as text, as a small fraction if possible, such as `3/2`."""
+    """Return a factor as text: as a small fraction if possible, such as `3/2`, or as `1 + 2.0e-03`."""
     if ratio != 1 and abs(ratio - 1) < NEAR_ONE:
         return f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.1e}"
     for bottom in (1, 2, 3, 4, 6, 8):

@@ -130,7 +130,10 @@ class InnerDifference:
 def first_inner_difference(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> InnerDifference | None:
-    """Return which module's input or output differs first inside a layer; None if none was compared."""
+    """Return the first difference inside a layer: at a module, or after all of them; None if unknown.
+
+    After all of them if no sketch differs; unknown if besides no module's output could be compared.
+    """
     equal: list[str] = []
     for order, name in enumerate(expected):
         if name not in found:

@@ -47,6 +47,9 @@ def _by_position(tensor: Tensor, given: Value) -> Tensor:
 
 
 def experts_in(parts: Sequence[Mapping[RecordKey, Tensor]], number: int) -> list[Tensor]:
-    """Return the experts in layer `number` of all `parts` of a batch, one tensor `[T, k]` a call."""
+    """Return the recorded experts, `[T, k]`, of each router call in layer `number` over all `parts`.
+
+    `parts`: the records of the micro-batches of a batch.
+    """
     keys = [key for key in parts[0] if key[:2] == (ROUTING, number)] if parts else []
     return [torch.cat([part[key].flatten(0, -2) for part in parts]) for key in keys]

@@ -33,7 +33,7 @@ SAME = 64.0
 
 @contextmanager
 def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value], Value]) -> Iterator[None]:
-    """Context: apply `replace` (None: nothing) to the input of the module `name` of a layer."""
+    """Context: apply `replace` to the input of a layer's module `name`; for None do nothing."""
     if name is None:
         yield
         return
@@ -138,10 +138,11 @@ def build_layers(
     *,
     always_copy: bool,
 ) -> BuiltLayers:
-    """Return a reference run's layers: parameters, their copies by dtype, modules, and leaf tensors.
+    """Return a reference run's parameters, their copies in compute dtype, its layers, and leaf tensors.
 
-    Aliases are a layer's own leaf tensors for its parameters, with gradients of their own. Layers use
-    the parameters' own memory where that has their compute dtype, unless `always_copy`.
+    Copies are by name, leaf tensors (aliases) by layer and name. Aliases are a layer's own leaf tensors for
+    its parameters, with gradients of their own. Layers use the parameters' own memory where that has their
+    compute dtype, unless `always_copy`.
     """
     names = {id(parameter): name for name, parameter in sequence.parameters.items()}
     parameters: dict[str, nn.Parameter] = {}

@@ -173,7 +173,7 @@ class ReferenceRun:
             quantise_experts(self.definitions, self.layers, of_experts, self.casts.unnoted)
 
     def epsilon(self, key: RecordKey) -> float:
-        """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
+        """Return the machine epsilon for a loss, routing margin, `final` gradient or norm; else 0."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == MARGIN and self.formats.compute is not None:

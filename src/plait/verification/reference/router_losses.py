@@ -61,7 +61,10 @@ class RouterLosses:
             self._choices[path] = one_hot(call.indices, self._experts(path))[counted].sum(0).long()
 
     def losses(self, calls: Sequence[RouterCall], ids: Tensor | None, rows: int) -> list[Tensor]:
-        """Return a micro-batch's share of the losses of each call, times their weights, 0-d each."""
+        """Return a micro-batch's share of each router call's weighted losses; 0-d.
+
+        Adds each loss without its weight to those that `records` returns.
+        """
         if not self.settings.has_losses:
             return []
         shares = []

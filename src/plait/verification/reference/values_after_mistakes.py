@@ -188,7 +188,7 @@ def summed(output: Tensor) -> Tensor:
 def fitting_mistakes(
     actual: Tensor, allowed: float, sums: Sequence[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sentence of each mistake whose recorded sums `actual` has, with `actual`.
+    """Yield the sentence on each mistake whose recorded sums equal those of `actual`, and `actual` itself.
 
     `allowed`: the largest difference of an element that rounding explains.
     """

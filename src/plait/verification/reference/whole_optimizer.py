@@ -45,7 +45,7 @@ def whole_optimizer(
     sequence: LayerSequence,
     rules: Rules | None,
 ) -> Optimizer:
-    """Return an optimizer of whole parameters that equals the plan's optimizer, which `make` makes."""
+    """Return an optimizer of whole parameters whose updates are those of the plan's, which `make` makes."""
     if class_of(make) is Owned:
         kind, settings = of_owners(make)
         return kind(list(groups), **settings)
