@@ -53,35 +53,39 @@ WITH_DISTRIBUTED = {"ranks", "checkpoint", "tensor/parallel/torch_parallelize_pl
 """Rooms and files that import torch.distributed."""
 PRIVATE_USES = {
     (
-        "tensor/autograd/torch_calls.py",
+        "tensor/autograd/private_torch_functions.py",
         "run_backward",
         "_C",
     ): "whether a TorchFunctionMode is on: no public way to ask",
-    ("tensor/autograd/torch_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
+    ("tensor/autograd/private_torch_functions.py", "run_backward", "_len_torch_function_stack"): "likewise",
     (
-        "tensor/autograd/torch_calls.py",
+        "tensor/autograd/private_torch_functions.py",
         "run_backward_unseen",
         "_execution_engine",
     ): "a backward without checks in Python",
     (
-        "tensor/autograd/torch_calls.py",
+        "tensor/autograd/private_torch_functions.py",
         "apply_function",
         "_C",
     ): "whether functorch is on: no public way to ask",
-    ("tensor/autograd/torch_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
     (
-        "tensor/autograd/torch_calls.py",
+        "tensor/autograd/private_torch_functions.py",
+        "apply_function",
+        "_are_functorch_transforms_active",
+    ): "likewise",
+    (
+        "tensor/autograd/private_torch_functions.py",
         "",
         "_C",
     ): "whether a TorchDispatchMode is on: no public way to ask",
-    ("tensor/autograd/torch_calls.py", "", "_len_torch_dispatch_stack"): "likewise",
+    ("tensor/autograd/private_torch_functions.py", "", "_len_torch_dispatch_stack"): "likewise",
     (
-        "tensor/autograd/torch_calls.py",
+        "tensor/autograd/private_torch_functions.py",
         "reshaped_in_place",
         "_unsafe_view",
     ): "a result of another shape that is no view",
     (
-        "models/layers/stateful_layers.py",
+        "models/layers/stateful_layer_check.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "documented, private by its path",
@@ -91,7 +95,7 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "likewise",
     (
-        "models/float8_region_inputs.py",
+        "models/find_float8_only_inputs.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees what reads a tensor, also within autograd functions: likewise",
@@ -100,7 +104,11 @@ PRIVATE_USES = {
         "__torch_dispatch__",
         "_C",
     ): "an operation within another is no call that a TorchFunctionMode is to see: documented",
-    ("models/layers/stateful_layers.py", "_written", "_schema"): "what an operation writes: no public way",
+    (
+        "models/layers/stateful_layer_check.py",
+        "_written",
+        "_schema",
+    ): "what an operation writes: no public way",
     (
         "tensor/find_module_hooks.py",
         "has_load_hooks",
@@ -204,19 +212,19 @@ PRIVATE_USES = {
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
     (
-        "optimizers/owned.py",
+        "optimizers/owned_optimizer.py",
         "_require_unchanged",
         "_version",
     ): "whether a parameter was written to: documented, no public name",
-    ("optimizers/owned.py", "_copy_to_shards", "_version"): "likewise",
-    ("optimizers/owned.py", "read_parameters", "_version"): "likewise",
+    ("optimizers/owned_optimizer.py", "_copy_to_shards", "_version"): "likewise",
+    ("optimizers/owned_optimizer.py", "read_parameters", "_version"): "likewise",
     (
         "engine/cuda_graphs/host_reads.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation: documented, private by its path",
     (
-        "verification/reference/start_values.py",
+        "verification/reference/rounding_errors.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees the casts inside of layers and of their backward: documented, private by its path",
@@ -226,12 +234,12 @@ PRIVATE_USES = {
         "_version",
     ): "whether a result was written to: no public way",
     (
-        "tensor/autograd/torch_calls.py",
+        "tensor/autograd/private_torch_functions.py",
         "add_each",
         "_foreach_add_",
     ): "adds many tensors at once: no public way but an optimizer's",
-    ("tensor/autograd/torch_calls.py", "zero_each", "_foreach_zero_"): "likewise",
-    ("tensor/autograd/torch_calls.py", "multiply_each", "_foreach_mul_"): "likewise",
+    ("tensor/autograd/private_torch_functions.py", "zero_each", "_foreach_zero_"): "likewise",
+    ("tensor/autograd/private_torch_functions.py", "multiply_each", "_foreach_mul_"): "likewise",
     (
         "tensor/autograd/regathered_activations.py",
         "version_of",

@@ -27,7 +27,7 @@ from plait.app.cli.evaluate import parser as evaluate_parser
 from plait.app.cli.main import main
 from plait.app.cli.report import parser as report_parser
 from plait.app.cli.verify import parser as verify_parser
-from plait.app.config.config_parser import config_from_arguments, fields, takes
+from plait.app.config.config_parser import allowed_values_text, config_from_arguments, fields
 from plait.engine import Engine
 from plait.models.huggingface import FAMILIES
 from plait.plan.plan import Plan
@@ -312,7 +312,7 @@ def test_every_field_of_the_configuration_is_in_the_guide_with_its_default() -> 
     rows = []
     for name, field in fields().items():
         default = json.dumps(field["default"]).replace("null", "none")
-        rows.append(f"| `{name}` | {field['description']} | {takes(field)} | `{default}` |")
+        rows.append(f"| `{name}` | {field['description']} | {allowed_values_text(field)} | `{default}` |")
     missing = [row for row in rows if row not in guide]
     assert not missing, "docs/guides/configuration.md lacks\n" + "\n".join(missing)
     told = [line for line in guide if line.startswith("| `")]

@@ -16,7 +16,7 @@ from plait.models.layers.layer_sequence import sequence_of
 from plait.models.layers.shape_inference import infer
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import leaf_of
+from plait.tensor.nested_values import leaf_of
 
 SHAPE = (1, CONTEXT, HIDDEN)
 LAYERS = {"attention": slice(1, 2), "MLP": slice(2, 3), "a stage of 4 blocks": slice(1, 9)}

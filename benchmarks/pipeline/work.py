@@ -13,7 +13,7 @@ import plait
 from plait.models.initial_values import initial_value
 from plait.models.layers.layer_sequence import layer_costs, sequence_of
 from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT = 8, 512, 8, 8192, 256
 MICROBATCHES = 8

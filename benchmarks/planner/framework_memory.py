@@ -8,8 +8,8 @@ from itertools import chain
 
 from frameworks import Framework
 
+from plait.estimate.memory.decoder_layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.decoder_memories import ActivationMemories, RankActivations, StageMemory
-from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
 from plait.estimate.time.decoder_operations import MicrobatchShape, keys_read
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Recompute

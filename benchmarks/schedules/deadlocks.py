@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from itertools import groupby
 
 from plait.engine.blueprint import StepPrograms
-from plait.schedules.lowering.check_programs import own, stream_calls
+from plait.schedules.lowering.check_programs import channel_itself, stream_calls
 from plait.schedules.lowering.messages import Channel
 from plait.schedules.lowering.program import LoweringSpec, Program
 from plait.schedules.lowering.stream_replay import deadlock_of, first_uses
@@ -51,7 +51,7 @@ def cells(policy: str, ranks: int) -> Iterator[str]:
     for steps, communicator_of, connected in (
         (early, of_a_pair, neighbours),
         (early, of_a_group, set("FI")),
-        (early.posting_late(), own, set(channels)),
+        (early.posting_late(), channel_itself, set(channels)),
     ):
         for programs in (steps.train, steps.evaluate, steps.output_of_one):
             yield hangs(programs, communicator_of, connected)

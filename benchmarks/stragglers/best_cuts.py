@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 from math import comb
 
-from plait.app.loop.rebalancing import StepSimulation
+from plait.app.loop.fastest_work_division import StepSimulation
 from plait.app.loop.work_division import WorkDivision
 from plait.schedules.costs import peak_memory
 from plait.schedules.search.schedule_by_policy import schedule

@@ -22,7 +22,7 @@ from plait.engine.blueprint import assumed_costs
 from plait.engine.pipeline.stage import Stage
 from plait.loop import Callback, History, Stragglers, TrainingLoop
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.nested_values import tensors_of
 
 VOCAB, CONTEXT, BATCH, MICROBATCHES = 512, 64, 16, 8
 PLANS = {

@@ -15,7 +15,7 @@ from statistics import median, median_low
 import torch
 
 import plait
-from plait.app.loop.rebalancing import layer_costs_of, rank_costs
+from plait.app.loop.fastest_work_division import layer_costs_of, rank_costs
 from plait.app.loop.slow_ranks import NORMAL, SlowRanks
 from plait.app.loop.straggler_callback import ELAPSED_WINDOWS, OWN_WINDOWS
 from plait.plan.plan import Plan

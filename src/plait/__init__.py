@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from plait.estimate.time.hardware import Hardware
     from plait.models.lora import lora
     from plait.optimizers.muon import Muon
-    from plait.optimizers.owned import Owned
+    from plait.optimizers.owned_optimizer import Owned
     from plait.pictures.timelines.timeline import simulate
     from plait.plan.plan import Plan
     from plait.ranks.launch.launch import launch
@@ -72,7 +72,7 @@ _HOME = {
     "Mesh": "plait.ranks.mesh",
     "MixtureOfExperts": "plait.tensor.experts.mixture",
     "Muon": "plait.optimizers.muon",
-    "Owned": "plait.optimizers.owned",
+    "Owned": "plait.optimizers.owned_optimizer",
     "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
     "Snapshots": "plait.checkpoint.snapshots.snapshots",

@@ -2,7 +2,12 @@
 
 from plait.app.loop.builtin_callbacks import EarlyStop, History, Log, Progress, ReplicaChecks, WrongBits
 from plait.app.loop.checkpoint_callback import Checkpoints
-from plait.app.loop.fit import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from plait.app.loop.learning_rate_schedules import (
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
+)
 from plait.app.loop.loggers import Csv, JsonLines, MLflow, TensorBoard, WeightsAndBiases
 from plait.app.loop.parameter_rates import ParameterRate, freeze, parameter_groups
 from plait.app.loop.report_callback import Report

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import CrossEntropy, Loss
+from plait.tensor.nested_values import Value, map_tensors
 
 SEED = 11
 ROWS = 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.nested_values import tensors_of
 
 SETTLING = 0.003
 """Seconds."""

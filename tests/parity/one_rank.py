@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.file_system_calls import Disk
+from plait.checkpoint.full_tensors import FullTensors
 from plait.checkpoint.manifest import FILE, manifest_text
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.plan.layout import Flat, Layout

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from plait.tensor.layer_values import list_of_tensors
+from plait.tensor.nested_values import list_of_tensors
 
 
 class Repeated(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import CommunicationError, ModelError
-from plait.models.rotary import ResultCache
+from plait.models.result_cache import ResultCache
 
 
 def weave_with_seed(seeds: tuple[int, ...]) -> None:

@@ -18,8 +18,8 @@ from plait.engine.blueprint import build_blueprint
 from plait.errors import DataError, PlanError
 from plait.plan.plan import Plan
 from plait.rules import column, sequence, vocabulary
-from plait.tensor.layer_values import Microbatches
 from plait.tensor.losses import CrossEntropy
+from plait.tensor.microbatches import Microbatches
 
 
 def ignoring(case: Case, **loss) -> Case:

@@ -107,7 +107,7 @@ def test_micro_batches_of_different_lengths_under_cp_give_the_loss_of_one_rank(t
         lengths = (8, 3)
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randint(37, (2, length), generator=generator) for length in lengths]
-        from plait.tensor.layer_values import Microbatches
+        from plait.tensor.microbatches import Microbatches
 
         return engine.forward_backward(Microbatches(tokens), Microbatches(tokens))
 

@@ -12,7 +12,7 @@ import plait
 from parity.contexts import mixing
 from plait.errors import CommunicationError, DataError, ModelError, PlanError
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import Microbatches
+from plait.tensor.microbatches import Microbatches
 
 HIDDEN = 24
 

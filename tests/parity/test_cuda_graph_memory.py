@@ -16,7 +16,7 @@ from parity.rows import name_of, plan_of
 from parity.test_cuda_graphs import FACTORS, allowed
 from plait.engine import Engine
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import list_of_tensors
+from plait.tensor.nested_values import list_of_tensors
 
 
 def sent_by(case: Case, plan: Plan) -> tuple[int, int]:

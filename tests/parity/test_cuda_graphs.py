@@ -38,7 +38,7 @@ from plait.engine.pipeline.loss_stage import OverwritingLossStage
 from plait.plan.plan import Plan
 from plait.schedules.search.schedule_by_policy import schedule
 from plait.tensor import losses
-from plait.tensor.layer_values import Microbatches
+from plait.tensor.microbatches import Microbatches
 from plait.tensor.torch_losses import as_loss
 
 CASE = gpt2(layers=2, tied=False)

@@ -23,7 +23,7 @@ from plait.app.train.run_checkpoints import run_checkpoints
 from plait.app.train.run_data import load_data
 from plait.app.train.trainer import Trainer
 from plait.ranks.launch.rank_pool import RankPool
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.nested_values import tensors_of
 
 pytestmark = pytest.mark.transformers
 

@@ -21,7 +21,7 @@ from parity.sequence_parts import of_length
 from plait.engine import Engine
 from plait.errors import ModelError
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import Microbatches
+from plait.tensor.microbatches import Microbatches
 
 TWO_CALLS = Recipe(steps=2, calls=2)
 

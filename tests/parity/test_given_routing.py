@@ -16,8 +16,8 @@ from parity.cases import GPT2_CONTEXT, sparse_llama
 from plait.errors import DataError
 from plait.plan.layout.layout import divide
 from plait.plan.plan import Plan
+from plait.tensor.experts.balance_experts import balance_experts
 from plait.tensor.experts.router_losses_of_step import ExpertLoad
-from plait.tensor.experts.routers import balance_experts
 from plait.tensor.experts.routing import balanced_indices
 
 CASE, ROWS, EXPERTS = sparse_llama(), 8, 5

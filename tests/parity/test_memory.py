@@ -20,12 +20,12 @@ from parity.live_bytes import LiveBytes
 from parity.pairs import in_quick
 from plait.engine.engine import Engine
 from plait.estimate.memory.memory_report import RankMemory
-from plait.estimate.memory.owner_memory import Moments
 from plait.estimate.memory.predict_memory import MemoryEstimator
-from plait.models.rotary import ResultCache, result_caches
+from plait.estimate.memory.whole_parameter_owners import Moments
+from plait.models.result_cache import ResultCache, result_caches
 from plait.plan.plan import Plan
 from plait.tensor.attention.key_exchange_plan import remembered_plan
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.nested_values import tensors_of
 
 ROWS, CONTEXT, VOCAB = 16, 64, 256
 TOLERANCE = 0.02

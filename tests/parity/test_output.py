@@ -20,7 +20,8 @@ from plait.errors import CommunicationError, DataError, PlaitError
 from plait.plan.layout import divide
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
-from plait.tensor.layer_values import Microbatches, Value, tensors_of
+from plait.tensor.microbatches import Microbatches
+from plait.tensor.nested_values import Value, tensors_of
 
 TIGHT = TOLERANCE[torch.float64]
 BY_NAME = {one.name: one for one in USER_CASES}

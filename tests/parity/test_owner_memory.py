@@ -14,7 +14,7 @@ from parity.pairs import covering_rows
 from parity.test_expert_memory import every_choice, sparse
 from parity.test_memory import CONTEXT, GPT2, LLAMA, VOCAB, count_in_a_rank, draw, foretold
 from parity.test_owned import Whitened
-from plait.estimate.memory.owner_memory import Moments
+from plait.estimate.memory.whole_parameter_owners import Moments
 from plait.plan.plan import Plan
 
 TOLERANCE = 0.01

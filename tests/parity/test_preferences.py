@@ -15,7 +15,7 @@ from plait.errors import ConfigError, DataError
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor import answer_log_probs, preference_batch
-from plait.tensor.layer_values import split
+from plait.tensor.microbatches import split
 
 VOCAB, LENGTH, PAIRS = 12, 40, 4
 BETA, SMOOTH = 0.3, 0.1

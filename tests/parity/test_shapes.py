@@ -26,7 +26,7 @@ from plait.errors import CommunicationError, DataError, PlaitError, PlanError
 from plait.plan.plan import Plan
 from plait.ranks.handle import Handle
 from plait.ranks.launch.rank_pool import RankPool
-from plait.tensor.layer_values import Microbatches
+from plait.tensor.microbatches import Microbatches
 
 TIGHT = TOLERANCE[torch.float64]
 STEPS: Sequence[Lengths] = (

@@ -9,7 +9,7 @@ from parity.cases import GPT2_CONTEXT, USER_CASES, gpt2
 from parity.norm import TOLERANCE, assert_close, assert_equal
 from parity.reference import materialise
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import map_tensors, tensors_of
+from plait.tensor.nested_values import map_tensors, tensors_of
 
 BY_NAME = {case.name: case for case in USER_CASES}
 TIGHT = TOLERANCE[torch.float64]

@@ -28,7 +28,7 @@ from plait.tensor.attention import key_exchange_plan, ring, ulysses
 from plait.tensor.attention.block_attention import block_backward, block_forward
 from plait.tensor.attention.key_exchange_plan import ExchangePlan, Mask, build_plan
 from plait.tensor.attention.ring import KeyExchange, Pair
-from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.nested_values import Value, map_tensors
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.step_location import StepPhase
 from zoo import cases

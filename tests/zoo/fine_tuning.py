@@ -21,7 +21,7 @@ from plait.models.lora import LoraLinear
 from plait.plan.plan import Plan
 from plait.rules import column
 from plait.tensor.dropout import Dropout, set_region_part
-from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.nested_values import Value, map_tensors
 from plait.tensor.parallel import apply_rules
 from plait.tensor.parallel import embedding_and_norm as norm
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence

@@ -18,7 +18,7 @@ from parity.cases import case, gpt2
 from parity.layers import CLASSES
 from plait.engine import blueprint, parallelize
 from plait.engine.blueprint import Blueprint
-from plait.models.float8_linears import LinearChoice
+from plait.models.choose_float8_linears import LinearChoice
 from plait.plan.rules import column, row, sequence
 from plait.proof import layer_runs_on_meta
 from plait.ranks.group import Group

@@ -26,8 +26,8 @@ from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
 from plait.ranks.collectives import all_gather
 from plait.schedules.action import Kind
-from plait.tensor import layer_values as values
-from plait.tensor.layer_values import map_tensors
+from plait.tensor import nested_values as values
+from plait.tensor.nested_values import map_tensors
 from plait.tensor.parallel import embedding_and_norm as embedding
 from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.linear import RowParallelLinear

@@ -15,7 +15,7 @@ from parity.recorded_steps import graphs_of, recording_engine
 from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.errors import PlanError
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import map_tensors
+from plait.tensor.nested_values import map_tensors
 from zoo.replaying import REPLAYING, SHARDED, TWO_STAGES, ReplayRow
 
 

@@ -11,15 +11,8 @@ from torch import nn
 
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.optimizer_set import OptimizerSet
-from plait.checkpoint.rank_contents import (
-    NOT_RESTORED,
-    NOT_SAVED,
-    Checkpointable,
-    layout_of_state,
-    parameter_key,
-    state_key,
-    state_keys,
-)
+from plait.checkpoint.optimizer_state import NOT_RESTORED, NOT_SAVED, layout_of_state
+from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
 from plait.plan.layout.layout import Layout
 from plait.plan.plan import Plan

@@ -42,11 +42,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.dcp_keys import DcpKeys, optimizer_of, parse_keys
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import atomic_folder
+from plait.checkpoint.full_tensors import FullTensors
 from plait.checkpoint.huggingface.tensor_names import inverse, renamed_manifest
 from plait.checkpoint.manifest import Manifest, TensorEntry, require_form
 from plait.checkpoint.rank_contents import parameter_key

@@ -36,10 +36,9 @@ from plait.checkpoint.optimizer_options import (
     restore_options,
 )
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
+from plait.checkpoint.optimizer_state import empty_state, layout_of_state
 from plait.checkpoint.rank_contents import (
     Checkpointable,
-    empty_state,
-    layout_of_state,
     parameter_key,
     require_engine,
     state_key,

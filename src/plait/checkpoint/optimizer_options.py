@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.compatibility import Sources
 from plait.checkpoint.optimizer_set import OptimizerSet
-from plait.checkpoint.rank_contents import NOT_RESTORED
+from plait.checkpoint.optimizer_state import NOT_RESTORED
 from plait.errors import CheckpointError
 
 Options = Literal["saved", "given"]
@@ -25,7 +25,7 @@ _CYCLED = ("momentum", "betas")
 """Options that schedulers with `max_momentum` change, too."""
 
 
-def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def options_set_by_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved options of a group that torch's learning-rate schedulers set, such as `lr`.
 
     Also `initial_lr`, `max_lr` and the like. Nothing where the group starts from another rate than when it
@@ -45,7 +45,7 @@ def restore_options(
 ) -> None:
     """Set the options of each parameter group, such as `lr`, to those saved for the group's parameters.
 
-    With `options` "given" only what `of_schedulers` has. `names`: this rank's parameters, by id.
+    With `options` "given" only what `options_set_by_schedulers` has. `names`: this rank's parameters, by id.
     `require_same_groups` has checked that all parameters of a group have the same saved ones.
     """
     for group, _, kept in _to_restore(optimizers, names, saved, options):
@@ -78,7 +78,7 @@ def _to_restore(
     for group in optimizers.param_groups:
         for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]} - {None}:
             of_group = saved["groups"][number]
-            kept = of_group if options == "saved" else of_schedulers(of_group, group)
+            kept = of_group if options == "saved" else options_set_by_schedulers(of_group, group)
             yield group, number, {key: value for key, value in kept.items() if key not in NOT_RESTORED}
 
 
@@ -116,7 +116,7 @@ def differences(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> dict[str,
         for now, sources in groups:
             for number in sources:
                 before = saved["groups"][int(number)]
-                for key in before.keys() - of_schedulers(before, now).keys() - NOT_RESTORED:
+                for key in before.keys() - options_set_by_schedulers(before, now).keys() - NOT_RESTORED:
                     if key in now and now[key] != before[key]:
                         found.setdefault(key, (now[key], before[key]))
     return dict(sorted(found.items()))

@@ -8,18 +8,13 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.compatibility import applicable_run_state, require_model
 from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import atomic_folder, write_manifest
+from plait.checkpoint.full_tensors import FullTensors
 from plait.checkpoint.manifest import Manifest, TensorEntry
-from plait.checkpoint.rank_contents import (
-    WriterAssignment,
-    layout_of_state,
-    parameter_key,
-    state_key,
-    state_keys,
-)
+from plait.checkpoint.optimizer_state import layout_of_state
+from plait.checkpoint.rank_contents import WriterAssignment, parameter_key, state_key, state_keys
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
 from plait.plan.axes import sizes_of_plan

@@ -29,7 +29,7 @@ from plait.checkpoint.folders import (
     write_manifest,
 )
 from plait.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from plait.checkpoint.rank_contents import merge_optimizers
+from plait.checkpoint.optimizer_state import merge_optimizers
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.errors import CheckpointError
 from plait.files import adapter_of

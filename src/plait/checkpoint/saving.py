@@ -21,10 +21,10 @@ from plait.checkpoint.file_system_calls import Disk
 from plait.checkpoint.folders import restore_name, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
+from plait.checkpoint.optimizer_state import describe
 from plait.checkpoint.rank_contents import (
     Checkpointable,
     RankShard,
-    describe,
     rank_contents,
     require_engine,
     written_by,

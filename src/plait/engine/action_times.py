@@ -24,7 +24,7 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 class ActionSeconds(NamedTuple):
-    """The seconds that a rank computed in one step, by stage and kind of action, without waits."""
+    """Seconds that a rank computed in one step, by stage and kind of action, without communication waits."""
 
     own: list[float]
     """Of each of `ActionTimes.keys`, then of the optimizer; also without waits for a core of the host."""
@@ -59,11 +59,11 @@ class StreamClock:
         self._device = device
 
     def stamp(self) -> StreamEvent:
-        """Record an event after all work that was submitted to the stream so far."""
+        """Record a timed event after all work submitted to the GPU's stream so far, and return it."""
         return StreamEvent(self._device, timed=True)
 
     def seconds(self, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
-        """Return the seconds between two finished events twice: GPU streams do not wait for a core."""
+        """Return the seconds between two finished events, twice, since a GPU stream waits for no CPU core."""
         seconds = end.milliseconds_since(start) / 1e3
         return seconds, seconds
 
@@ -103,7 +103,7 @@ class ActionTimes:
         self._notes: list[_Note] = []
 
     def bind(self, segments: Sequence[Segment], runs: Sequence[RunCalls]) -> Sequence[RunCalls]:
-        """Return functions that run segments as `runs` do, and measure those that compute actions."""
+        """Return functions that run segments as `runs` do, and time those that compute actions."""
         return [
             run if segment.computes is None else self._measured(run, segment.computes[:2])
             for segment, run in zip(segments, runs, strict=True)
@@ -121,7 +121,7 @@ class ActionTimes:
         return measured
 
     def measure_optimizer(self, step: Callable[[], object]) -> None:
-        """Call `step`, which runs the optimizer, and measure it."""
+        """Call `step`, which runs the optimizer's update, and record how long it computes."""
         self._measure(len(self.keys), step)
 
     def _measure(self, number: int, call: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from plait.engine.fingerprint import structure_of
 from plait.engine.sharding.unit import Owners
 from plait.errors import PlanError, ScheduleError
-from plait.models.float8_linears import NO_LINEARS, LinearChoice, choose_linears, require_multipliable
+from plait.models.choose_float8_linears import NO_LINEARS, LinearChoice, choose_linears, require_multipliable
 from plait.models.layers.layer_sequence import (
     LayerSequence,
     aliases_of,
@@ -42,10 +42,10 @@ from plait.schedules.named_schedules import forward_only
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import LayerCosts, StageCut, schedule_and_cut
 from plait.tensor.chunked_cross_entropy import output_linear_name
+from plait.tensor.dtypes import DTYPES, named_dtype
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import ExpertRanks
 from plait.tensor.float8.recipes import RECIPES
-from plait.tensor.layer_values import DTYPES, named_dtype
 from plait.tensor.parallel.apply_float8 import Float8Layers
 from plait.tensor.parallel.apply_rules import layouts_of, match_modules
 from plait.tensor.parallel.tensor_parallelism import (
@@ -111,7 +111,7 @@ class StepPrograms:
 
 
 class KnownParts:
-    """Parts that blueprints of one model under many plans share, computed once; the model must not change."""
+    """Cache of what blueprints of one model under many plans have in common; the model must not change."""
 
     def __init__(self) -> None:
         self._parts: dict[Hashable, Any] = {}
@@ -174,7 +174,7 @@ class Blueprint:
 
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
-        """What `lower` needs besides the schedule: layers per stage, units per layer, timing, overlap."""
+        """What lowering the schedule to instructions needs: layers per stage, units per layer, overlap."""
         counts = enumerate(self.layers_per_stage)
         places = [LayerIndex(stage, layer) for stage, count in counts for layer in range(count)]
         return LoweringSpec(
@@ -241,7 +241,7 @@ class Blueprint:
 
     @cached_property
     def norm_axis(self) -> str:
-        """The axis over which the gradient norm is summed: all ranks, or the ranks of one model replica."""
+        """The ranks that sum the gradient norm: "world" for all, "model" for those of one model replica."""
         sharded = any(kind.trains and kind.sharded for kind in self.kinds.values())
         return "world" if sharded or self.plan.divides_experts else "model"
 
@@ -310,7 +310,7 @@ class Blueprint:
 
     @property
     def keeps_experts_in_float8(self) -> bool:
-        """Whether a rank casts the matrices of experts once a step, for several micro-batches.
+        """Whether experts' matrices are cast to float8 once a step, for several micro-batches.
 
         Not where their memory is freed after each use: their casts would take half of it.
         """
@@ -319,10 +319,7 @@ class Blueprint:
         return kept and self.plan.microbatches > 1
 
     def recomputing(self, recompute: Recompute | tuple[Recompute, ...]) -> Blueprint:
-        """Return the blueprint of the same model and plan with another recomputation.
-
-        Nothing else in a blueprint depends on that.
-        """
+        """Return this blueprint with another `Plan.recompute`, on which nothing else in it depends."""
         plan = replace(self.plan, recompute=recompute)
         return replace(self, plan=plan, recompute=recompute_per_layer(plan, len(self.sequence.layers)))
 
@@ -449,7 +446,10 @@ def structures_of(sequence: LayerSequence) -> tuple[Hashable, ...]:
 def float8_linears(
     sequence: LayerSequence, rules: Rules | None, plan: Plan, layouts: Mapping[str, Layout]
 ) -> LinearChoice:
-    """Return which linears multiply in float8, and why others do not. PlanError for shapes, and for mxfp8."""
+    """Return which linears multiply in float8, and why others do not. Raises PlanError if the plan cannot.
+
+    It cannot for shapes that float8 products do not take, for mxfp8, and for a model in fp16.
+    """
     if plan.linears is None:
         return NO_LINEARS
     if plan.linears == "mxfp8":
@@ -471,14 +471,17 @@ def float8_linears(
 
 
 def weights_cast_once(linears: LinearChoice, plan: Plan) -> frozenset[str]:
-    """Return the names of the weights that all products take with one cast: a scale for the matrix."""
+    """Return the names of the weights that are cast to float8 with one scale for the whole matrix."""
     if plan.linears is None or not RECIPES[plan.linears].casts_weight_once:
         return frozenset()
     return frozenset(join(path, "weight") for path in linears.chosen)
 
 
 def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:
-    """Return assumed costs; forward and backward of `output_linear` count as input gradient (`I`)."""
+    """Return each layer's relative costs as assumed without measurements, in thirds for `F`, `I` and `W`.
+
+    Forward and backward of `output_linear` count as input gradient (`I`).
+    """
     costs = LayerCosts.evenly(layer_costs(sequence.layers))
     if output_linear is None:
         return costs

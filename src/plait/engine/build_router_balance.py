@@ -9,12 +9,12 @@ from plait.ranks.mesh import Mesh
 from plait.schedules.action import Kind
 from plait.schedules.schedule import Schedule
 from plait.tensor.experts.balance import Balance
+from plait.tensor.experts.router import routers_of
 from plait.tensor.experts.router_losses_of_step import RouterPlace, StepBalance
-from plait.tensor.experts.routers import routers_of
 
 
 def build_step_balance(blueprint: Blueprint, mesh: Mesh) -> StepBalance | None:
-    """Return the `StepBalance` for this rank's routers; None for a model without routers.
+    """Return the `StepBalance`: this rank's router losses and expert loads; None for a model without routers.
 
     Raises ModelError for routers with unlike settings, and PlanError for settings that the schedule does not
     allow. Communication: a group, the first time, over which counts are summed.
@@ -66,7 +66,7 @@ def _axes(balance: Balance, *, in_parts: bool) -> tuple[str, ...]:
 
 
 def require_counts(balance: Balance, schedule: Schedule) -> None:
-    """Raise PlanError if a backward would need token counts that its rank does not have by then."""
+    """Raise PlanError if the backward of a balance loss needs token counts before its rank has them."""
     if not balance.weight:
         return
     if balance.coupled and balance.counts == "document" and schedule.ranks > 1:

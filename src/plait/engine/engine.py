@@ -38,7 +38,7 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.search.schedule_by_policy import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
 from plait.tensor.experts.router_losses_of_step import ExpertLoad
-from plait.tensor.layer_values import Value
+from plait.tensor.nested_values import Value
 from plait.tensor.sampling import TokenChoice
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Engine:
         return self.runtime.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield this rank's parameters."""
+        """Yield this rank's parameters, those that its optimizer updates."""
         for _, parameter in self.named_parameters():
             yield parameter
 
@@ -352,12 +352,12 @@ class Engine:
         return self._runner.microbatch_losses()
 
     def loss_weight(self) -> Tensor:
-        """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
+        """Return the weight of the last global batch's loss, 0-d: for cross-entropy its counted targets."""
         return self._runner.loss_weights()[1]
 
     @property
     def expert_load(self) -> ExpertLoad | None:
-        """Losses of routers, tokens of experts, rows that ranks sent in the last step; None without routers.
+        """Router losses, tokens per expert and rows sent by ranks in the last step; None without routers.
 
         Over the whole step and all ranks, equal on each.
         """

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from plait.models.layers.comparable_value_text import ValueTexts, attributes_of, digest_of
 from plait.models.layers.layer_sequence import LayerSequence, bits_of
-from plait.models.rotary import ResultCache
+from plait.models.result_cache import ResultCache
 from plait.package import VERSION
 from plait.plan.plan import Plan
 from plait.plan.rules import Rule, join
@@ -28,7 +28,8 @@ from plait.ranks.device import computation_settings
 from plait.ranks.transport.buffers import describe
 from plait.schedules.schedule import Schedule
 from plait.tensor.find_module_hooks import HOOKS
-from plait.tensor.layer_values import Microbatches, Value, tensors_of
+from plait.tensor.microbatches import Microbatches
+from plait.tensor.nested_values import Value, tensors_of
 
 _UNCOUNTED = frozenset(
     {
@@ -55,7 +56,7 @@ def fingerprint(
     loss: object,
     options: Mapping[str, object],
 ) -> str:
-    """Return the call of `parallelize` as text: environment, plan, options, loss, and the model's behaviour.
+    """Return a text that ranks compare: environment, plan, options, loss, and the model's code and settings.
 
     That is everything but the values of parameters and buffers: classes and their code, attributes, hooks,
     shapes, dtypes and what trains. `counts`: layers of each stage.

@@ -18,7 +18,8 @@ from plait.ranks.device import sent
 from plait.tensor.experts.router_losses_of_step import RouterPlace, StepBalance
 from plait.tensor.experts.routing import balanced_indices
 from plait.tensor.experts.token_documents import TokenDocuments
-from plait.tensor.layer_values import split, tensors_of
+from plait.tensor.microbatches import split
+from plait.tensor.nested_values import tensors_of
 
 
 @contextmanager

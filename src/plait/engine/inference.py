@@ -17,16 +17,8 @@ from plait.models.layers.shape_inference import TensorInfo
 from plait.plan.axes import DENSE_ONLY
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.tensor.autograd.paired_collectives import gather
-from plait.tensor.layer_values import (
-    Microbatches,
-    Value,
-    counted_microbatches,
-    map_tensors,
-    signatures,
-    split_one,
-    tensors_of,
-    with_tensors,
-)
+from plait.tensor.microbatches import Microbatches, counted_microbatches, split_one
+from plait.tensor.nested_values import Value, map_tensors, signatures, tensors_of, with_tensors
 from plait.tensor.sampling import TokenChoice, next_token, padded, require_prompt
 
 

@@ -15,7 +15,8 @@ from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan.plan import Plan
 from plait.ranks.collectives import all_gather
 from plait.tensor.attention.visible_keys import document_bounds
-from plait.tensor.layer_values import Microbatches, Value, map_tensors, signature, tensors_of
+from plait.tensor.microbatches import Microbatches
+from plait.tensor.nested_values import Value, map_tensors, signature, tensors_of
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence
 
 DOCUMENT_IDS = "document_ids"
@@ -24,7 +25,7 @@ DOCUMENT_IDS = "document_ids"
 
 @dataclass(frozen=True)
 class LocalInputs:
-    """The inputs of a rank's micro-batches: its positions only, without document ids."""
+    """A rank's inputs of each micro-batch, without document ids; under `cp` its positions only."""
 
     values: Sequence[Value]
     sequences: Sequence[LocalSequence | None]
@@ -159,7 +160,7 @@ def _at_positions(tensor: Tensor, layout: SequenceLayout, index: int, what: str)
 
 
 def joined(value: Value, sequence: LocalSequence | None) -> Value:
-    """Return whole sequences, given the parts (along dim 1) that `cp` ranks hold: inverse of `cut`.
+    """Return whole sequences, all-gathered over `cp` from the ranks' parts (along dim 1): inverse of `cut`.
 
     Communication: one all-gather of each tensor over `cp`, padded to the longest part.
     """

@@ -52,10 +52,11 @@ from plait.schedules.lowering.messages import channels_of
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
+from plait.tensor.dtypes import DTYPES, convert
 from plait.tensor.experts.router_losses_of_step import StepBalance
 from plait.tensor.float8.recipes import RECIPES
-from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
+from plait.tensor.named_layer import NamedLayer
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
 from plait.tensor.running_sequence import ContextParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss

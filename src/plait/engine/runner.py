@@ -49,21 +49,12 @@ from plait.ranks.mesh import Mesh
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, Segment
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator, names_of
+from plait.tensor.dtypes import DTYPES
 from plait.tensor.experts.router_losses_of_step import StepBalance
 from plait.tensor.experts.token_documents import TokenDocuments
-from plait.tensor.layer_values import (
-    DTYPES,
-    Microbatches,
-    Value,
-    counted_microbatches,
-    map_tensors,
-    signature,
-    signatures,
-    split_both,
-    tensors_of,
-    with_tensors,
-)
 from plait.tensor.losses import Loss
+from plait.tensor.microbatches import Microbatches, counted_microbatches, split_both
+from plait.tensor.nested_values import Value, map_tensors, signature, signatures, tensors_of, with_tensors
 from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence, running
 from plait.tensor.torch_losses import divisor
@@ -187,7 +178,7 @@ class Runner:
         return self.action_times
 
     def record_segments(self, recorder: GraphRecorder, **options: Any) -> None:
-        """Record the segments of later training steps; `options`: those of `SegmentGraphs`."""
+        """Record the segments of later training steps as graphs; `options`: those of `SegmentGraphs`."""
         runtime = self.runtime
         communicates = not self.plan.tp == self.plan.cp == self.plan.ep == self.plan.etp == 1
         never = "layers communicate over tp, cp, ep or etp" if communicates else ""
@@ -339,7 +330,7 @@ class Runner:
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
     def loss_weights(self) -> tuple[Tensor, Tensor]:
-        """Return the loss's weight of each micro-batch of the last step, and that of the global batch."""
+        """Return the weights of the last step's losses: of each micro-batch, and of the global batch."""
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         return self._weights

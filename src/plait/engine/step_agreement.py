@@ -30,7 +30,7 @@ from plait.ranks.transport.buffers import shown
 
 
 class StepAgreement:
-    """Records this rank's optimizers, their options and its calls, and compares them with other ranks'."""
+    """Records a rank's optimizers, options and calls, and raises an error if they differ between ranks."""
 
     def __init__(self, runtime: Runtime, scale: LossScale) -> None:
         """`scale`: the engine's loss scale."""
@@ -72,7 +72,7 @@ class StepAgreement:
         return False
 
     def compare_at(self, call: str, **options: object) -> None:
-        """Compare with the other ranks at the first, second, fourth, eighth … `call` of its kind.
+        """Compare what ranks have recorded at the first, second, fourth, eighth … `call` of its kind.
 
         `options`: those of the call. Communication: as `compare`. Raises CommunicationError.
         """

@@ -180,7 +180,7 @@ class RankZeroSource:
 
 
 class TensorSource(Protocol):
-    """Whole tensors by the first full names of parameters and buffers.
+    """Protocol of a source of whole tensors, by the first full name of each parameter and buffer.
 
     Every rank iterates over all names of the model in one order, and reads or skips each.
     """
@@ -192,7 +192,7 @@ class TensorSource(Protocol):
         """Take part in reading a tensor that this rank does not need."""
 
     def unit_built(self, name: str, unit: Unit | None) -> None:
-        """Take part in what follows the building of a unit; `unit` is None on ranks without it."""
+        """Move values into a unit just built, if they come late; `unit` is None on ranks without it."""
 
 
 def _match(

@@ -24,7 +24,8 @@ from plait.models.model_helpers import (
     head_count,
     require_length,
 )
-from plait.models.rotary import ResultCache, rotary_angles, rotate
+from plait.models.result_cache import ResultCache
+from plait.models.rotary import rotary_angles, rotate
 from plait.plan.decoder_sizes import ROPE_BASE, TOP_K, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, heads_of, share_keys

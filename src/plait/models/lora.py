@@ -44,7 +44,7 @@ from plait.plan.rules import Rule, Rules, join, match, piece, replicated
 from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.dropout import Dropout
 from plait.tensor.find_module_hooks import weight_utility
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 
 Model = TypeVar("Model", bound=nn.Module)
 Sizes = tuple[int, int]
@@ -238,7 +238,7 @@ def merged_values(model: nn.Module, values: Mapping[str, Tensor] | None = None) 
         for name in [name for name in merged if name.startswith(f"{path}.base.")]:
             merged[f"{path}.{name.rpartition('.')[2]}"] = merged.pop(name)
         weight = adapted_weight(path, one)
-        merged[weight] = added(merged[weight], down, up, one.scale, is_transposed(one))
+        merged[weight] = weight_with_adapter(merged[weight], down, up, one.scale, is_transposed(one))
     return merged
 
 
@@ -247,7 +247,7 @@ def is_transposed(one: LoraLinear | ExpertLora) -> bool:
     return one.transposed if isinstance(one, ExpertLora) else is_transposed_linear(one.base)
 
 
-def added(weight: Tensor, down: Tensor, up: Tensor, scale: float, transposed: bool) -> Tensor:
+def weight_with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float, transposed: bool) -> Tensor:
     """Return `weight + scale · up @ down` in the dtype of `weight`, `[…, in, out]` if `transposed`."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     product = up.to(wide) @ down.to(wide)

@@ -4,7 +4,7 @@ from typing import Any
 
 from plait.optimizers.hidden_matrices import listed_matrices
 from plait.optimizers.muon import Muon
-from plait.optimizers.owned import Owned
+from plait.optimizers.owned_optimizer import Owned
 from plait.package import submodule
 
 __all__ = ["Muon", "Owned", "listed_matrices"]

@@ -15,7 +15,7 @@ from plait.optimizers.matrix_parts import sent_dtype
 from plait.optimizers.newton_schulz import ITERATIONS
 from plait.plan.parameter_units import PRECISIONS, Dtype
 from plait.proof.optimizer_proof import communicating_class
-from plait.tensor.layer_values import named_dtype
+from plait.tensor.dtypes import named_dtype
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 """An optimizer's class, or a function of parameter groups that returns one; `plait.Muon` and `plait.Owned`,
@@ -37,7 +37,7 @@ def optimizer_for(engine: Engine, make: MakeOptimizer, groups: Sequence[dict[str
     return make(engine, list(groups)) if takes_engine(make) else make(list(groups))
 
 
-def of_owners(make: MakeOptimizer) -> tuple[type[Optimizer], dict[str, Any]]:
+def class_and_settings_of_owned(make: MakeOptimizer) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return the class and the settings in a `partial` of `plait.Owned`. Raises PlanError without a class."""
     if not (isinstance(make, partial) and make.args and isinstance(make.args[0], type)):
         raise PlanError(

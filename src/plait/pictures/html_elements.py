@@ -49,7 +49,7 @@ def document(
     )
 
 
-def filled(path: str, **values: str) -> str:
+def filled_template(path: str, **values: str) -> str:
     """Return a template file of `plait.pictures` as text, with the HTML `values` in place of its `$name`s."""
     return Template(page_file(path)).substitute(values)
 

@@ -57,7 +57,7 @@ COMBINED = {
 def sizes_of(
     *, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, replicate: int = 1, ep: int = 1, etp: int = 1
 ) -> dict[str, int]:
-    """Return the number of ranks along each axis, outermost first; those of experts if `ep` · `etp` > 1.
+    """Return the number of ranks along each axis, outermost first; with experts' axes if `ep` · `etp` > 1.
 
     Raises `MeshError` for invalid degrees.
     """
@@ -109,7 +109,7 @@ def world_size(sizes: Mapping[str, int]) -> int:
 
 
 def layout_degrees(sizes: Mapping[str, int], *, experts: bool = False) -> dict[str, int]:
-    """Return the axes of the layouts of a stage's tensors, with their degrees: a grid's axes but `pp`.
+    """Return the degree of each axis over which a stage's tensors are laid out: a grid's axes but `pp`.
 
     `experts`: those of the experts' grid, where `sizes` have it.
     """

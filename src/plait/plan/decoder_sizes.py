@@ -151,7 +151,7 @@ class Decoder:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer of the sequence, first layer first."""
+        """The kind of each layer of the sequence, such as "attention" or "mlp", first layer first."""
         return ("embedding", *(("attention", "mlp") * self.layers), "head")
 
     @property

@@ -128,7 +128,7 @@ class FlatSpec:
 
     @property
     def freed(self) -> bool:
-        """Whether its memory is freed between uses."""
+        """Whether the flat tensor's memory is freed between uses."""
         return not (self.kept or self.static)
 
     @property

@@ -135,7 +135,7 @@ class BufferKind:
 
     @cached_property
     def reduced_neighbours(self) -> int:
-        """Over how many neighbours along `tp` the gradient all-reduce sums too, if it does."""
+        """Number of neighbouring `tp` ranks over which the gradient's all-reduce sums too; 1: over none."""
         return 1 if "tp" in self.sharded_over else self.summands
 
 

@@ -265,12 +265,15 @@ class Plan:
         return self.tp > 1 and self.sequence_parallel != "none"
 
     def weights_at_once(self, *, sends: bool) -> bool:
-        """Return whether a stage's full backward computes both gradients layer by layer."""
+        """Return whether a full backward computes both gradients of a layer before those of the next layer.
+
+        `sends`: whether another rank waits for the gradient of the stage's input.
+        """
         return weights_at_once(self.overlap, sends=sends)
 
     @property
     def sends_inputs_first(self) -> bool:
-        """Whether stages that send gradients compute all input gradients of a full backward first."""
+        """Whether a backward that sends gradients computes all input gradients before weight gradients."""
         return self.pp > 1 and not self.weights_at_once(sends=True)
 
     @property

@@ -108,7 +108,7 @@ class Rule:
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """Return a copy that cuts only between parts, such as heads; `parts`: names their number."""
+        """Return a copy that cuts only between parts (heads); `parts`: the attribute with their number."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, listed
-from plait.models.float8_linears import refuse_other_readers
-from plait.models.float8_region_inputs import read_by_float8_only
+from plait.models.choose_float8_linears import refuse_other_readers
+from plait.models.find_float8_only_inputs import read_by_float8_only
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
-from plait.models.layers.stateful_layers import refuse_carried_values
+from plait.models.layers.stateful_layer_check import refuse_carried_values
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import BufferKind
 from plait.plan.rules import join
@@ -26,7 +26,8 @@ from plait.tensor.chunked_cross_entropy import require_features, return_features
 from plait.tensor.dropout import names_of
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import ExpertRanks
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import running_sequence

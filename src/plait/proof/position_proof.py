@@ -1,7 +1,7 @@
 """Proof, before training, that a layer does not mix positions of a sequence, except in marked functions.
 
 With context parallelism a rank has some positions of each sequence, so that a layer may treat each position
-by itself only, or call a function marked by `plait.tensor.proof_marks`, such as attention. The proof
+by itself only, or call a function marked by `plait.tensor.position_marks`, such as attention. The proof
 runs the layer on the meta device and follows, from operation to operation, which dim of each tensor contains
 the positions:
 
@@ -37,8 +37,9 @@ from plait.models.layers.layer_sequence import LayerSequence, without_values
 from plait.models.layers.shape_inference import LayerInput, run_on_meta
 from plait.proof.position_dims import OperationCall, PositionDim, positions_by_size, tensors_among
 from plait.proof.position_rules import REPEATED, SHAPE_IN_PLACE, UNIFORM, Rule, rule_of
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
-from plait.tensor.proof_marks import MarkedCall, call_begins, call_ends
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
+from plait.tensor.position_marks import MarkedCall, call_begins, call_ends
 
 SMALLEST_LENGTH = 5
 """Smaller primes divide too many sizes that a layer computes from others."""

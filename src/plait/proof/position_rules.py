@@ -11,14 +11,12 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
-from plait.proof.position_dims import (
-    OperationCall,
-    PositionDim,
+from plait.proof.position_dims import OperationCall, PositionDim, tensors_among
+from plait.proof.position_rules_of_indexing import (
     indexed,
     indexed_along,
     part_replaced,
     selected,
-    tensors_among,
     written_along,
     written_at,
 )

@@ -25,12 +25,12 @@ class LocalBoxes:
 
     @staticmethod
     def whole(tensor: Tensor) -> LocalBoxes:
-        """Return the boxes of a rank that holds all of a global tensor."""
+        """Return `LocalBoxes` of one box, the whole `tensor`: a rank that holds all of a global tensor."""
         box = full_box(tensor.shape)
         return LocalBoxes(tensor, (ShardBox(box, 0, box.sizes, box.slices),))
 
     def view_of(self, box: Box) -> Tensor:
-        """Return a view of the elements of `box`, which is within one of the boxes."""
+        """Return the view of `tensor` that holds `box`, which lies within one of this rank's boxes."""
         home = next(one for one in self.boxes if intersection(one.box, box) == box)
         return home.view_of(self.tensor)[slices_within(box, home.box)]
 
@@ -99,7 +99,7 @@ def _exchange(
 def by_other_rank(
     transfers: Iterable[BoxTransfer], group: Group
 ) -> tuple[list[list[BoxTransfer]], list[list[BoxTransfer]]]:
-    """Return this rank's transfers to each rank of the group, and those from each, by rank."""
+    """Return two lists, by rank of the group: this rank's transfers to that rank, and those from it."""
     sends: dict[int, list[BoxTransfer]] = {rank: [] for rank in group.ranks}
     receives: dict[int, list[BoxTransfer]] = {rank: [] for rank in group.ranks}
     for one in transfers:
@@ -111,7 +111,7 @@ def by_other_rank(
 
 
 def most_sent(transfers: Iterable[BoxTransfer]) -> int:
-    """Return the most elements that any rank sends."""
+    """Return the largest number of elements that any single rank sends in `transfers`."""
     sent: dict[int, int] = {}
     for one in transfers:
         sent[one.sender] = sent.get(one.sender, 0) + one.box.numel

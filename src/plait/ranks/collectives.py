@@ -65,7 +65,7 @@ def all_reduce(
 def reduce(
     tensor: Tensor, group: Group, op: Op = "sum", *, destination: int = 0, checked: bool = True
 ) -> Handle[Tensor]:
-    """Start the in-place reduce of `tensor` to the rank at index `destination`; undefined on other ranks."""
+    """Start the in-place reduce of `tensor` to index `destination`; on other ranks it becomes undefined."""
     error = reduction_error(op, tensor.dtype) or _index_error(destination, group)
     detail = f"{op} to {destination}"
     _check_and_count("reduce", tensor, group, detail=detail, error=error, checked=checked)
@@ -123,7 +123,7 @@ def all_gather(
 def all_to_all(
     tensor: Tensor, group: Group, *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor]:
-    """Send the i-th of `size` equal parts of dim 0 to the rank with index i; return the parts received.
+    """Start the all-to-all of dim 0 in `size` equal parts: part i goes to the rank with index i.
 
     `[size * n, ...]` to the same shape, in `out` if given, which is other memory than `tensor`.
     """
@@ -146,7 +146,7 @@ def all_to_all_uneven(
     out: Tensor | None = None,
     checked: bool = True,
 ) -> Handle[Tensor]:
-    """Send consecutive ranges of a flat tensor, `sent[i]` elements to index i; return those received.
+    """Start the all-to-all of a flat tensor in unequal ranges: `sent[i]` elements go to index i.
 
     `[sum(sent)]` to `[sum(received)]`, in `out` if given, which is other memory than `tensor`: `received[i]`
     elements from index i, in order of the index. `sent[i]` of the rank at index j is `received[j]` of the
@@ -170,7 +170,7 @@ def all_to_all_uneven(
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, checked: bool = True) -> Handle[Tensor]:
-    """Overwrite the tensor of every rank with that of the rank with index `source`, in place."""
+    """Start the broadcast of `tensor` from index `source`, which overwrites `tensor` on the other ranks."""
     error = _index_error(source, group)
     _check_and_count("broadcast", tensor, group, detail=f"from {source}", error=error, checked=checked)
     if group.transport is None:
@@ -183,7 +183,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, checked: bool = 
 def gather(
     tensor: Tensor, group: Group, destination: int = 0, *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor | None]:
-    """Gather the ranks' tensors on the rank with index `destination`; the other ranks get None."""
+    """Start the gather of the ranks' tensors on the rank with index `destination`; the others get None."""
     shape = _whole_shape(tensor, group)
     error = _index_error(destination, group) or _buffer_error(out, shape, tensor)
     _check_and_count("gather", tensor, group, detail=f"to {destination}", error=error, checked=checked)
@@ -198,7 +198,7 @@ def gather(
 def scatter(
     ranges: Tensor | None, group: Group, source: int = 0, *, out: Tensor, checked: bool = True
 ) -> Handle[Tensor]:
-    """Fill every rank's `out[n, ...]` with its range of the source's `ranges[size * n, ...]`.
+    """Start the scatter of the source's `ranges[size * n, ...]`, one range to each rank's `out[n, ...]`.
 
     `source` is an index in the group; the other ranks may pass `None` (and count no bytes).
     """
@@ -229,7 +229,7 @@ def barrier(group: Group, *, checked: bool = True) -> Handle[None]:
 
 
 def shared_zeros(size: int, dtype: torch.dtype, device: torch.device, group: Group | None) -> Tensor:
-    """Return a tensor of zeros `[size]`, if large and supported in memory shared by the group's ranks.
+    """Return zeros `[size]`, in memory shared by the group's ranks if large and supported; all call it.
 
     Over Gloo the ranks of one host send through the loopback interface, which copies each byte several times
     and takes processor time from the step itself. Every rank of the group maps the tensors made here; in

@@ -90,7 +90,7 @@ def different_texts(
 
 
 def require_matching_sizes(sizes: RangeSizes, call: str, group: Group, device: torch.device) -> None:
-    """Block until all ranks of `group` call this; raise unless each receives what the others send.
+    """Block until all ranks of `group` call this; raise unless sent sizes are those receivers expect.
 
     `call` describes the operation. Communication: one all-gather of `SIZE_BYTES * group.size` per rank, as
     that of `require_same_text`. Raises `CommunicationError` on every rank, with the first sizes that differ.

@@ -38,7 +38,7 @@ def captures_graph(device: torch.device) -> bool:
 
 
 def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a device can add a product of `dtype` matrices to a float32 one in one step.
+    """Return whether a device adds a product of `dtype` matrices to a float32 matrix in one `addmm`.
 
     That is `torch.addmm` with `out_dtype`: for 16-bit matrices, on CUDA of compute capability 8.0 or higher,
     unless torch tunes its products (`PYTORCH_TUNABLEOP_ENABLED`).
@@ -53,7 +53,7 @@ def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) ->
 
 
 def multiplies_groups(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `torch.nn.functional.grouped_mm` multiplies matrices of `dtype` without the host.
+    """Return whether `torch.nn.functional.grouped_mm` takes `dtype` without a wait of the host for sizes.
 
     On a CPU, and on meta, that is any of 32 or 16 bits. On a GPU bf16, by a kernel for CUDA of compute
     capability 9 or 10; elsewhere torch loops over the groups, for which the host waits for their sizes.
@@ -116,7 +116,7 @@ def computation_settings() -> dict[str, object]:
 
 
 def product_precision(precision: str) -> str:
-    """Return the precision in which a GPU multiplies matrices: "tf32" for fp32 if torch is set so.
+    """Return `precision`, but "tf32" for "fp32" where torch is set to multiply fp32 matrices so on GPUs.
 
     By `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul`; by default fp32 stays fp32.
     """
@@ -125,7 +125,7 @@ def product_precision(precision: str) -> str:
 
 
 def visible_accelerators() -> int:
-    """Return the number of GPUs that this process sees and NCCL can connect."""
+    """Return the number of GPUs that this process sees; 0 where torch is built without NCCL."""
     return torch.cuda.device_count() if dist.is_nccl_available() else 0
 
 
@@ -135,7 +135,7 @@ def default_device() -> torch.device:
 
 
 def accelerator_of_rank(local_rank: int, ranks_per_gpu: int = 1) -> torch.device:
-    """Return the GPU of the rank with this number on its host.
+    """Return the GPU of the rank with number `local_rank` on its host.
 
     The GPU of that number, or if ranks share one, neighbours the same; where the launcher shows each rank a
     single one, that. Raises `MeshError` for more ranks on a host than the GPUs that they see.
@@ -186,7 +186,7 @@ def current_accelerator() -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Block the host until the device has done all work."""
+    """Block the host until the device has done all queued work; return at once for a CPU."""
     if is_accelerator(device):
         torch.cuda.synchronize(device)
 
@@ -211,7 +211,7 @@ def finish_queued_work(timeout: float) -> bool:
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Block the host until the device's current stream has done all work."""
+    """Block the host until the device's current stream has done all its work; return at once for a CPU."""
     if is_accelerator(device):
         torch.cuda.current_stream(device).synchronize()
 
@@ -256,7 +256,10 @@ def copy_later(target: Tensor, source: Tensor) -> None:
 
 
 def moved_later(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Return `tensor` on `device`, copied as by `copy_later`; not copied if already there, unless `copy`."""
+    """Return `tensor` on `device`, copied with `non_blocking=True`; itself if there, unless `copy`.
+
+    As for `copy_later`, `tensor` must keep its value until a `StreamEvent` afterwards.
+    """
     return tensor.to(device, copy=copy, non_blocking=True)
 
 
@@ -292,12 +295,12 @@ def host_zeros(size: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
 
 
 def host_bytes(size: int, *, pinned: bool) -> Tensor:
-    """Return uninitialised CPU memory of `size` bytes."""
+    """Return an uninitialised uint8 tensor of `size` bytes on the CPU, in pinned memory if `pinned`."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Return the most bytes of tensors allocated on a GPU so far, or since torch's peak was reset.
+    """Return the peak bytes of tensors on a GPU since torch's last reset of it, without cuBLAS workspaces.
 
     That is what torch's allocator has given out, less what cuBLAS keeps of it for its products.
     """
@@ -305,7 +308,7 @@ def peak_allocated(device: torch.device) -> int:
 
 
 def allocated(device: torch.device) -> int:
-    """Return the bytes of tensors allocated on a GPU now, as `peak_allocated` counts them; 0 on a CPU."""
+    """Return the bytes of tensors allocated on a GPU now, without cuBLAS workspaces; 0 on a CPU."""
     if not is_accelerator(device):
         return 0
     return max(0, torch.cuda.memory_allocated(device) - library_workspace(device))
@@ -380,7 +383,7 @@ def accelerator_versions() -> dict[str, str]:
 
 
 def keep_random_state(device: torch.device) -> AbstractContextManager[None]:
-    """Restore torch's random state, also that of a GPU, at the end of the context."""
+    """Return a context that restores torch's random state, also that of a GPU, at its end."""
     return torch.random.fork_rng([device] if is_accelerator(device) else [])
 
 
@@ -407,12 +410,12 @@ def set_random_state(state: RandomState) -> None:
 
 
 def graph_pool() -> Any:
-    """Return a new pool of GPU memory for `DeviceGraph`s."""
+    """Return the handle of a new pool of GPU memory that CUDA graphs share."""
     return torch.cuda.graph_pool_handle()
 
 
 class GraphStream:
-    """A stream of a GPU on which graphs are recorded: one for all graphs of an engine.
+    """A CUDA stream on which CUDA graphs are recorded (captured): one for all graphs of an engine.
 
     A backward runs on the stream of its forward, so both must be recorded on the same one.
     """
@@ -423,7 +426,7 @@ class GraphStream:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        """Record what this thread gives to the GPU within the context.
+        """Record this thread's GPU work within the context into `graph`, with memory from `pool`.
 
         Unlike `torch.cuda.graph` this does not wait for the GPU: it may be receiving from another rank, which
         waits for what this one sends later.
@@ -454,9 +457,9 @@ class DeviceGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def recording(self) -> AbstractContextManager[None]:
-        """Return a context: what this thread gives to the GPU is recorded, not computed."""
+        """Return a context in which this thread's GPU work is recorded into the graph, not computed."""
         return self._stream.recording(self._graph, self._pool)
 
     def replay(self) -> None:
-        """Give the recorded work to the current stream."""
+        """Launch the recorded work on the current stream, without waiting for its end."""
         self._graph.replay()

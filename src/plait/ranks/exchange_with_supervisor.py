@@ -21,7 +21,7 @@ _POSSIBLE_RANKS = "possible_ranks"
 
 
 class WorldChange(BaseException):
-    """Raised between two steps to leave the function on all ranks; a supervisor then calls it on more ranks.
+    """Raised on all ranks between two steps, to leave the launched function for a world of more ranks.
 
     The supervisor then has the function called again on all of them. No `Exception`, so that what handles
     errors does not take it for one.
@@ -29,7 +29,7 @@ class WorldChange(BaseException):
 
 
 def variables_of_supervisor(folder: str, generation: int = 1, run: str = "") -> dict[str, str]:
-    """Return the environment variables that tell ranks that this process restarts them.
+    """Return the environment variables that tell ranks their supervisor (this process) and generation.
 
     `folder`: of their run only. `generation`: the number of their world. `run`: its random name, the same on
     all its hosts.
@@ -39,7 +39,7 @@ def variables_of_supervisor(folder: str, generation: int = 1, run: str = "") -> 
 
 
 def supervisor_of_rank() -> str:
-    """Return the identity of the supervisor that restarts this rank; "" where there is none."""
+    """Return the process id and start time of this rank's supervisor, as text; "" where there is none."""
     return os.environ.get(_SUPERVISOR, "")
 
 
@@ -49,12 +49,12 @@ def generation_of_rank() -> int:
 
 
 def note_possible_ranks(folder: str, count: int) -> None:
-    """Write for the ranks of a run that a world of `count` ranks could go on; 0: no larger one could."""
+    """Write to `folder`, for a run's ranks, how many ranks a larger world could have; 0: none can be."""
     _write(Path(folder, _POSSIBLE_RANKS), str(count))
 
 
 def possible_ranks() -> int:
-    """Return the number of ranks with which the supervisor could go on, if it is larger than now; else 0."""
+    """Return how many ranks a larger world of this run could have, as its supervisor wrote; 0: none."""
     path = Path(os.environ.get(_FOLDER, ""), _POSSIBLE_RANKS)
     return int(path.read_text()) if supervisor_of_rank() and path.exists() else 0
 
@@ -65,7 +65,7 @@ def supervised_run() -> str:
 
 
 def remove_at_end(path: Path) -> bool:
-    """Register a folder that the supervisor removes when the run has ended; False without a supervisor."""
+    """Register a folder for the supervisor to remove at the run's end; return False without a supervisor."""
     if not supervisor_of_rank():
         return False
     with Path(os.environ[_FOLDER], _REMOVED_AT_END).open("a") as file:
@@ -74,7 +74,10 @@ def remove_at_end(path: Path) -> bool:
 
 
 def note_restored(step: int) -> None:
-    """Write for the supervisor after how many steps the run resumes; called on all ranks."""
+    """Write for the supervisor after which step the run resumes; clear the limit of `newest_good_step`.
+
+    Called on all ranks.
+    """
     if supervisor_of_rank():
         path = Path(os.environ[_FOLDER], _RESTORED)
         _write(path, str(step))
@@ -82,14 +85,17 @@ def note_restored(step: int) -> None:
 
 
 def note_begun_anew() -> None:
-    """Write for the supervisor that the run starts from step 0; called on all ranks."""
+    """Write for the supervisor that the run starts at step 0; clear the limit of `newest_good_step`.
+
+    Called on all ranks.
+    """
     if supervisor_of_rank():
         for name in (_RESTORED, _NEWEST_GOOD):
             Path(os.environ[_FOLDER], name).unlink(missing_ok=True)
 
 
 def note_stop(number: int) -> None:
-    """Write that a rank has received a signal to stop, for ranks that are restarted before the run stops."""
+    """Write the number of a stop signal that this rank received, for ranks restarted before the run stops."""
     if supervisor_of_rank():
         path = Path(os.environ[_FOLDER], _STOP)
         part = path.with_name(f"{_STOP}-{os.getpid()}.part")
@@ -98,7 +104,7 @@ def note_stop(number: int) -> None:
 
 
 def noted_stop() -> int:
-    """Return the signal to stop that a rank of this run has received before ranks were restarted, or 0."""
+    """Return the number of the stop signal that a rank of this run noted before a restart; 0: none."""
     if not supervisor_of_rank():
         return 0
     path = Path(os.environ[_FOLDER], _STOP)
@@ -106,7 +112,7 @@ def noted_stop() -> int:
 
 
 def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
-    """Return what the run's first call for this folder found (`now`), also to ranks started again later.
+    """Return the names passed as `now` to the run's first call for `folder`, even after ranks restart.
 
     Without a supervisor, `now`.
     """
@@ -120,13 +126,16 @@ def found_at_start(folder: Path, now: Collection[str]) -> set[str]:
 
 
 def restored_step(folder: str) -> int | None:
-    """Return the number of steps from which the run has gone on last; None where it began anew."""
+    """Return the step from which the run in `folder` resumed last; None where it began at step 0."""
     file = Path(folder, _RESTORED)
     return int(file.read_text()) if file.exists() else None
 
 
 def go_on_before(folder: str, step: int) -> None:
-    """Write for restarted ranks that states after more than `step` steps have wrong bits."""
+    """Write for restarted ranks that no state of a step after `step` may be loaded: it has wrong bits.
+
+    Of several calls the earliest step holds.
+    """
     path = Path(folder, _NEWEST_GOOD)
     _write(path, str(min(step, int(path.read_text())) if path.exists() else step))
 
@@ -140,7 +149,7 @@ def newest_good_step() -> int | None:
 
 
 def removed_at_end(folder: str) -> Iterator[Path]:
-    """Yield the folders that ranks gave to `remove_at_end`."""
+    """Yield the folders that ranks have registered by `remove_at_end`, read from the run's `folder`."""
     file = Path(folder, _REMOVED_AT_END)
     for line in dict.fromkeys(file.read_text().splitlines()) if file.exists() else ():
         with suppress(ValueError):  # cut by a full disk: what is left could name a folder above

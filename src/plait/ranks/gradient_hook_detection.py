@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def first_gradient_hook(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Return the name of the first leaf with a hook on its gradient, and the method that registered it.
+    """Return the name of the first tensor with a gradient hook, and what registered it; None without one.
 
     Reads private attributes of torch: there is no public way to list hooks. Those that are registered on a
     tensor's node in a graph are not found.

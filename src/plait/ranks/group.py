@@ -115,7 +115,7 @@ class Group:
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """The other members' global numbers."""
+        """The global ranks of the group's other members."""
         return tuple(rank for rank in self.ranks if rank != self.rank)
 
     @cached_property
@@ -134,7 +134,10 @@ class Group:
         return torch.device("cpu") if on_cpu else device
 
     def skip(self, kind: str, tensor: Tensor) -> None:
-        """Report a collective that does not run, since its input `tensor` is on the meta device."""
+        """Pass a collective that does not run, in a group without transport, to `on_skip`, if that is set.
+
+        So estimates count it: its input `tensor` is on the meta device.
+        """
         if self.on_skip is not None and self.size > 1:
             self.on_skip(self, kind, tensor)
 

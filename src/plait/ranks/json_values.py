@@ -50,7 +50,7 @@ def encode(value: object) -> str:
 
 
 def decode(text: str) -> Any:
-    """Return the value from the text that `encode` returned for it. CommunicationError for other text."""
+    """Return the value that `encode` made `text` from. Raises `CommunicationError` for other text."""
     try:
         return _value(json.loads(text))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

@@ -59,9 +59,9 @@ def device_of_rank(device: str | torch.device | None, ranks: RankTransports | No
 
 
 def device_change(tensors: Iterable[torch.device], chosen: torch.device, *, by_default: bool) -> str:
-    """Return a sentence about a model whose `tensors` are elsewhere than the `chosen` device; "" if none.
+    """Return a warning that a model's `tensors` will be copied to the `chosen` device; "" if none is due.
 
-    None where it was built on the CPU and somebody chose a GPU. `by_default`: nobody chose.
+    "" also where it was built on the CPU and somebody chose a GPU. `by_default`: nobody chose.
     """
     elsewhere = sorted({one.type for one in tensors} - {"meta", chosen.type})
     if not elsewhere or (is_accelerator(chosen) and not by_default):
@@ -129,10 +129,10 @@ def _version_of(library: str) -> tuple[int, ...]:
 
 
 def share_gpu(device: torch.device, count: int) -> None:
-    """Let this process share its GPU with `count - 1` others; call it before a process group is made.
+    """Set NCCL's variables and a memory limit, for this process to share its GPU with `count - 1` others.
 
-    Sets NCCL's variables, unless they are set, and limits what this process may allocate to its part. Raises
-    `MeshError` unless this process's NCCL lets ranks share a GPU.
+    Call it before a process group is made. Sets NCCL's variables, unless they are set, and limits what this
+    process may allocate to its part. Raises `MeshError` unless this process's NCCL lets ranks share a GPU.
     """
     if count > 1 and (version := nccl_version()) < OLDEST_NCCL:
         cuda = (torch.version.cuda or "13").partition(".")[0]

@@ -31,12 +31,15 @@ _IS_USED: ContextVar[bool] = ContextVar("plait_kept_run_is_used", default=False)
 
 
 def keeps_runs() -> bool:
-    """Return whether this process keeps its run: a supervisor restarts its function, which takes it."""
+    """Return whether this process keeps runs: it has a supervisor and has called `take_kept_run`.
+
+    The supervisor restarts the function, which takes the run.
+    """
     return _IS_USED.get() and bool(supervisor_of_rank())
 
 
 def keep_run(run: KeptRun) -> None:
-    """Store the run in this process, for the next call of the function."""
+    """Store `run` in this process, for the next call of the launched function."""
     _KEPT.set(replace(run, generation=generation_of_rank()))
 
 

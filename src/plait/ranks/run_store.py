@@ -72,7 +72,7 @@ def listen(host: str, port: int) -> Store | None:
 
 
 def listening_socket(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at `port`, 0: a free one; None if the port is taken.
+    """Return a socket that listens at `port` (0: any free one); None if the port is taken.
 
     It accepts connections from this host only, where `host` is a loopback address, else from everywhere.
     """
@@ -87,7 +87,7 @@ def listening_socket(host: str, port: int) -> socket.socket | None:
 
 
 def server_at(host: str, port: int, listener: int | None = None) -> Store:
-    """Return this process's store server at `port`, which is started on the socket `listener` if new."""
+    """Return this process's `TCPStore` server at `port`; a new one takes the socket descriptor `listener`."""
     own, limit = host if is_loopback(host) else "127.0.0.1", timedelta(seconds=30)
     store: Store = TCPStore(
         own, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
@@ -139,7 +139,7 @@ def is_gone(store: Store) -> bool:
 
 
 def users_listening_at(port: int) -> set[int]:
-    """Return the users whose processes listen at a port of this host, by `/proc/net`."""
+    """Return the ids of users whose processes listen at a TCP port of this host, from `/proc/net`."""
     rows: list[list[str]] = []
     for table in ("tcp", "tcp6"):
         try:

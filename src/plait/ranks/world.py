@@ -245,12 +245,12 @@ def run_of_launcher(mark: str) -> str:
 
 
 def process_of_launcher(mark: str) -> str:
-    """Return the identity of the launcher on this host: see `process_identity`."""
+    """Return the process id and start time, as text, of this rank's launcher on this host."""
     return process_identity(_launcher(mark))
 
 
 def process_of_agent() -> str:
-    """Return the identity of torchrun's agent, which restarts this rank; "" where there is none."""
+    """Return id and start time of the torchrun agent that restarts this rank, as text; "" without one."""
     return process_of_launcher(_RUN_ID) if _RUN_ID in os.environ else ""
 
 
@@ -261,7 +261,7 @@ def process_identity(process: int) -> str:
 
 
 def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return the parent of each process from this one to the launcher; that lacks variable `mark`.
+    """Return each process's parent, from this process up to its launcher, which lacks variable `mark`.
 
     The launcher is the first ancestor that was started without the environment variable `mark`, or whose
     environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the
@@ -286,7 +286,7 @@ def parent_of(process: int) -> int | None:
 
 
 def environment_of(process: int) -> list[str]:
-    """Return the environment with which a process was started; {} if the system does not show it."""
+    """Return the `NAME=VALUE` entries a process was started with; [] if the system does not show them."""
     return list(filter(None, _process_file(process, "environ").split("\0")))
 
 

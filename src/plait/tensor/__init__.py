@@ -10,10 +10,10 @@ from typing import Any
 from plait.package import submodule
 from plait.tensor.autograd.redistribution import full_tensor, redistribute
 from plait.tensor.direct_preference import PreferenceLoss, answer_log_probs, preference_batch, token_log_probs
+from plait.tensor.experts.balance_experts import balance_experts
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
 from plait.tensor.experts.router_losses_of_step import ExpertLoad
-from plait.tensor.experts.routers import balance_experts
 from plait.tensor.experts.routing import Routing
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
 from plait.tensor.parallel.attention_and_mlp import TensorParallelAttention, TensorParallelMLP

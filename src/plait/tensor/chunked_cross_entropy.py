@@ -27,7 +27,6 @@ from plait.errors import PlanError
 from plait.plan.rules import Rule, join
 from plait.tensor.autograd.deferred_weight_gradients import add_product, bind_forward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import NamedLayer
 from plait.tensor.losses import (
     CrossEntropy,
     LocalTargets,
@@ -37,6 +36,7 @@ from plait.tensor.losses import (
     softmax_terms,
     wide,
 )
+from plait.tensor.named_layer import NamedLayer
 from plait.tensor.parallel.linear import ColumnParallelLinear
 from plait.tensor.parallel.partition import Vocabulary
 

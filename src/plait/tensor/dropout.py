@@ -26,9 +26,9 @@ from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import parts_of
 from plait.plan.rules import join
 from plait.tensor.autograd.eager_operations import TRACE
+from plait.tensor.autograd.node_tags import tag, tag_of
 from plait.tensor.cuda_graph_dropout_keys import MaskCall, MaskNotes, MaskTable
 from plait.tensor.dropout_mask import DimPart, DimRanges, MaskKey, keep_mask_of_ranges
-from plait.tensor.proof_marks import tag, tag_of
 from plait.tensor.running_sequence import running_sequence
 
 LocatePart = Callable[[int], DimPart]

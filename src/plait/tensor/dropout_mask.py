@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.tensor.proof_marks import gives_positions
+from plait.tensor.position_marks import gives_positions
 
 # The constants of splitmix64, as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

@@ -26,7 +26,8 @@ from plait.plan.plan import ContextLayout, ContextParallel, Plan
 from plait.ranks.device import sent
 from plait.ranks.group import Group, alone
 from plait.tensor.autograd.eager_operations import TRACE
-from plait.tensor.proof_marks import Replaceable, gives_positions
+from plait.tensor.position_marks import gives_positions
+from plait.tensor.replaceable_functions import Replaceable
 
 Result = TypeVar("Result")
 

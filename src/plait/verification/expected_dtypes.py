@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import DTYPES
+from plait.tensor.dtypes import DTYPES
 
 INITIAL_LOSS_SCALE = 2.0**16
 """First value of a dynamic loss scale (Micikevicius et al. 2017, arXiv:1710.03740)."""

@@ -27,7 +27,8 @@ from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
 from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.router import Router
-from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, split
+from plait.tensor.microbatches import split
+from plait.tensor.nested_values import Value, list_of_tensors, map_tensors
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.case import Case
 from plait.verification.independent_model_report import Compared, IndependentReport

@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from plait.checkpoint.huggingface.tensor_names import TensorPair
 from plait.errors import ModelError
 from plait.models.layers.layer_sequence import saved_tensors
-from plait.tensor.autograd.torch_calls import run_backward, run_backward_unseen
-from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
+from plait.tensor.autograd.private_torch_functions import run_backward, run_backward_unseen
 from plait.tensor.losses import Loss
+from plait.tensor.nested_values import Value, list_of_tensors, map_tensors
 from plait.tensor.torch_losses import divisor
 from plait.verification.reference.recording import largest_difference, largest_magnitude
 from plait.verification.reference.reference_layers import failure_named
 from plait.verification.reference.reference_run import Batch
-from plait.verification.reference.start_values import Perturbation
+from plait.verification.reference.rounding_errors import Perturbation
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)

@@ -19,16 +19,17 @@ from plait.ranks.collectives import barrier
 from plait.ranks.mesh import Mesh
 from plait.tensor.chunked_cross_entropy import output_linear_name
 from plait.tensor.experts.router import Router
-from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.nested_values import Value, map_tensors
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.case import Case, batches_of_steps, prepared
+from plait.verification.case import Case, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
 from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
 from plait.verification.reference.reference_run import Batch, ReferenceRun
-from plait.verification.reference.start_values import Perturbation
+from plait.verification.reference.rounding_errors import Perturbation
 from plait.verification.resumed_run import resumed
+from plait.verification.step_batches import batches_of_steps
 from plait.verification.step_location import PARAMETER_KINDS, SCALE, WHOLE_STEP, RecordKey, RecordScope
 
 RecordingCache = dict[tuple[int, str | None, str | None], ReferenceRecording]

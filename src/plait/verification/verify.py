@@ -19,10 +19,10 @@ from plait.plan.rules import Rule, Rules
 from plait.ranks.launch.launch import launch
 from plait.tensor.chunked_cross_entropy import output_linear_name, require_cross_entropy
 from plait.tensor.experts.experts import Experts
-from plait.tensor.layer_values import Value
 from plait.tensor.losses import Loss, cross_entropy
+from plait.tensor.nested_values import Value
 from plait.tensor.torch_losses import GivenLoss, as_loss
-from plait.verification.case import Case, batches_of_steps, rows_of
+from plait.verification.case import Case
 from plait.verification.diagnosis.cause import likely_cause
 from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.findings import Tally
@@ -32,6 +32,7 @@ from plait.verification.independent_reference import IndependentReference
 from plait.verification.options import Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import FirstDifference, VerificationReport
+from plait.verification.step_batches import batches_of_steps, rows_of
 from plait.verification.step_location import Location, StepPhase
 from plait.verification.sweep import RefusedPlan, ReportProgress, Sweep, plans_on, verify_plans
 

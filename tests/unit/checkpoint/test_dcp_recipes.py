@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 import plait
 from parity.pairs import in_quick
 from plait.app.cli.main import main
-from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.dcp import export_dcp, import_dcp
+from plait.checkpoint.full_tensors import FullTensors
 from plait.checkpoint.huggingface.tensor_names import LLAMA_NAMES
 from plait.checkpoint.manifest import read_manifest
 from plait.errors import CheckpointError

@@ -29,7 +29,7 @@ from parity.one_rank import (
     tensors_in,
 )
 from parity.pairs import in_quick, in_turns
-from plait.checkpoint.box_reader import FullTensors
+from plait.checkpoint.full_tensors import FullTensors
 from plait.checkpoint.huggingface.config_json import _rope_base, sizes_from_manifest
 from plait.checkpoint.huggingface.export_import import export_adapted, export_own, import_folder
 from plait.errors import CheckpointError

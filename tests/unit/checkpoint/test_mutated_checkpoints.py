@@ -15,9 +15,9 @@ from torch import nn
 import plait
 from mutated_files import ALL, QUICK, Kind, outcomes, remove
 from parity import huggingface_cases as cases
-from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.dcp import import_dcp
 from plait.checkpoint.folders import resolve
+from plait.checkpoint.full_tensors import FullTensors
 from plait.errors import CheckpointError, PlaitError
 from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.huggingface.weight_files import INDEX, files_of_tensors

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import plait
 from plait.checkpoint.manifest import FILE, manifest_text, read_manifest
-from plait.checkpoint.rank_contents import layout_of_state
+from plait.checkpoint.optimizer_state import layout_of_state
 from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.plan.layout.layout import Layout

@@ -26,7 +26,7 @@ from plait.checkpoint.manifest import (
     read_manifest,
 )
 from plait.checkpoint.optimizer_options import _is_alike
-from plait.checkpoint.rank_contents import number_device
+from plait.checkpoint.optimizer_state import number_device
 from plait.checkpoint.saving import StagingBuffer, local_boxes
 from plait.checkpoint.tensor_file import (
     DTYPES,

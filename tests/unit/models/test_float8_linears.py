@@ -13,13 +13,13 @@ import plait
 from plait.engine import parallelize
 from plait.engine.blueprint import build_blueprint
 from plait.errors import ModelError, PlanError
-from plait.models.float8_linears import choose_linears
+from plait.models.choose_float8_linears import choose_linears
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.plan import Plan
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
 from plait.verification.definitions.float8_experts import experts_in_float8
-from plait.verification.definitions.float8_layers import linears_in_float8
+from plait.verification.definitions.float8_linear_selection import linears_in_float8
 
 LLAMA = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "inner": 96, "vocab": 32, "context": 8}
 IN_ATTENTION = [f"blocks.0.attention.{name}" for name in ("query", "key", "value", "output")]

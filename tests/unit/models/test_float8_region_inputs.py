@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.models.float8_region_inputs import read_by_float8_only
+from plait.models.find_float8_only_inputs import read_by_float8_only
 from plait.plan.rules import column, entrance, match, row
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 from plait.tensor.parallel.apply_rules import apply_rules
 from plait.tensor.parallel.linear import RegionBoundary
 

@@ -18,7 +18,7 @@ from plait.errors import ModelError, PlanError
 from plait.models.huggingface.common import Rotary
 from plait.models.initial_values import initial_value
 from plait.models.layers.layer_sequence import bits_of, layer_costs, sequence_of
-from plait.models.rotary import ResultCache
+from plait.models.result_cache import ResultCache
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.visible_keys import document_bounds

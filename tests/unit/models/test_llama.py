@@ -16,7 +16,8 @@ from plait.models.layers.layer_sequence import layer_costs, sequence_of
 from plait.models.layers.model_validation import refuse_layout_dependence
 from plait.models.llama import RULES, Attention
 from plait.models.model_helpers import INITIAL_STD
-from plait.models.rotary import ResultCache, rotary_angles, rotate
+from plait.models.result_cache import ResultCache
+from plait.models.rotary import rotary_angles, rotate
 from plait.plan.decoder_sizes import default_inner
 
 SMALL = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "inner": 20, "vocab": 11, "context": 8}

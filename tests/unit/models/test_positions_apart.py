@@ -13,7 +13,7 @@ from parity import huggingface_cases
 from parity.pairs import in_quick
 from plait.models.layers.layer_sequence import sequence_of
 from plait.proof.position_proof import prove_positions_apart
-from plait.tensor.layer_values import Value
+from plait.tensor.nested_values import Value
 
 
 def prove_all(model: nn.Module, context: int) -> None:

@@ -10,9 +10,9 @@ import torch
 import plait
 from plait.engine.blueprint import build_blueprint
 from plait.estimate.memory.optimizer_state import optimizer_state
-from plait.estimate.memory.owner_memory import tensor_counts
+from plait.estimate.memory.whole_parameter_owners import tensor_counts
 from plait.optimizers.optimizer_makers import MuonSettings
-from plait.optimizers.owner_work import ExchangeSizes, OwnerWork, found_matrices, matrix_work
+from plait.optimizers.predicted_owner_work import ExchangeSizes, OwnerWork, found_matrices, matrix_work
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 

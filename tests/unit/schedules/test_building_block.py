@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from schedule_cases import UNHURRIED
 
+from plait.schedules.building_block import BuildingBlock, Delays, Lengths, build_block, smallest_block
 from plait.schedules.check import check
-from plait.schedules.named_schedules import BuildingBlock, Delays, Lengths, build_block, smallest_block
 from plait.schedules.schedule import Placement, Schedule
 
 PERIODS = {

@@ -18,7 +18,7 @@ from plait.plan.layout import Layout, Shard, assemble, shard
 from plait.ranks import Count, Group, Mesh, Traffic
 from plait.rules import Rule, Rules, column, entrance, row, vocabulary
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear

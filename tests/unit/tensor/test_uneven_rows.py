@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.errors import DataError
-from plait.tensor.layer_values import Microbatches, counted_microbatches
+from plait.tensor.microbatches import Microbatches, counted_microbatches
 
 CASES: list[tuple[int, int, int | None, list[list[int]], int]] = [
     (5, 2, None, [[0, 1], [2, 3, 4]], 2),

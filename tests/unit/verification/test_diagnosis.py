@@ -13,8 +13,8 @@ from verification_cases import coordinates_of, difference_at, evidence_of
 
 from plait.plan.plan import Plan
 from plait.verification.diagnosis.cause import HYPOTHESES, UNEXPLAINED, likely_cause, unexplained
-from plait.verification.diagnosis.rounding import rounded
-from plait.verification.diagnosis.single_tensor import _degrees, permuted, product_of, range_of, shifted
+from plait.verification.diagnosis.narrower_dtype import rounded
+from plait.verification.diagnosis.single_tensor import _degrees, factor_text, permuted, range_of, shifted
 from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.reference.differences_within_layers import InnerDifference
 from plait.verification.step_location import Location, StepPhase
@@ -683,7 +683,7 @@ def test_factors_are_written_as_fractions_or_small_deviations() -> None:
         **{2.0: "2", -2.0: "-2", 1.0: "1", 0.5: "1/2", 1.5: "3/2", 2 / 3: "2/3", 0.25: "1/4", 5 / 6: "5/6"},
         **{0.375: "3/8", 1.004: "1 + 4.0e-03", 0.996: "1 - 4.0e-03", 7.31: "7.31", 1.02: "1.02", 0.2: "0.2"},
     }
-    assert {ratio: product_of(ratio) for ratio in words} == words
+    assert {ratio: factor_text(ratio) for ratio in words} == words
 
 
 def test_tensors_of_another_shape_have_no_elementwise_cause() -> None:

@@ -26,7 +26,8 @@ from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
-from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.reference.rounding_errors import Perturbation
+from plait.verification.reference.start_values import unchanged
 from plait.verification.step_location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
 
 PLAN = Plan(microbatches=2, precision="fp64")

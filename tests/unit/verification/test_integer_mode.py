@@ -32,7 +32,7 @@ from plait.tensor.float8.recipes import CastFormat
 from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.case import Case
 from plait.verification.definitions.experts import activated
-from plait.verification.definitions.float8 import E4M3, E5M2, LINES, EightBits, quantised, scale_for
+from plait.verification.definitions.float8 import E4M3, E5M2, LINES, EightBits, cast_factor_for, quantised
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.integer_mode import (
@@ -527,7 +527,7 @@ def test_whole_numbers_are_whole_in_float8_by_scales_that_they_depend_on(how: Ei
         alone = quantised(matrix[1:], how, 1)
         form = CastFormat(how.dtype, "row" if how.by_line else "tensor", how.power_of_two)
         own = factor_of(matrix.abs().amax(1, keepdim=True).float(), form)
-        assert torch.equal(own, scale_for(matrix.abs().amax(1, keepdim=True).float(), how))
+        assert torch.equal(own, cast_factor_for(matrix.abs().amax(1, keepdim=True).float(), how))
     values = cast.numbers * cast.unit
     steps = values / GRAIN
     assert torch.equal(steps, steps.round())

@@ -25,7 +25,8 @@ from plait.verification.rank_verification import settled_scale
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
 from plait.verification.reference.reference_update import exact_bound
-from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.reference.rounding_errors import Perturbation
+from plait.verification.reference.start_values import unchanged
 from plait.verification.step_location import WHOLE_STEP, RecordKey, Records, RecordScope
 
 MIXED = Plan(microbatches=2, precision="bf16", master_precision="fp32")

@@ -21,7 +21,7 @@ from plait.plan.plan import Plan
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.reference.start_values import NarrowingCasts, Perturbation
+from plait.verification.reference.rounding_errors import NarrowingCasts, Perturbation
 from plait.verification.report import VerificationReport
 from plait.verification.verify import build_report
 from zoo.patching import each_alone

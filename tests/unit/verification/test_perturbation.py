@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.verification.reference.start_values import Perturbation
+from plait.verification.reference.rounding_errors import Perturbation
 
 WIDE = torch.linspace(-3, 5, 4096, dtype=torch.float64)
 

@@ -14,8 +14,8 @@ from verification_cases import mlp, rows_and_classes
 import plait
 from plait.engine.runner import Runner
 from plait.plan.plan import Plan
-from plait.tensor.layer_values import Microbatches
-from plait.verification.case import batches_of_steps
+from plait.tensor.microbatches import Microbatches
+from plait.verification.step_batches import batches_of_steps
 
 
 def numbered(rows: int) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
-from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.reference.rounding_errors import Perturbation
+from plait.verification.reference.start_values import unchanged
 from plait.verification.report import VerificationReport
 from plait.verification.step_location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.verify import build_report

@@ -15,12 +15,14 @@ from parity.cases import USER_CASES, gpt2, llama
 from parity.norm import assert_close, assert_equal
 from plait.errors import ModelError
 from plait.models.layers.layer_sequence import bits_of, sequence_of
-from plait.tensor.layer_values import Value, map_tensors, split, tensors_of
+from plait.tensor.microbatches import split
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.reference_run import ReferenceRun
 from plait.verification.reference.reference_update import CLIP_FRACTION
-from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.reference.rounding_errors import Perturbation
+from plait.verification.reference.start_values import unchanged
 from plait.verification.step_location import WHOLE_STEP, RecordKey, Records, RecordScope
 
 DOUBLE = NumberFormats(compute=torch.float64)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plait.app.config.config_parser import fields, sections, takes
+from plait.app.config.config_parser import allowed_values_text, fields, sections
 from plait.errors import ConfigError
 
 _HELP = ("--help", "-h")
@@ -180,7 +180,7 @@ def _described(section: str) -> str:
     for name, field in fields().items():
         if name.startswith(f"{section}."):
             default = json.dumps(field["default"]).replace("null", "none")
-            about = f"{field['description']} ({takes(field)}; default {default})"
+            about = f"{field['description']} ({allowed_values_text(field)}; default {default})"
             table.add_row(f"  --{name}", Text(about))
     console.print(table)
     return written.getvalue()

@@ -220,8 +220,8 @@ def _names_of(model: str | None) -> Mapping[str, str] | None:
 
 def _export(options: Namespace) -> None:
     with importing():
-        from plait.app.train.run_checkpoints import merged_tensors, trained_tokenizer, write_peft_adapter
-        from plait.checkpoint.box_reader import FullTensors
+        from plait.app.train.trained_model import merged_tensors, trained_tokenizer, write_peft_adapter
+        from plait.checkpoint.full_tensors import FullTensors
         from plait.checkpoint.huggingface.config_json import sizes_from_manifest
         from plait.checkpoint.huggingface.export_import import export_adapted, export_own
         from plait.models.huggingface.pretrained import model_in

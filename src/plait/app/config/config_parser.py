@@ -99,10 +99,10 @@ def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
             yield f"{prefix}{name}", {**field, "description": " ".join(field["description"].split())}
 
 
-def takes(field: Schema) -> str:
+def allowed_values_text(field: Schema) -> str:
     """Return a description of the values of a field, such as "a whole number of at least 1 or none"."""
     if "anyOf" in field:
-        return " or ".join(takes(option) for option in field["anyOf"])
+        return " or ".join(allowed_values_text(option) for option in field["anyOf"])
     options = field.get("enum") or ([field["const"]] if "const" in field else [])
     if options:
         return ("one of " if len(options) > 1 else "") + ", ".join(options)
@@ -220,7 +220,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not equals:
             text = next(rest, "--")
             if text.startswith("--"):
-                wanted = takes(fields()[name]) if name in fields() else "a value"
+                wanted = allowed_values_text(fields()[name]) if name in fields() else "a value"
                 raise ConfigError(f"--{name} has no value: give {wanted} after it.")
         yield name, text
 
@@ -306,7 +306,7 @@ def _require_json(name: str, given: GivenValue) -> None:
     except ValueError:
         raise ConfigError(
             f"{name} (from {given.origin}) is no UTF-8 text, or a number that is too long: give "
-            f"{takes(fields()[name])}."
+            f"{allowed_values_text(fields()[name])}."
         ) from None
 
 
@@ -328,4 +328,4 @@ def _build(values: Mapping[str, GivenValue]) -> Config:
     given = values.get(name) or GivenValue(first["input"], f"the folder {values['model.name'].value}")
     shown = json.dumps(given.value, default=str, ensure_ascii=False)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
-    raise ConfigError(f"{name} is {shown} (from {given.origin}): give {takes(fields()[name])}.")
+    raise ConfigError(f"{name} is {shown} (from {given.origin}): give {allowed_values_text(fields()[name])}.")

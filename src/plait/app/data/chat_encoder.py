@@ -25,7 +25,7 @@ from plait.app.data.chat_templates import ChatTemplate, Span
 from plait.app.data.document_sources import SourceFile, SourceRange, field_names, read_records
 from plait.app.data.json_records import LinePlace, read_lines, read_record
 from plait.app.data.tokenizer import Tokens
-from plait.app.data.tokenizer_file import SurroundingTokens, post_processed
+from plait.app.data.tokenizer_json import SurroundingTokens, post_processed
 from plait.errors import ConfigError, DataError, missing_package
 
 _CALLS = ("tool_calls", "function_call")

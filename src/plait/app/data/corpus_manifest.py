@@ -17,8 +17,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from plait.app.data.checksummed_files import ArrayFile, file_checksum, read_json_object, write_text
-from plait.app.data.tokenizer_file import files_hash
+from plait.app.data.array_file import ArrayFile
+from plait.app.data.checksummed_files import file_checksum, read_json_object, write_text
+from plait.app.data.tokenizer_json import files_hash
 from plait.errors import DataError
 from plait.files import validated
 

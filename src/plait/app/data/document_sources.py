@@ -28,15 +28,8 @@ from plait.app.data.json_records import (
     read_record,
 )
 from plait.app.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
-from plait.app.data.token_safe_cuts import (
-    Encode,
-    decoded,
-    is_compressed,
-    not_text_remedy,
-    read_text,
-    text_ahead,
-    text_cuts,
-)
+from plait.app.data.text_files import decoded, is_compressed, not_text_remedy, read_text, text_ahead
+from plait.app.data.token_safe_cuts import Encode, text_cuts
 from plait.errors import DataError
 from plait.files import read_bytes
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from plait.app.data.chat_encoder import ChatEncoder, EncodedPart
 from plait.app.data.document_sources import SourceRange, TextPart, read_records, read_texts
-from plait.app.data.token_safe_cuts import PART, DocumentEncoder
+from plait.app.data.text_files import PART
+from plait.app.data.token_safe_cuts import DocumentEncoder
 from plait.app.data.tokenizer import Tokenizer, Tokens, open_tokenizer
-from plait.app.data.tokenizer_file import SurroundingTokens
+from plait.app.data.tokenizer_json import SurroundingTokens
 from plait.errors import DataError
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
 from plait.app.data.chat_records import holds_chats
-from plait.app.data.token_safe_cuts import is_compressed, open_file
+from plait.app.data.text_files import is_compressed, open_file
 from plait.errors import DataError
 from plait.files import json_value
 

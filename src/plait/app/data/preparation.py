@@ -39,10 +39,10 @@ from plait.app.data.corpus_manifest import (
 )
 from plait.app.data.document_sources import SourceFile, SourceRange, divided, files_of
 from plait.app.data.encoded_documents import TextEncoding, encoded_documents
-from plait.app.data.preparation_folder import begin_preparation, locked_folder
+from plait.app.data.preparation_folder import begin_preparation, locked_preparation
 from plait.app.data.recorded_tokenizer import record_tokenizer, require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, open_tokenizer
-from plait.app.data.tokenizer_file import SurroundingTokens, files_hash
+from plait.app.data.tokenizer_json import SurroundingTokens, files_hash
 from plait.errors import ConfigError, DataError
 
 SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
@@ -153,9 +153,9 @@ def prepare_corpus(
     `tokenizer`: bytes, or the path of a `tokenizer.json`. `column`: field of JSON lines, column of tables
     that holds the text; None: text, but for conversations. `lines`: each line of a text file is a document,
     instead of the file. `end`: the token after each document; None: see `FileTokenizer.surrounding`.
-    `portion`: bytes of text in a shard; None: by the size of the sources. `patience`: see `locked_folder`,
-    where another process prepares the same folder. `report` gets the progress and the bytes of all sources.
-    Raises DataError and ConfigError.
+    `portion`: bytes of text in a shard; None: by the size of the sources. `patience`: see
+    `locked_preparation`, where another process prepares the same folder. `report` gets the progress and the
+    bytes of all sources. Raises DataError and ConfigError.
     """
     files = [file for source in sources for file in files_of(source, lines=lines)]
     _require_used(files, column, lines=lines)
@@ -176,7 +176,7 @@ def prepare_corpus(
     settings = TextEncoding(tokenizer, column or "text", *around, reader.vocab, dtype, chats, found)
     last = around.after[-1] if around.after else None
     empty = CorpusIndex(reader.name, reader.vocab, dtype, last, chats, (), found)
-    with locked_folder(folder, patience), _one_sentence(folder):
+    with locked_preparation(folder, patience), _one_sentence(folder):
         begin_preparation(folder, shards, settings)
         known = _intact_shards(folder, empty, len(shards))
         entries = _all_written(folder, shards, settings, processes, report, known)

@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_TRIES = 0.2
 
 
 @contextmanager
-def locked_folder(folder: Path, patience: float) -> Iterator[None]:
+def locked_preparation(folder: Path, patience: float) -> Iterator[None]:
     """Context manager that holds the lock of a folder, which is made where it is missing.
 
     Another process that holds it is waited for as long as the files in the folder change at least every

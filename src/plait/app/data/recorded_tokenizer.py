@@ -9,7 +9,7 @@ from typing import Any
 from plait.app.data.checksummed_files import read_json_object, whole_file
 from plait.app.data.corpus_manifest import INDEX, TOKENIZER_FOLDER, CorpusIndex
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer
-from plait.app.data.tokenizer_file import CONFIG, TOKENIZER, tokenizer_config, tokenizer_files
+from plait.app.data.tokenizer_json import CONFIG, TOKENIZER, tokenizer_config, tokenizer_files
 from plait.errors import ConfigError, DataError
 from plait.files import read_bytes
 

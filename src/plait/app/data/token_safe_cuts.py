@@ -8,27 +8,17 @@ documents that are too long to be tokenized at once into parts.
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from plait.app.data.text_files import AHEAD, PART, decoded, open_file, whole_characters
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
-from plait.files import open_file as open_regular_file
 
 Encode = Callable[[Sequence[str]], list[Tokens]]
 """The tokens of each of several texts."""
-PART = 1 << 18
-"""Characters that are tokenized at once."""
-AHEAD = 1 << 12
-"""Characters behind a cut whose tokens must not depend on what stands before it."""
 LARGEST = 1 << 23
 """Characters of a document that is tokenized at once where it cannot be cut: about 1 GB of memory."""
 _TRIED = 4
@@ -39,7 +29,6 @@ _WINDOW = 12 * AHEAD
 """Bytes that are tokenized to find where to cut."""
 _WINDOWS = 8
 """Windows in which a cut is looked for, before the range is made longer."""
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4")
 _SHIFTS = (0, 1, 2, 3, 5, 7)
 """Where a window is tokenized from: it may begin within a number, whose digits are taken in threes."""
 
@@ -62,72 +51,6 @@ def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterat
     yield total
 
 
-def read_text(path: str, begin: int, end: int) -> Iterator[str]:
-    """Yield a range of a text file in parts of about `PART` bytes; of a compressed file all of it."""
-    left = sys.maxsize if is_compressed(path) else end - begin
-    at, data, ended = begin, b"", False
-    with open_file(path) as file:
-        file.seek(begin)
-        while not ended:
-            read = file.read(min(PART, left))
-            left, ended, data = left - len(read), not read, data + read
-            whole = len(data) if ended else _whole_characters(data)
-            if text := decoded(data[:whole], path, at):
-                yield text
-            at, data = at + whole, data[whole:]
-
-
-def text_ahead(path: str, begin: int) -> str:
-    """Return the `AHEAD` characters of a text file from byte `begin` on."""
-    with open_file(path) as file:
-        file.seek(begin)
-        data = file.read(4 * AHEAD)
-    return decoded(data[: _whole_characters(data)], path, begin)[:AHEAD]
-
-
-def is_compressed(path: str) -> bool:
-    """Return whether the ending of a path says that the file is compressed by gzip."""
-    return path.lower().endswith(".gz")
-
-
-@contextmanager
-def open_file(path: str) -> Iterator[BinaryIO]:
-    """Context manager that opens a file, compressed or not. Raises DataError where it cannot be read."""
-    try:
-        with open_regular_file(Path(path)) as file:
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed(path) else file
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        damaged = " as gzip" if is_compressed(path) else ""
-        raise DataError(f"{path} cannot be read{damaged}: {reason}.") from None
-
-
-def decoded(data: bytes, path: str, at: int) -> str:
-    """Return UTF-8 bytes as text. Raises DataError, naming the byte, for invalid UTF-8 and for NUL."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        text, at = "\0", at + error.start
-    if "\0" in text:
-        raise DataError(f"{path} is no UTF-8 text at byte {at}: {not_text_remedy(path)}.")
-    return text
-
-
-def not_text_remedy(path: str) -> str:
-    """Return the remedy, as text, for a file that is not UTF-8 text."""
-    if path.lower().endswith(_COMPRESSED):
-        return "decompress it"
-    return "name the text files alone, for instance with a glob such as 'folder/**/*.txt'"
-
-
-def _whole_characters(data: bytes) -> int:
-    """Return the number of bytes before a character of which bytes are missing at the end."""
-    try:
-        return codecs.utf_8_decode(data, "strict", False)[1]
-    except UnicodeDecodeError:
-        return len(data)
-
-
 def _line_cut(file: BinaryIO, at: int, total: int) -> int:
     """Return where to cut a text near byte `at`: after the next line end, else between two characters."""
     file.seek(at - 1)
@@ -148,7 +71,7 @@ def _token_cut(file: BinaryIO, path: str, at: int, total: int, encode: Encode) -
         if start + len(data) >= total:
             return None
         skipped = next((number for number in range(4) if (data[number] & 0xC0) != 0x80), 0)
-        data = data[skipped : skipped + _whole_characters(data[skipped:])]
+        data = data[skipped : skipped + whole_characters(data[skipped:])]
         text = decoded(data, path, start + skipped)
         first = len(data[: max(0, at - start - skipped)].decode(errors="ignore")) + 1
         found = encode([text[shift:] for shift in _SHIFTS if shift < first])

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.checksummed_files import ArrayFile
+from plait.app.data.array_file import ArrayFile
 from plait.app.data.corpus_manifest import INDEX, REMEDY, CorpusIndex, read_index, shard_arrays
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.tokenizer_file import (
+from plait.app.data.tokenizer_json import (
     SurroundingTokens,
     library_errors,
     open_reader,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from plait.app.loop.builtin_callbacks import watched_validation
-from plait.app.loop.run_folder_lock import locked_folder
+from plait.app.loop.run_folder import locked_folder
 from plait.app.loop.run_state import Check, resume_from, run_state, tell_differences
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import LowestLoss, Validation

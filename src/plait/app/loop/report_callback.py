@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.loggers import JsonLines, LoggerGroup, unwritable
-from plait.app.loop.run_folder_lock import LOCK, locked_folder, set_aside, set_aside_line
+from plait.app.loop.run_folder import LOCK, locked_folder, set_aside, set_aside_line
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.engine.engine import Engine
 from plait.engine.step_recorder import Recording

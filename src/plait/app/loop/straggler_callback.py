@@ -11,8 +11,7 @@ from operator import mul
 from statistics import median
 from typing import Any
 
-from plait.app.loop.rank_times import RankTimes, WindowTimes
-from plait.app.loop.rebalancing import (
+from plait.app.loop.fastest_work_division import (
     DivisionMemory,
     StepSimulation,
     layer_costs_of,
@@ -21,6 +20,7 @@ from plait.app.loop.rebalancing import (
     replicas_of_ranks,
     simulation_of,
 )
+from plait.app.loop.rank_times import RankTimes, WindowTimes
 from plait.app.loop.slow_ranks import SlowRank, SlowRanks
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.work_division import WorkDivision, agreed_division, why_rows_stay, work_of

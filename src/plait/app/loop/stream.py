@@ -24,7 +24,7 @@ from plait.ranks.collectives import broadcast, scatter
 from plait.ranks.json_values import NotPlainError, decode, encode
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_result
-from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
+from plait.tensor.nested_values import Value, list_of_tensors, map_tensors
 
 _FAILED = -1
 """In place of the samples that are left: what follows is the text of an error."""

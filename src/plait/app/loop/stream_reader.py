@@ -10,7 +10,8 @@ from torch.utils.data import default_collate
 from plait.app.data.loader import kept_random_state, seed_all
 from plait.errors import DataError
 from plait.ranks.json_values import NotPlainError, decode, encode
-from plait.tensor.layer_values import Value, row_count
+from plait.tensor.microbatches import row_count
+from plait.tensor.nested_values import Value
 
 Collate = Callable[[Any], Any]
 _END = object()

@@ -25,7 +25,8 @@ from plait.errors import ConfigError, DataError, NonFiniteError, listed, termina
 from plait.plan.argument_checks import require_instance, require_number
 from plait.plan.plan import Plan
 from plait.ranks.device import is_accelerator
-from plait.tensor.layer_values import Microbatches, Value, counted_microbatches, tensors_of
+from plait.tensor.microbatches import Microbatches, counted_microbatches
+from plait.tensor.nested_values import Value, tensors_of
 
 
 def require_batches(batches: object) -> None:

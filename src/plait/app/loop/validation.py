@@ -20,7 +20,7 @@ from plait.pictures.quantities import duration_text
 from plait.plan.argument_checks import require_instance, require_whole
 from plait.ranks.collectives import all_reduce
 from plait.ranks.device import sent
-from plait.tensor.layer_values import map_tensors
+from plait.tensor.nested_values import map_tensors
 
 
 class RowShare(NamedTuple):

@@ -23,10 +23,10 @@ from plait.app.data.document_sources import files_of, read_documents, source_fil
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
 from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tables import HUB, dataset_files, is_dataset
+from plait.app.data.token_arrays import holds_tokens, open_tokens
 from plait.app.data.token_shards import Corpus, corpus_of, open_corpus
-from plait.app.data.tokenized_files import holds_tokens, open_tokens
 from plait.app.data.tokenizer import ByteTokenizer, Tokenizer
-from plait.app.data.tokenizer_file import tokenizer_files
+from plait.app.data.tokenizer_json import tokenizer_files
 from plait.errors import ConfigError, DataError
 
 _RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".json.gz", ".parquet", ".arrow")

@@ -17,8 +17,9 @@ from plait.app.data.tokenizer import open_tokenizer
 from plait.app.loop.loggers import finite_values
 from plait.app.loop.validation import ValidationRows, validation_means
 from plait.app.train.data_sources import is_tokenized, prepared_folder
-from plait.app.train.run_checkpoints import FOLDER, vocabulary
+from plait.app.train.run_checkpoints import FOLDER
 from plait.app.train.run_data import load_data, opened_validations
+from plait.app.train.trained_model import vocabulary
 from plait.app.train.trainer import build_model
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.loading import load_checkpoint

@@ -14,14 +14,14 @@ from torch import nn
 
 from plait.app.config.config import Config, configured_decoder, vocabulary
 from plait.app.config.train_section import TrainConfig
-from plait.app.loop.rebalancing import DivisionMemory
+from plait.app.loop.fastest_work_division import DivisionMemory
 from plait.app.loop.work_division import WorkDivision
-from plait.app.train.trainer import optimizer_maker, trained_part
+from plait.app.train.trainer import model_to_train, optimizer_maker
 from plait.errors import ConfigError, PlaitError
 from plait.estimate.memory.fit_plan import changed_fields, fit_plan
 from plait.estimate.memory.memory_report import Memory
-from plait.estimate.memory.owner_memory import Moments
 from plait.estimate.memory.predict_memory import MemoryEstimator
+from plait.estimate.memory.whole_parameter_owners import Moments
 from plait.estimate.prediction.predicted_model import DecoderModel, PredictedModel
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import traced_model
@@ -74,7 +74,7 @@ def division_memory(config: Config, plan: Plan, vocab: int, device: torch.device
     @cache
     def estimator() -> MemoryEstimator:
         return MemoryEstimator(
-            trained_part(config, vocab), moments=optimizer_moments(config.train), device=device
+            model_to_train(config, vocab), moments=optimizer_moments(config.train), device=device
         )
 
     def bytes_of(work: WorkDivision) -> float | None:
@@ -130,7 +130,7 @@ def configured_model(config: Config) -> PredictedModel:
     decoder = configured_decoder(config)
     if decoder is not None:
         return DecoderModel(decoder)
-    model = trained_part(config, 0 if config.model.folder is not None else vocabulary(config))
+    model = model_to_train(config, 0 if config.model.folder is not None else vocabulary(config))
     rows = torch.empty(1, config.model.context, dtype=torch.int64, device="meta")
     return traced_model(model, rows, moments=optimizer_moments(config.train))
 

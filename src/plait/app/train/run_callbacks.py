@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plait.app.config.config import Config
 from plait.app.loop.loggers import Csv, JsonLines, Logger, TensorBoard, unwritable
-from plait.app.loop.run_folder_lock import EARLIER, REPORT_FILES, set_aside, set_aside_line
+from plait.app.loop.run_folder import EARLIER, REPORT_FILES, set_aside, set_aside_line
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.train.one_rank_comparison import LossAndNorm
 from plait.app.train.run_checkpoints import FOLDER
@@ -196,7 +196,7 @@ def _sample(run: TrainingLoop) -> str | None:
     return run.sample() if isinstance(run, Trainer) else None
 
 
-class FirstStepsCheck(Callback):
+class FirstStepsRecord(Callback):
     """Keeps loss and gradient norm of the first steps of a run, to compare them with one rank."""
 
     def __init__(self, count: int) -> None:

@@ -12,7 +12,7 @@ from plait.app.config.config import Config
 from plait.app.loop.builtin_callbacks import EarlyStop, Log, Progress, ReplicaChecks, WrongBits
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.report_callback import Report
-from plait.app.loop.run_folder_lock import LOCK, locked_folder
+from plait.app.loop.run_folder import LOCK, locked_folder
 from plait.app.loop.straggler_callback import Stragglers
 from plait.app.loop.validation import Validation
 from plait.app.train.one_rank_comparison import Comparison, LossAndNorm, compare_steps
@@ -28,7 +28,7 @@ from plait.app.train.predicted_run import (
 from plait.app.train.run_callbacks import (
     FIELD,
     WRITTEN,
-    FirstStepsCheck,
+    FirstStepsRecord,
     Recordings,
     RunFolder,
     Samples,
@@ -36,7 +36,7 @@ from plait.app.train.run_callbacks import (
 )
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
-from plait.app.train.trainer import Trainer, balanced, trained_part
+from plait.app.train.trainer import Trainer, model_to_train, plan_with_measured_cut
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.prediction.prediction import Prediction
 from plait.optimizers.hidden_matrices import listed_matrices
@@ -117,10 +117,10 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         data = load_data(config)
         config = with_steps_of_epochs(config, data)
         progress = Progress(shown=mesh.rank == 0, bar=run.progress)
-        plan = balanced(config, plan, mesh, data)
+        plan = plan_with_measured_cut(config, plan, mesh, data)
         memory = None
         if mesh.rank == 0 or run.memory_limit is not None:  # which all ranks have to keep
-            memory = predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)
+            memory = predict_memory(config, model_to_train(config, data.vocab), plan, mesh.device)
         predicted = predicted_step(config, plan, mesh.device) if mesh.rank == 0 else None  # which prints it
         trainer = Trainer(config, plan, mesh, data)
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
@@ -142,7 +142,7 @@ def _trained(
 ) -> tuple[TrainingResult, list[LossAndNorm]]:
     """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
     settings, run = config.train, config.run
-    first, checkpoints = FirstStepsCheck(run.compare), run_checkpoints(config)
+    first, checkpoints = FirstStepsRecord(run.compare), run_checkpoints(config)
     loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
     log, samples = Log(*loggers, folder=run.dir, field=FIELD), Samples(config)
     validations = [

@@ -18,7 +18,7 @@ from plait.app.config.model_section import ModelConfig
 from plait.app.config.train_section import TrainConfig
 from plait.app.data.batches import rank_rows
 from plait.app.data.tokenizer import Tokenizer, printable
-from plait.app.loop.fit import (
+from plait.app.loop.learning_rate_schedules import (
     LearningRate,
     warmup_constant,
     warmup_cosine,
@@ -41,11 +41,11 @@ from plait.models.lora import adapter_values, lora
 from plait.models.peft_files import load_adapter, values_in
 from plait.optimizers.muon import Muon
 from plait.optimizers.optimizer_makers import MakeOptimizer, optimizer_for
-from plait.optimizers.owned import Owned
+from plait.optimizers.owned_optimizer import Owned
 from plait.plan.plan import Plan
 from plait.ranks.mesh import Mesh
-from plait.tensor.experts.routers import balance_experts
-from plait.tensor.layer_values import DTYPES
+from plait.tensor.dtypes import DTYPES
+from plait.tensor.experts.balance_experts import balance_experts
 from plait.tensor.losses import cross_entropy
 
 _FUSED = ("AdamW", "Adam", "SGD")
@@ -92,7 +92,7 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
     return {**weights, **values}
 
 
-def trained_part(config: Config, vocab: int) -> nn.Sequential:
+def model_to_train(config: Config, vocab: int) -> nn.Sequential:
     """Return the configured model, with parameters frozen and router settings as the section `train` says."""
     model = build_model(config.model, vocab)
     freeze(model, config.train.freeze, "train.freeze")
@@ -103,13 +103,13 @@ def trained_part(config: Config, vocab: int) -> nn.Sequential:
     return model
 
 
-def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
+def plan_with_measured_cut(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
     """Return the plan; if `parallel.balance` asks, with layers cut into stages by times measured here."""
     if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
         return plan
     rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)
     inputs, targets = data.training.batch(0, rows)
-    return balance(trained_part(config, data.vocab), plan, mesh, inputs, targets)
+    return balance(model_to_train(config, data.vocab), plan, mesh, inputs, targets)
 
 
 def optimizer_maker(settings: TrainConfig) -> MakeOptimizer:
@@ -162,7 +162,7 @@ class Trainer(TrainingLoop):
 
     def __init__(self, config: Config, plan: Plan, mesh: Mesh, data: Data) -> None:
         settings, shape = config.train, config.model
-        model = trained_part(config, data.vocab)
+        model = model_to_train(config, data.vocab)
         parameters = [(one.numel(), one.requires_grad) for one in model.parameters()]
         self.sizes = sum(size for size, _ in parameters), sum(size for size, trains in parameters if trains)
         """The number of parameters of the whole model, and of those that are not frozen."""

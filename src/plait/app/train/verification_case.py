@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.app.config.config import Config
 from plait.app.train.run_data import load_data
-from plait.app.train.trainer import optimizer_maker, trained_part
+from plait.app.train.trainer import model_to_train, optimizer_maker
 from plait.checkpoint.huggingface.config_json import config_json
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.errors import ConfigError
@@ -42,7 +42,7 @@ def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate:
         seed=settings.seed,
     )
     return Case(
-        model=trained_part(config, data.vocab),
+        model=model_to_train(config, data.vocab),
         loss=cross_entropy,
         batches=[data.training.batch(step, slice(0, settings.batch)) for step in range(steps)],
         options=options,

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.box_reader import FullTensors, MergedTensors
 from plait.checkpoint.compatibility import require_model
 from plait.checkpoint.file_system_calls import Disk, write_text
 from plait.checkpoint.folders import atomic_folder
+from plait.checkpoint.full_tensors import FullTensors, MergedTensors
 from plait.checkpoint.huggingface.config_json import CONFIG, config_json, read_config, sizes_from_config
 from plait.checkpoint.huggingface.tensor_names import HEAD, TensorPair, tensor_pairs
 from plait.checkpoint.manifest import Manifest, TensorEntry

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from plait.checkpoint.box_reader import adapted_weights
+from plait.checkpoint.full_tensors import adapted_weights
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.rank_contents import parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed

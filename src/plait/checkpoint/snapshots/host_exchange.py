@@ -11,9 +11,9 @@ from torch import Tensor
 from plait.checkpoint.loading import raising_on_all_ranks
 from plait.checkpoint.manifest import StoredBox
 from plait.checkpoint.save_task import file_name
-from plait.checkpoint.snapshots.newest_snapshot import RankPart
 from plait.checkpoint.snapshots.snapshot_buffer import manifest_name
 from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder
+from plait.checkpoint.snapshots.snapshot_parts import RankPart
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS
 from plait.plan.layout.layout import Box
 from plait.plan.layout.routes import BoxTransfer

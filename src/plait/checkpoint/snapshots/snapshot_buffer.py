@@ -20,7 +20,8 @@ from torch import Tensor
 
 from plait.checkpoint.manifest import Manifest, TensorEntry, manifest_text
 from plait.checkpoint.optimizer_set import OptimizerSet
-from plait.checkpoint.rank_contents import Checkpointable, describe, parameter_key
+from plait.checkpoint.optimizer_state import describe
+from plait.checkpoint.rank_contents import Checkpointable, parameter_key
 from plait.checkpoint.save_task import ManifestPart, file_name
 from plait.checkpoint.saving import LocalBox, contents_to_write, manifest_head
 from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder

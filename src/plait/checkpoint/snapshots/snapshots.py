@@ -25,7 +25,9 @@ from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import Checkpointable, require_engine
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.snapshots.host_exchange import fetch_files, files_for_next_host, files_to_fetch
-from plait.checkpoint.snapshots.newest_snapshot import (
+from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer, manifest_name
+from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
+from plait.checkpoint.snapshots.snapshot_parts import (
     RankPart,
     SnapshotName,
     found_parts,
@@ -37,8 +39,6 @@ from plait.checkpoint.snapshots.newest_snapshot import (
     parts_of_text,
     text_of_parts,
 )
-from plait.checkpoint.snapshots.snapshot_buffer import RankContents, SnapshotBuffer, manifest_name
-from plait.checkpoint.snapshots.snapshot_folder import HALVES, SnapshotFolder
 from plait.errors import CheckpointError, CorruptionError, PlaitError, terminal_text
 from plait.plan.argument_checks import require_instance, require_path, require_whole
 from plait.ranks.exchange_with_supervisor import (

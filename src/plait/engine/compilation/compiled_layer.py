@@ -35,7 +35,8 @@ from plait.plan.plan import Recompute
 from plait.tensor.autograd.eager_operations import TRACE, LayerTrace
 from plait.tensor.autograd.float8_inputs import CastInputs
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, list_of_tensors, map_tensors, with_tensors
 
 REASON_LENGTH = 300
 """Characters of torch's reason in an error's message; the whole is its cause."""
@@ -61,7 +62,7 @@ class LayerCompiler:
         return LayerCompiler(queue, generates=False, falls_back=False, on_meta=True)
 
     def compiled(self, layer: NamedLayer, structure: Hashable, recompute: Recompute) -> CompiledLayer:
-        """Return a layer of a stage as a compiled one; equal `structure`s have the same graphs."""
+        """Return `layer` as one that is compiled at its first call; equal `structure`s share graphs."""
         return CompiledLayer(self, layer, structure, recompute)
 
 
@@ -82,7 +83,7 @@ class CompiledLayer:
     def forward(
         self, value: Value, info: LayerInfo, sequence: Hashable = None
     ) -> tuple[Value, CompiledRun] | None:
-        """Return the output for `value`, as leaf tensors, and the run; None where it must run eagerly.
+        """Return the output, as leaf tensors, and the run for its backward; None where it must run eagerly.
 
         `sequence`: the `shape` of the running sequence. The first call for a shape traces the layer. Raises
         ModelError with torch's reason where that fails.
@@ -150,7 +151,7 @@ class CompiledRun(LayerCall):
     """What the backward reads."""
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the input's tensors from those of the output's.
+        """Return the gradients of the input's tensors from the output's; add or queue those of parameters.
 
         Queues what weight gradients are taken out of the backward. The others are added to their buffers, or
         their addition is queued, too, where `W` adds all.

@@ -20,7 +20,7 @@ from plait.engine.compilation.layer_call import LayerCall
 from plait.engine.compilation.layer_operations import LayerOperation, StoredResult, Values, arguments_of
 from plait.tensor.autograd.eager_operations import AutogradCall, LayerTrace
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
-from plait.tensor.autograd.torch_calls import apply_function, run_backward
+from plait.tensor.autograd.private_torch_functions import apply_function, run_backward
 
 
 @dataclass
@@ -36,7 +36,7 @@ class AutogradRun:
 
 
 def autograd_call(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> LayerOperation:
-    """Return the operation that computes a call, and keeps its autograd graph if a backward reads it."""
+    """Return the operation that runs a graph node's call eagerly, with autograd if its backward is needed."""
     inputs, number, once, shapes, *_ = arguments_of(node)
     recorded: AutogradCall = trace.calls[number]
     *results, saved = (StoredResult.of(node, index, slots) for index in range(len(shapes)))
@@ -76,7 +76,7 @@ def autograd_call(node: Node, slots: Mapping[Node, int], trace: LayerTrace) -> L
 
 
 def autograd_call_backward(node: Node, slots: Mapping[Node, int]) -> LayerOperation:
-    """Return the operation that computes the gradients of a call's inputs, and adds those of parameters."""
+    """Return the operation that runs an eager call's backward, and adds the gradients of parameters."""
     gradients, saved, inputs, *_ = arguments_of(node)
     results = [StoredResult.of(node, index, slots) for index in range(inputs)]
 

@@ -93,8 +93,10 @@ class DividedGraph:
 def divided(
     joint: JointGraph, parameters: Sequence[int], mode: Recompute, gathers: Collection[int] = ()
 ) -> DividedGraph:
-    """Return a layer's joint graph as a forward and a backward one, without the gradients of `parameters`.
+    """Return a layer's joint graph divided into a forward and a backward, with weight gradients left out.
 
+    Left out, as `terms`, is what can be deferred of the gradients of `parameters`. `mode`: which values the
+    backward computes again.
     `gathers`: the numbers of recorded gathers whose results the weight gradients gather again.
     """
     gradients, terms = list(joint.gradients), list[WeightTerm]()

@@ -33,7 +33,7 @@ class LayerCall:
     """Autograd calls that the backward repeats, by number."""
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the mask of call `number` of the dropout `name`; the same one if asked for again."""
+        """Return the dropout mask of module `name` at its call `number`; the same mask if asked for again."""
         if number not in self._makers:
             dropout = self.modules[name]
             assert isinstance(dropout, Dropout)
@@ -45,14 +45,14 @@ class LayerCall:
         return self._repeated.setdefault(number, RepeatedCall())
 
     def regathered(self, part: Tensor, gather: Gather) -> Regathered:
-        """Return a tensor that is gathered again on first use, or now if weight gradients follow at once."""
+        """Return a tensor that is all-gathered again on first use, or now if weight gradients come next."""
         found = self.queue.gathered.again(part, gather)
         if self.queue.mode.overlaps:
             found.start()
         return found
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], backward: Callable[[], None]) -> None:
-        """Run a `backward`, and add the gradients of `parameters` that it computes to their buffers."""
+        """Run a `backward`, and add or queue the gradients of `parameters` that it computes."""
         queue = self.queue
         held = queue.set_aside(parameters)
         try:
@@ -94,15 +94,15 @@ class RepeatedCall:
         self._decisions: list[Any] = []
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()` in both runs: results are not kept."""
+        """Return `compute()`, called anew in each run: no result is kept for the second."""
         return compute()
 
     def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return `compute()` in both runs: results of operations are not kept."""
+        """Return `compute()`, called anew in each run: no result of an operation within is kept."""
         return compute()
 
     def once(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`; in the second run return the first run's next such value."""
+        """Return `compute()` in the first run, and in the second the first run's values in the same order."""
         if not self.is_second:
             self._decisions.append(compute())
             return self._decisions[-1]  # type: ignore[no-any-return]

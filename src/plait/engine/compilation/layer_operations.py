@@ -58,7 +58,7 @@ class StoredResult:
 
     @staticmethod
     def of(node: Node, number: int, slots: Mapping[Node, int]) -> StoredResult:
-        """Return where one result of a node that has several is stored."""
+        """Return the slots and strides of result `number` of a graph node that has several results."""
         users = [user for user in node.users if user.args[1] == number]
         found = [slots[user] for user in users if user in slots]
         return StoredResult(found, example_of(users[0]).stride() if found else ())

@@ -91,7 +91,7 @@ def example_of(node: Node) -> Tensor:
 
 
 def move_to_meta(graph: GraphModule) -> None:
-    """In `graph`, replace each device that is an argument of an operation by the meta device, in place."""
+    """Replace each device among the arguments of `graph`'s operations by the meta device, in place."""
 
     def moved(argument: Any) -> Any:
         return torch.device("meta") if isinstance(argument, torch.device) else argument

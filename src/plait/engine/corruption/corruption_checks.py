@@ -112,7 +112,7 @@ class CorruptionChecks:
         self._hooks = []
 
     def begin_pass(self, runner: Runner) -> None:
-        """Called by the engine when `forward_backward` begins."""
+        """Check gradients, and draw layer runs to check; the engine calls it as `forward_backward` begins."""
         self._kept_memory = None  # the engine goes on without these checks
         if self._memory is not None:
             self._memory.compare_gradients()
@@ -121,7 +121,7 @@ class CorruptionChecks:
             self._layers.begin_pass()
 
     def end_pass(self, runner: Runner) -> None:
-        """Called by the engine when the gradients of `forward_backward` are final."""
+        """Raise CorruptionError for wrong bits in this pass; the engine calls it when gradients are final."""
         if self._memory is not None:
             self._memory.end_pass(runner)
         if self._layers is not None:
@@ -130,7 +130,7 @@ class CorruptionChecks:
             self._memory.record_gradients()
 
     def before_clipping(self) -> None:
-        """Called by the engine before it scales the gradients."""
+        """Compare gradients with their checksums; the engine calls it before it scales them."""
         if self._memory is not None:
             self._memory.compare_gradients(are_scaled=True)
 

@@ -62,7 +62,7 @@ class LayerRecheck:
         """How many runs this rank has computed again."""
 
     def begin_pass(self) -> None:
-        """Draw the runs of this pass, and have them recorded; the same on all ranks of a stage."""
+        """Draw the layer runs to compute again, alike on all ranks of a stage, and have them recorded."""
         passes = self._runtime.dropout.step
         drawn = random.Random(f"recheck {passes} {self._mesh.index('pp')}")
         for stage in self._runtime.pipeline.stages.values():
@@ -74,7 +74,7 @@ class LayerRecheck:
             }
 
     def end_pass(self, gatherer: Gatherer, compare_memory: Callable[[], None]) -> None:
-        """Compute the drawn runs of the rank before this one. Raises CorruptionError where bits differ.
+        """Compute the previous `dp` rank's drawn runs again. Raises CorruptionError where bits differ.
 
         On all ranks of the stage; before, `compare_memory` is called, which raises it on a rank whose memory
         is the reason. Communication: over `dp` what each run has read and written, where any was

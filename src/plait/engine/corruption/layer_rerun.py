@@ -19,7 +19,7 @@ from plait.engine.runner import Runtime
 from plait.engine.sharding.flat_buffer import StageView, allocate_storage, free_storage
 from plait.engine.sharding.gatherer import Gatherer
 from plait.engine.sharding.unit import Unit
-from plait.tensor.layer_values import Value, list_of_tensors, signature, with_tensors
+from plait.tensor.nested_values import Value, list_of_tensors, signature, with_tensors
 from plait.tensor.running_sequence import DocumentBounds
 
 Results: TypeAlias = list[tuple[str, Tensor]]
@@ -65,7 +65,7 @@ def tensors_of_record(record: LayerRecord) -> list[Tensor]:
 
 
 class LayerRerun:
-    """Runs the layers of one rank again, between its forward and backward and the update."""
+    """Runs layers again on what another rank recorded, after the backward and before the update."""
 
     def __init__(self, runtime: Runtime, gatherer: Gatherer) -> None:
         self._runtime, self._gatherer = runtime, gatherer

@@ -27,7 +27,7 @@ from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.replica_check import check_replicas
 from plait.errors import CorruptionError, ReplicaError
 from plait.ranks.device import is_accelerator
-from plait.tensor.autograd.torch_calls import counts_all_writes
+from plait.tensor.autograd.private_torch_functions import counts_all_writes
 
 
 class _Comparison(NamedTuple):
@@ -81,7 +81,10 @@ class MemoryCheck:
         self._recorded[optimizer] = self._steps
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compare tensors that an optimizer will read, or that none updates, with their checksums."""
+        """Compare an optimizer's tensors, and those that none updates, with their checksums before its step.
+
+        Raises CorruptionError where they differ; on a GPU `read` does, a pass later.
+        """
         first, steps = self._recorded[optimizer], self._steps
         after = f"after the update of step {first}" if first else "since the checks began"
         between = f"{after}, before that of step {max(steps, first + 1)}"
@@ -124,7 +127,7 @@ class MemoryCheck:
             self._start(self._steps, f"after the reductions of step {self._steps}, before {before}", sums)
 
     def begin_pass(self, runner: Runner) -> None:
-        """Start to compare this rank's checksums with those of its replicas on other ranks."""
+        """Start to compare checksums between replicas, and to record those of gathered parameters."""
         self._gathered.clear()
         runner.gatherer.observer, runner.reducer.observer = self._record_gathered, self._record_scattered
         if self._replicas.are_needed:
@@ -149,7 +152,7 @@ class MemoryCheck:
         sums.record([one for one in named if one.tensor.numel()])
 
     def end_pass(self, runner: Runner) -> None:
-        """Read earlier comparisons, and compare the parameters and gradients recorded during this pass."""
+        """Raise CorruptionError for wrong bits found so far, and compare what layers read in this pass."""
         self.read()
         runner.gatherer.observer = runner.reducer.observer = None
         step = self._steps + 1

@@ -25,7 +25,7 @@ SMALL_BYTES = 2**12
 
 
 class WordChecksums:
-    """Computes int64 numbers of a list of tensors that change if any one bit of theirs flips."""
+    """Computes checksums of a list of tensors, int64 numbers that change if any one bit flips."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Prepare views of `tensors`, all on one device."""
@@ -56,7 +56,7 @@ class WordChecksums:
         """For each number, the tensor that it belongs to, by its place."""
 
     def compute(self) -> Tensor:
-        """Return the numbers, int64, on the tensors' device, which is not synchronised."""
+        """Return the checksums, int64 `[numbers]`, on the tensors' device, which is not synchronised."""
         numbers = [words.sum() for words in self._sums] + [_sum_of_copy(one) for one in self._copied]
         parts = [torch.stack(numbers)] if numbers else []
         if self._kept:

@@ -24,7 +24,7 @@ class GraphRecorder(Protocol):
         """Return a new memory pool: recordings that share one must be replayed in the order of recording."""
 
     def record(self, compute: Callable[[], None], pool: Any) -> RecordedWork:
-        """Return a recording of `compute`, whose work is done, once, when this returns."""
+        """Record `compute`, whose work is also done once, and return the recording."""
 
 
 class CudaGraphRecorder:
@@ -38,7 +38,7 @@ class CudaGraphRecorder:
         return graph_pool()
 
     def record(self, compute: Callable[[], None], pool: Any) -> DeviceGraph:
-        """Return a CUDA graph of `compute`: recorded, which computes nothing, and replayed once."""
+        """Record `compute` as a CUDA graph, replay that once, and return it."""
         graph = DeviceGraph(self._stream, pool)
         with graph.recording():
             compute()

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.ranks.device import RandomState, is_accelerator, random_state
-from plait.tensor.autograd.torch_calls import run_backward_unseen
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.autograd.private_torch_functions import run_backward_unseen
+from plait.tensor.nested_values import tensors_of
 
 _READING = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -24,7 +24,7 @@ from plait.engine.pipeline.stage import Gradients
 from plait.errors import PlanError
 from plait.schedules.action import Kind
 from plait.tensor.cuda_graph_dropout_keys import MaskTable
-from plait.tensor.layer_values import Value, leaf_of, list_of_tensors, map_tensors
+from plait.tensor.nested_values import Value, leaf_of, list_of_tensors, map_tensors
 
 
 class StageState(Protocol):
@@ -58,7 +58,7 @@ class _RecordedSegment:
 
 @dataclass
 class MicrobatchGraphs:
-    """The recorded segments of a stage in one slot; micro-batches of one shape take turns in them."""
+    """Recorded graphs of one stage, which micro-batches of one shape replay one after another."""
 
     pool: Any
     """The slot's memory: its graphs are always replayed in the order in which they were recorded."""
@@ -100,7 +100,7 @@ class MicrobatchGraphs:
         _store_results(made, place, stage, loss)
 
     def replay(self, place: SegmentPlace, stage: StageState, loss: LossState | None) -> None:
-        """Compute the segment at `place`, for its micro-batch, by its recording."""
+        """Replay the recorded graph of the segment at `place` on its micro-batch's tensors."""
         number, segment = place.microbatch, self.segments[place.number]
         if loss is not None and place.number == 0:
             _copy_to(list_of_tensors(self.targets), list_of_tensors(loss.targets[number]), place, "targets")

@@ -22,7 +22,7 @@ CHANGED = "the optimizer: its first steps, or others than the one before"
 
 
 class OptimizerGraph:
-    """The graph of an optimizer's step."""
+    """Graph of an optimizer's step: recorded once two steps have the same settings, then replayed."""
 
     def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder, self._pool = recorder, recorder.new_pool()

@@ -15,7 +15,7 @@ StagePart: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SegmentPlace:
-    """A computing segment's stage, micro-batch and number among those of its micro-batch at its stage."""
+    """Where a computing segment belongs: its stage, micro-batch, and place among the segments of both."""
 
     name: str
     stage: int

@@ -17,7 +17,7 @@ from plait.engine.cuda_graphs.recordable_segments import SegmentPlace
 from plait.engine.pipeline.stage import Gradients
 from plait.engine.sharding.unit import Unit
 from plait.tensor.dropout import DropoutGenerator
-from plait.tensor.layer_values import Value, list_of_tensors
+from plait.tensor.nested_values import Value, list_of_tensors
 
 TOLERANCE = 1e-10
 """Of a difference, relative to the largest eager value, by default: both compute the same in fp64."""

@@ -31,7 +31,7 @@ from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.schedules.lowering.program import Segment
 from plait.tensor.cuda_graph_dropout_keys import MaskNotes, MaskTable
 from plait.tensor.dropout import DropoutGenerator
-from plait.tensor.layer_values import map_tensors
+from plait.tensor.nested_values import map_tensors
 
 EAGER_STEPS = 2
 """Steps of a shape that run eagerly before its graphs are recorded."""
@@ -105,7 +105,7 @@ class SegmentGraphs:
 
     @property
     def recorded(self) -> list[MicrobatchGraphs]:
-        """The graphs of each shape and slot."""
+        """All recorded graphs: one `MicrobatchGraphs` for each shape of micro-batch and slot of a stage."""
         return list(self._graphs.values())
 
     def begin(self) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
+from plait.tensor.nested_values import Value, list_of_tensors, map_tensors
 
 
 class GradientSnapshot(NamedTuple):

@@ -13,13 +13,14 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.pipeline.stage import Gradients
 from plait.errors import ModelError
 from plait.models.layers.model_validation import refusing_changed_buffers
-from plait.models.layers.stateful_layers import other_leaf
-from plait.tensor.autograd.torch_calls import run_backward
+from plait.models.layers.stateful_layer_check import other_leaf
+from plait.tensor.autograd.private_torch_functions import run_backward
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy, return_features
 from plait.tensor.cross_entropy_in_place import CrossEntropyInPlace
-from plait.tensor.layer_values import NamedLayer, Value, tensors_of
 from plait.tensor.losses import CrossEntropy, Loss, LossOverVocabulary
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, tensors_of
 from plait.tensor.parallel.partition import Vocabulary
 
 
@@ -51,19 +52,22 @@ class LossStage:
         self._open: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
-        """Begin a step, with the targets of each micro-batch and the factor of the loss's gradient, 0-d."""
+        """Begin a step with each micro-batch's targets; the backward multiplies the summed loss by `scale`.
+
+        `scale`, 0-d: the loss scale, divided by what makes the sum a mean; None without a backward.
+        """
         self.summed, self._outputs = {}, {}
         self.targets, self.scale = list(targets), scale
 
     def keep_scale_in_place(self) -> None:
-        """Copy this step's factor to the memory where recorded graphs read it."""
+        """Copy this step's `scale` to fixed memory, where recorded CUDA graphs read it."""
         if self.scale is not None:
             if self._scale_in_place is None:
                 self._scale_in_place = torch.empty_like(self.scale)
             self.scale = self._scale_in_place.copy_(self.scale)
 
     def compute(self, microbatch: int, output: Value) -> None:
-        """Compute the summed loss of one micro-batch."""
+        """Compute and store the summed loss of one micro-batch, with its autograd graph in training."""
         total = self._total_of(output, self.targets[microbatch])
         if not isinstance(total, Tensor) or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
@@ -100,7 +104,10 @@ class LossStage:
         return [outputs[microbatch] for microbatch in sorted(outputs)]
 
     def seed(self, microbatch: int) -> Gradients:
-        """Return the gradient of the global mean loss by the last layer's output for a micro-batch."""
+        """Run a micro-batch's loss backward; return the gradients of the model's output, loss-scaled.
+
+        They are those of the mean loss over the global batch, times the loss scale.
+        """
         total, leaves = self._open.pop(microbatch)
         if total.requires_grad:
             assert self.scale is not None, "a training step has a scale"
@@ -137,7 +144,7 @@ class OverwritingLossStage(LossStage):
         self._gradients: dict[int, Tensor] = {}
 
     def compute(self, microbatch: int, output: Value) -> None:
-        """Compute the summed loss of one micro-batch and, where the output needs it, the gradient."""
+        """Compute the summed loss of one micro-batch; in training write the gradient over `output`."""
         loss, learns = self.loss, isinstance(output, Tensor) and output.requires_grad
         if not (isinstance(loss, CrossEntropyInPlace) and learns and torch.is_grad_enabled()):
             super().compute(microbatch, output)
@@ -147,7 +154,7 @@ class OverwritingLossStage(LossStage):
         self.summed[microbatch], self._gradients[microbatch] = found
 
     def seed(self, microbatch: int) -> Gradients:
-        """Return the gradient of the global mean loss by the logits of a micro-batch."""
+        """Return the loss-scaled gradient of the global mean loss by the logits of a micro-batch."""
         if microbatch in self._gradients:
             return [self._gradients.pop(microbatch)]
         return super().seed(microbatch)
@@ -159,7 +166,7 @@ class OverwritingLossStage(LossStage):
 
 
 class ChunkedLossStage(LossStage):
-    """Computes loss and gradients of each micro-batch in one pass, when its backward starts.
+    """Computes loss and gradients of each micro-batch in chunks of rows, when its backward starts.
 
     So in a training step the loss of a micro-batch is known after `seed`. The last layer's parameters have to
     be gathered in `compute`, `seed` and `keep`, and its gradients allocated in `seed`.

@@ -25,7 +25,7 @@ from plait.schedules.lowering.program import (
     Send,
     TakeBatch,
 )
-from plait.tensor.layer_values import Value, leaf_of, map_tensors, tensors_of
+from plait.tensor.nested_values import Value, leaf_of, map_tensors, tensors_of
 from plait.tensor.running_sequence import LocalSequence, running
 
 
@@ -88,7 +88,7 @@ class PipelineRank:
         return last > before
 
     def bind_layers(self, instructions: Sequence[RunLayer]) -> Callable[[], None]:
-        """Return a function that runs the layers of `instructions`, all of one action, in one graph."""
+        """Return a function that runs the layers of one action's `instructions` in one autograd graph."""
         number, kind, microbatch = instructions[0].action
         layers = [instruction.layer for instruction in instructions]
         stage, first = self.stages[number], min(layers)
@@ -139,7 +139,7 @@ class PipelineRank:
         return self._stage_outputs[-1]
 
     def set_back(self) -> None:
-        """Restore the layers' run counters after an evaluation, which must not count."""
+        """Restore the attributes in which layers count their runs, since an evaluation must not count."""
         for stage in self.stages.values():
             stage.set_back()
 

@@ -37,7 +37,7 @@ from plait.errors import ModelError
 from plait.plan.plan import Recompute
 from plait.ranks.device import random_state, set_random_state
 from plait.tensor.autograd.kept_results import KEPT_OPERATIONS, RECOMPUTED_RUN, Tensors
-from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, tensors_of
+from plait.tensor.nested_values import Value, list_of_tensors, map_tensors, tensors_of
 
 T = TypeVar("T")
 
@@ -65,7 +65,10 @@ class KeepingRun:
         self.active = False
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()` and keep it, but not the results of operations that it calls."""
+        """Return `compute()`, and keep its tensors for the second run, but no results of operations within.
+
+        Not kept are those within another `result`, nor those beyond `most_results`.
+        """
         if self.paused:
             return compute()
         self.paused = True
@@ -80,14 +83,14 @@ class KeepingRun:
         return made
 
     def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return `compute()`, and keep the results of operations within."""
+        """Return `compute()`, and keep for the second run its matrix products, convolutions and attention."""
         if self.paused or self.sees_all or self.most_operations == 0:
             return compute()
         with RecordOperations(self):
             return compute()
 
     def once(self, compute: Callable[[], T]) -> T:
-        """Return `compute()` and keep it, whatever else is kept."""
+        """Return `compute()`, and keep it for the second run in every recompute mode."""
         made = compute()
         self.decisions.append(made)
         return made
@@ -164,7 +167,7 @@ class ReplayedRun:
         return found
 
     def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return `compute()`, and reuse the results of operations within."""
+        """Return `compute()`, in which operations return the results that the first run has kept."""
         if self.paused or not self._first.operations:
             return compute()
         self._within = True

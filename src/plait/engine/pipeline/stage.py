@@ -50,7 +50,7 @@ from plait.models.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.plan.plan import Recompute
 from plait.tensor.autograd.deferred_weight_gradients import made_by_linear
 from plait.tensor.autograd.joined_linears import JoinedLinears
-from plait.tensor.autograd.torch_calls import run_backward
+from plait.tensor.autograd.private_torch_functions import run_backward
 from plait.tensor.autograd.weight_gradient_queue import (
     INPUT_ONLY,
     NO_WEIGHTS,
@@ -61,10 +61,10 @@ from plait.tensor.autograd.weight_gradient_queue import (
 )
 from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.experts.experts import Experts
-from plait.tensor.experts.router import Router
+from plait.tensor.experts.router import Router, routers_of
 from plait.tensor.experts.router_losses_of_step import StepBalance
-from plait.tensor.experts.routers import routers_of
-from plait.tensor.layer_values import NamedLayer, Value, detached, list_of_tensors, map_tensors
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, detached, list_of_tensors, map_tensors
 from plait.tensor.parallel.apply_float8 import casts_in, find_weight_factors, float8_linears_in
 from plait.tensor.running_sequence import LocalSequence, running
 
@@ -160,7 +160,7 @@ class Stage:
             eager.join(() if sends_keys else tuple(common))
 
     def begin(self) -> None:
-        """Begin a step: refresh views of parameters, whose memory may have changed since the last step."""
+        """Begin a step: reset what layers derived from parameters, which may have changed since."""
         for layer in self._eager:
             layer.before = None
             for joined in layer.joined:
@@ -270,7 +270,7 @@ class Stage:
             held.clear()
 
     def set_back(self) -> None:
-        """Restore the layers' run counters to their values before the step."""
+        """Restore the attributes in which layers count their runs to their values before the step."""
         for one in self._eager:
             one.set_back()
 
@@ -346,13 +346,13 @@ class EagerLayer:
         return (self._without_parameters(output) if info.returns_parameter else output), None
 
     def begin_step(self) -> None:
-        """Forget the factors of weights that linears and experts cast to float8, which may have changed."""
+        """Forget the float8 scale factors of the layer's weights, which an update may have changed."""
         for casts in self.casts:
             casts.begin_step()
         self._finds_factors = bool(self.float8_linears)
 
     def find_weight_factors(self) -> None:
-        """Find the factors of weights that are cast to float8, in the first run of a step.
+        """Compute the float8 scale factors of the layer's weights, in its first run of a step.
 
         Communication: as `apply_float8.find_weight_factors`.
         """
@@ -369,7 +369,7 @@ class EagerLayer:
             self.joined = join_linears(self.layer.module, readers, self.queue)
 
     def set_back(self) -> None:
-        """Restore the layer's run counters to their values before the step."""
+        """Restore the attributes in which the layer counts its runs to their values before the step."""
         if self.before is not None:
             set_attributes(self.layer.module, self.before)
 
@@ -401,7 +401,7 @@ class CompiledRunner:
     def forward(
         self, microbatch: int, info: LayerInfo, sequence: LocalSequence | None, value: Value
     ) -> tuple[Value, LayerRun | None]:
-        """Run the layer and return its output, whose tensors are leaves, and the run."""
+        """Run the layer; return its output, whose tensors are leaves, and the run for its backward."""
         self.layer.find_weight_factors()
         if sequence is None and not self.layer.has_contexts:  # the common case, kept cheap
             made = self.compiled.forward(value, info)
@@ -432,7 +432,10 @@ class EagerRun:
         self.parameters, self.inputs, self.outputs = parameters, inputs, outputs
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Run the graph's backward, in which recomputation may run the layers again."""
+        """Run the graph's backward; return the inputs' gradients, and add or queue those of parameters.
+
+        Recomputation may run the layers again in it.
+        """
         queue, together = self.parameters.queue, self.parameters.together
         roots, seeds = _with_gradient(self.outputs, gradients)
         if roots:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.checkpoint.rank_contents import empty_state, parameter_key
+from plait.checkpoint.optimizer_state import empty_state
+from plait.checkpoint.rank_contents import parameter_key
 from plait.engine.engine import Engine
 from plait.engine.resharding.planned_transfers import GRADIENT, MovedTensor, Moves, PlacedBlueprint, Round
 from plait.engine.resharding.rank_report import HeldTensor, held_tensors
@@ -84,7 +85,7 @@ class ArrivingValues:
     """The optimizer state that has arrived, by parameter and entry."""
 
     def read(self, name: str) -> Tensor:
-        """Return a buffer that arrives now; of a parameter, which arrives with its unit, zeros."""
+        """Receive and return the buffer `name`; of a parameter, whose values arrive later, return zeros."""
         place = self.places[name]
         if not place.is_buffer:
             return torch.zeros((), dtype=place.tensor.dtype).expand(place.tensor.shape)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.checkpoint.optimizer_options import set_options
-from plait.checkpoint.rank_contents import NOT_RESTORED, number_device
+from plait.checkpoint.optimizer_state import NOT_RESTORED, number_device
 from plait.engine.engine import Engine
 from plait.proof.optimizer_proof import communicating_class
 
@@ -27,7 +27,7 @@ class OptimizerOfEngine(Protocol):
 
 
 def go_on_with(optimizer: Optimizer, engine: Engine) -> None:
-    """Make an optimizer that communicates use another engine's parameters and ranks."""
+    """Switch an optimizer that communicates to another engine; leave other optimizers as they are."""
     if communicating_class(type(optimizer)) is not None:
         cast(OptimizerOfEngine, optimizer).use_engine(engine)
 
@@ -42,8 +42,9 @@ def members_of_groups(engine: Engine, saved: Mapping[str, Any]) -> list[list[nn.
 
 
 def regroup(optimizer: Optimizer, saved: Mapping[str, Any], numbers: Sequence[int], members: Members) -> None:
-    """Give an optimizer the groups `saved` with other parameters, in place; its schedulers go on with it.
+    """Set an optimizer's groups to `saved` with the parameters `members`, in place, and clear its state.
 
+    Its schedulers go on with it.
     `numbers`: which of them its own groups are; others are added, with their options.
     """
     own = dict(zip(numbers, optimizer.param_groups[:], strict=True))
@@ -61,7 +62,7 @@ def regroup(optimizer: Optimizer, saved: Mapping[str, Any], numbers: Sequence[in
 def made_optimizer(
     make: OptimizerMaker, engine: Engine, saved: Mapping[str, Any], members: Members
 ) -> Optimizer:
-    """Return an optimizer of the groups `saved`, as `make` makes it, with their options."""
+    """Return a new optimizer from `make`, with the groups `saved`, their options, and new parameters."""
     if communicating_class(make) is None:
         optimizer = make([{"params": list(each)} for each in members])
     else:

@@ -12,7 +12,8 @@ from functools import cached_property
 
 import torch
 
-from plait.checkpoint.rank_contents import layout_of_state, parameter_key, state_key, state_keys
+from plait.checkpoint.optimizer_state import layout_of_state
+from plait.checkpoint.rank_contents import parameter_key, state_key, state_keys
 from plait.engine.blueprint import Blueprint
 from plait.engine.resharding.rank_report import RankReport, gradient_key
 from plait.errors import LayoutError

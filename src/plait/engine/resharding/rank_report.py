@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.checkpoint.optimizer_set import OptimizerSet
-from plait.checkpoint.rank_contents import describe, parameter_key, state_key, state_of
+from plait.checkpoint.optimizer_state import describe, state_of
+from plait.checkpoint.rank_contents import parameter_key, state_key
 from plait.engine.engine import Engine
 from plait.engine.runner import Runtime
 from plait.plan.layout.layout import Layout
@@ -29,7 +30,7 @@ class HeldTensor:
 
 
 def gradient_key(name: str) -> str:
-    """Return the key of a parameter's gradient."""
+    """Return the key of a parameter's gradient in reports and transfers."""
     return f"gradient.{name}"
 
 
@@ -75,7 +76,7 @@ class RankReport:
 
     @staticmethod
     def of(engine: Engine, optimizers: Sequence[Optimizer]) -> RankReport:
-        """Return the report of a rank of the old run."""
+        """Return this rank's report, given its engine and optimizers of the old run."""
         names = {id(shard): name for name, shard in engine.named_parameters()}
         balance = engine.runtime.balance
         held = dict(held_tensors(engine.runtime, optimizers))

@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.checkpoint.compatibility import applicable_order, linears_change
 from plait.checkpoint.optimizer_set import GivenOptimizers
-from plait.checkpoint.rank_contents import merge_optimizers
+from plait.checkpoint.optimizer_state import merge_optimizers
 from plait.engine.blueprint import Blueprint, shared_blueprint
 from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint

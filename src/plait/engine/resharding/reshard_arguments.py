@@ -45,7 +45,7 @@ class ReshardArguments:
 
     @staticmethod
     def of_engine(engine: Engine, optimizer: GivenOptimizers) -> ReshardArguments:
-        """Return the contribution of a rank with an engine. Raises PlaitError for state that cannot move."""
+        """Return the arguments of a rank with an engine. Raises PlaitError for state that cannot move."""
         runtime, chosen = engine.runtime, OptimizerSet.of(optimizer)
         optimizers = () if chosen is None else chosen.members
         _refuse_owners(optimizers)

@@ -42,7 +42,7 @@ from plait.plan.flat_buffer_specs import BufferSpec, Slot
 from plait.ranks.device import copy_later, is_accelerator, moved_later
 from plait.ranks.gradient_hook_detection import first_gradient_hook
 from plait.ranks.group import Group
-from plait.tensor.layer_values import torch_dtype
+from plait.tensor.dtypes import torch_dtype
 
 
 @dataclass(eq=False)

@@ -55,7 +55,10 @@ class Gatherer:
         }
 
     def begin(self) -> None:
-        """Begin a step: mark all parameters as not gathered, since optimizers may have updated the shards."""
+        """Begin a step: mark parameters as not gathered, and copy back offloaded shards that were updated.
+
+        Raises PlanError where the `.data` of one of the optimizer's parameters was replaced.
+        """
         self.gathered = set()
         for handle, buffer in self._stale:
             handle.wait()

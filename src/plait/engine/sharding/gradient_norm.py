@@ -22,7 +22,7 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
-from plait.tensor.autograd.torch_calls import multiply_each
+from plait.tensor.autograd.private_torch_functions import multiply_each
 
 ROW = 1024
 """Number of elements whose squares are summed in float32."""
@@ -31,7 +31,7 @@ ROW = 1024
 def counted_parameters(
     owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "world"
 ) -> frozenset[str]:
-    """Return the parameters of which this rank adds its gradient to the norm: each shard counts once.
+    """Return the names of parameters whose gradients this rank adds to the norm: each shard counts once.
 
     Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
     all parameters among them where none is sharded.

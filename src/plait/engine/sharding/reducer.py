@@ -20,7 +20,7 @@ from plait.schedules.lowering.program import (
     ReduceGradient,
     ScatterGradient,
 )
-from plait.tensor.autograd.torch_calls import zero_each
+from plait.tensor.autograd.private_torch_functions import zero_each
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 

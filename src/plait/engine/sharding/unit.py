@@ -21,8 +21,8 @@ from plait.ranks.collectives import shared_zeros
 from plait.ranks.device import host_zeros
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
+from plait.tensor.dtypes import torch_dtype
 from plait.tensor.float8.recipes import Recipe
-from plait.tensor.layer_values import torch_dtype
 
 Owners: TypeAlias = Mapping[str, tuple[int, ...]]
 """For each parameter the ranks of `pp` that hold it, in order; the first adds it to the gradient norm."""

@@ -20,7 +20,7 @@ from plait.ranks.collectives import all_gather, all_reduce, all_to_all, barrier
 from plait.ranks.device import StreamEvent, is_accelerator, synchronize
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.tensor.layer_values import DTYPES
+from plait.tensor.dtypes import DTYPES
 
 _LONG = 0.02
 """Seconds from which on an operation is long enough to be timed."""
@@ -59,7 +59,10 @@ class DeviceRates:
 
 
 def measure_device(timer: Timer) -> DeviceRates:
-    """Return the rates of the timer's device. There is no communication."""
+    """Measure and return the rates of the timer's device: of products, attention, memory and others.
+
+    There is no communication.
+    """
     device = timer.device
     precisions: tuple[Precision, ...] = ("bf16", "fp32", "fp64")
     best: Precision = "bf16" if is_accelerator(device) else "fp32"
@@ -214,7 +217,7 @@ class LinkRates:
 
 
 def measure_links(group: Group, timer: Timer) -> LinkRates | None:
-    """Return the rates of a group, None where it has one rank. All its ranks call it.
+    """Measure and return latency and bandwidth of a group, on all its ranks at once; None for one rank.
 
     Communication: all-reduces, all-gathers and all-to-alls over the group, of 1 kB, and of 16 MB (on GPUs
     256 MB). As in a step, the ranks do not compare their calls, and do not begin a small one at once.

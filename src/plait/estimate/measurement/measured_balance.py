@@ -27,18 +27,11 @@ from plait.ranks.text_collectives import broadcast_text
 from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import (
-    DTYPES,
-    NamedLayer,
-    Value,
-    convert,
-    leaf_of,
-    map_tensors,
-    signature,
-    split_both,
-    tensors_of,
-)
+from plait.tensor.dtypes import DTYPES, convert
 from plait.tensor.losses import Loss, cross_entropy
+from plait.tensor.microbatches import split_both
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, leaf_of, map_tensors, signature, tensors_of
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import GivenLoss, as_loss

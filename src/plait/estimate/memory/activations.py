@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.engine.pipeline.stage_exchange import Crossing, buffer_sizes, receive_buffers
 from plait.estimate.memory.layer_traces import PhaseTrace, Trace
-from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.estimate.memory.model_traces import ModelTraces
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.messages import SENDS_IN_FLIGHT
@@ -42,7 +42,7 @@ class ReceiveBufferAccount:
         self._sent = 0
 
     def post(self, action: Action) -> None:
-        """Record the receives of `action`'s input, into buffers of the pool."""
+        """Record that buffers are allocated, or reused from the pool, to receive the input of `action`."""
         received = receive_buffers(action._replace(microbatch=0), self._crossing, self._sizes)
         self._posted[action] = [self._take(size) for _, size in received]
 
@@ -53,7 +53,7 @@ class ReceiveBufferAccount:
         return blocks
 
     def send(self, action: Action, blocks: Sequence[MemoryBlock], peer: int) -> None:
-        """Record a send, which holds its memory blocks until `SENDS_IN_FLIGHT` later sends have started."""
+        """Record a send to `peer`, which holds its blocks until `SENDS_IN_FLIGHT` later ones have started."""
         under_way = self._sends[peer, action.kind]
         if len(under_way) == SENDS_IN_FLIGHT:
             self._ledger.drop(("send", under_way.pop(0)))
@@ -76,7 +76,7 @@ class ReceiveBufferAccount:
         return MemoryBlock(block.nbytes, Category.MESSAGES) if block in self._pool else block
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Return the receive buffers of a stage's micro-batch to the pool."""
+        """Give the receive buffers of a stage's micro-batch back to the pool, for later receives."""
         for block in self._lent.pop((stage, microbatch), ()):
             self._free[block.nbytes].append(block)
 
@@ -101,7 +101,7 @@ Blocks = dict[int, MemoryBlock | None]
 
 
 class ActivationAccount:
-    """Predicts activation memory: records in a ledger what each instruction of a `PipelineRank` allocates."""
+    """Records in a memory ledger the activations that a rank's pipeline instructions allocate and free."""
 
     def __init__(
         self,

@@ -8,10 +8,15 @@ from functools import cached_property
 from operator import mul
 from typing import NamedTuple, TypeAlias
 
-from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
+from plait.estimate.memory.decoder_layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.memory_bounds import MemoryBounds
 from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
-from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
+from plait.estimate.memory.state_memory import (
+    ParameterCounts,
+    rank_parameter_counts,
+    state_bytes,
+    whole_gradients,
+)
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.estimate.time.step_times import stage_kinds, stage_modes
@@ -23,7 +28,7 @@ from plait.schedules.schedule import Schedule
 
 
 class ActivationPeak(NamedTuple):
-    """The bytes of activations on a rank at the worst moment of several similar actions."""
+    """Bytes of activations on a rank at a peak: of unfinished micro-batches, and of the running action."""
 
     kept: float
     """What unfinished micro-batches keep when the action starts, with messages."""
@@ -49,7 +54,7 @@ class RankActivations:
         return any(kind is Kind.W for kind, _ in self.peaks)
 
     def with_state(self, shape: MicrobatchSizes, reserved: float) -> PredictedMemory:
-        """Return the rank's whole memory: also parameters, gradients and optimizer state, as sharded."""
+        """Return the rank's predicted memory: activations with parameters, gradients and optimizer state."""
         parameters, gradients, optimizer, gathered = state_bytes(shape, self.sizes)
         added = whole_gradients(shape, self.sizes, splits=self.splits)
         peaks = [(added.after_backward(Kind.F), 0.0, 0.0)]
@@ -82,7 +87,7 @@ class ActivationMemories:
         """Return a rank's peaks of activations, and its parameter counts."""
         kinds = tuple(self.stages[stage] for stage in rank.stages)
         if kinds not in self._sizes:
-            self._sizes[kinds] = rank_sizes(self.shape, kinds)
+            self._sizes[kinds] = rank_parameter_counts(self.shape, kinds)
         own = [self._stage(stage) for stage in rank.stages]
         received, sent = self.messages(rank)
         return RankActivations(self._sizes[kinds], activation_peaks(rank, own, received, sent))
@@ -96,7 +101,7 @@ class ActivationMemories:
         return layer_memory(kind, recompute, self.shape)
 
     def stage(self, layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
-        """Return the activation memory of a stage of these layers; equal stages are computed once."""
+        """Return the activation memory of a stage with these layers for one micro-batch."""
         return stage_memory(layers, at_once=at_once, receives=receives)
 
     def _stage(self, stage: int) -> StageMemory:
@@ -193,7 +198,7 @@ class DecoderMemories(PlanMemories):
         return MemoryBounds(self.decoder)
 
     def least(self, sizes: MicrobatchSizes, policy: str | None, *, gathered: bool = True) -> float:
-        """Return a lower bound, in bytes, of what the largest rank allocates under a policy (None: any)."""
+        """Return a lower bound of the largest rank's bytes under a schedule policy (None: under any)."""
         return self._bounds.least(_of_decoder(sizes), policy, gathered=gathered)
 
     def at_once(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float:

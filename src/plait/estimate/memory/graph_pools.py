@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.engine.cuda_graphs.recordable_segments import SegmentPlace, places_of
 from plait.engine.pipeline.stage_exchange import Crossing
-from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.models.layers.shape_inference import TensorInfo
 from plait.schedules.lowering.program import ActionInstruction, Instruction, Program, segments_of
 
@@ -16,7 +16,7 @@ Handlers = dict[type, Callable[[Any], None]]
 
 
 class PartLedger(MemoryLedger):
-    """Passes on to another ledger only activations and temporary memory, or only the rest."""
+    """Memory ledger that passes on to another one only activations and temporary memory, or only the rest."""
 
     def __init__(self, ledger: MemoryLedger, *, activations: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PartLedger(MemoryLedger):
 
 
 def slots_of(program: Program) -> Counter[int]:
-    """Return the slots of each stage: the most micro-batches that are in flight in a program."""
+    """Return for each stage the most micro-batches that are in flight at once in a rank's program."""
     slots, taken = Counter[int](), Counter[int]()
     places: Iterable[SegmentPlace | None] = places_of(segments_of(program))
     for place in places:
@@ -56,9 +56,10 @@ def slots_of(program: Program) -> Counter[int]:
 def pool_bytes(
     program: Program, stage: int, account: Callable[[MemoryLedger], Handlers], crossing: Crossing
 ) -> int:
-    """Return the bytes of one slot's CUDA graph pool: a micro-batch's peak at a stage, and its inputs.
+    """Return the bytes of the CUDA graph memory pool that one micro-batch in flight takes at a stage.
 
-    `account` returns what records activations in a ledger, by type of instruction; `crossing`: of `Exchange`.
+    They are its peak there, and its inputs. `account` returns what records activations in a ledger, by type
+    of instruction; `crossing`: of `Exchange`.
     """
     ledger = MemoryLedger()
     handlers = account(PartLedger(ledger, activations=True))

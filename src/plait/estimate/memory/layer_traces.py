@@ -17,7 +17,7 @@ from plait.engine.pipeline.stage import Gradients, Stage
 from plait.estimate.memory.operation_recorder import OperationRecorder, recording
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import Value, leaf_of, map_tensors, tensors_of
+from plait.tensor.nested_values import Value, leaf_of, map_tensors, tensors_of
 
 StorageNumbers = tuple[int | None, ...]
 """The storage numbers of several tensors; None for a missing tensor."""
@@ -98,7 +98,7 @@ def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None =
 
 
 def whole_backward_peak(stage: Stage, given: Value) -> int | None:
-    """Return the peak bytes of a one-layer stage's backward `B`, minus the bytes at its start.
+    """Return the peak bytes of a one-layer stage's backward of inputs and weights, minus those at its start.
 
     Weight gradients run during collectives. None where the backward does not run on the meta device.
     """

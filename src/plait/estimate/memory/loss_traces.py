@@ -9,11 +9,11 @@ from torch import Tensor
 from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossStage, OverwritingLossStage
 from plait.estimate.memory.layer_traces import Trace, trace_chunked_loss, trace_loss
 from plait.estimate.memory.operation_recorder import OperationRecorder
-from plait.estimate.time.layer_work import LayerWork, elementwise, extrapolated
+from plait.estimate.time.layer_work import LayerWork, elementwise_totals, extrapolated
 from plait.estimate.time.operation_times import Elementwise
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.cross_entropy_in_place import CrossEntropyInPlace
-from plait.tensor.layer_values import Value
+from plait.tensor.nested_values import Value
 
 CHUNKS = (3, 4)
 """Whole chunks of rows for which such a loss is traced; what more of them need follows from both."""
@@ -78,4 +78,4 @@ def _joined(work: LayerWork | None) -> LayerWork | None:
     if work is None:
         return None
     others = (one for one in work.forward if not isinstance(one, Elementwise))
-    return replace(work, forward=(*others, Elementwise(*elementwise(work.forward))))
+    return replace(work, forward=(*others, Elementwise(*elementwise_totals(work.forward))))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from plait.estimate.memory.layer_memory import layer_memory
+from plait.estimate.memory.decoder_layer_memory import layer_memory
 from plait.estimate.memory.state_memory import ParameterCounts, state_bytes, whole_gradients
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.plan.decoder_sizes import Decoder, LayerKind
@@ -23,7 +23,7 @@ WARM = ("1f1b", "zb-h1", "zb-h2")
 
 
 class ModelParameters(NamedTuple):
-    """Parameter counts of a model whose tensors are divided over the ranks of `tp`."""
+    """Parameter counts on a tensor-parallel rank: of the whole model, the head, and the largest layers."""
 
     whole: float
     head: float
@@ -53,14 +53,14 @@ class _Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """Computes lower bounds of the memory of plans of one model, however it is cut into stages."""
+    """Computes lower bounds of the memory of plans of one decoder, however it is cut into stages."""
 
     model: Decoder
     _parameters: dict[int, ModelParameters] = field(default_factory=dict)
     _activations: dict[tuple[object, ...], _Activations] = field(default_factory=dict)
 
     def least(self, shape: MicrobatchShape, policy: str | None, *, gathered: bool = True) -> float:
-        """Return a lower bound, in bytes, of what the largest rank allocates under a policy (None: any).
+        """Return a lower bound of the largest rank's bytes under a schedule policy (None: under any).
 
         `gathered`: count what plans with more copies of state need less of: buffers for whole parameters, and
         shards of gradients beside whole ones. It is the largest of three bounds: when the last stage has run
@@ -140,7 +140,7 @@ class MemoryBounds:
         return self._activations[key]
 
     def parameters(self, tp: int) -> ModelParameters:
-        """Return the parameter counts of the model where its tensors are divided over `tp` ranks."""
+        """Return the model's parameter counts on one of `tp` tensor-parallel ranks."""
         if tp not in self._parameters:
             each = {kind: self.model.parameters(kind, tp) for kind in KINDS}
             pair = max(each[one] + each[other] for one, other in pairwise(self.model.kinds))

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
 from plait.estimate.memory.layer_traces import Trace
-from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.estimate.memory.model_traces import ModelTraces
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.program import ComputeLoss, Instruction, RunLayer, SeedGradient, TakeBatch

@@ -15,7 +15,7 @@ from plait.engine.blueprint import Blueprint
 from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
 from plait.engine.pipeline.loss_stage import build_loss_stage
 from plait.engine.pipeline.stage import Stage
-from plait.estimate.memory.context_parallel_share import (
+from plait.estimate.memory.context_parallel_microbatch import (
     ContextShare,
     as_input,
     as_input_batch,
@@ -31,17 +31,19 @@ from plait.estimate.memory.remembered_results import RememberedResults
 from plait.estimate.time.layer_work import LayerWork
 from plait.models.layers.layer_sequence import on_meta, private_copy
 from plait.models.layers.shape_inference import InferredLayer, LayerInfo, LayerInput, run_on_meta
-from plait.models.rotary import ResultCache, result_caches
+from plait.models.result_cache import ResultCache, result_caches
 from plait.plan.axes import AXES, EXPERTS_ONLY
 from plait.plan.plan import Recompute
 from plait.tensor.attention.ulysses import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.float8_operands import LinearCasts
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.dtypes import DTYPES, torch_dtype
 from plait.tensor.experts.expert_casts import MatrixCasts
 from plait.tensor.experts.expert_layouts import experts_in
-from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.apply_float8 import Float8Layers, casts_of
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import LocalSequence, running
@@ -151,7 +153,7 @@ def trace_model(
 
 
 class CachedBytes(NamedTuple):
-    """The bytes of results that an attribute of a module of a layer holds after a step."""
+    """Bytes of cached results that one attribute of a module holds after a step, with both names."""
 
     module: str
     """The module's name in the layer."""
@@ -162,7 +164,7 @@ class CachedBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """The results of a layer's run on the meta device; layers of equal structure and inputs share them."""
+    """A layer's memory, output and operations, from its run on the meta device; equal layers share them."""
 
     run: InferredLayer
     trace: Trace
@@ -183,7 +185,7 @@ class TracedLayer:
 
 @dataclass(frozen=True)
 class KnownTraces:
-    """Traces of layers and losses that several traces of a model share."""
+    """Cache of the traces of layers and losses that several calls of `trace_model` share."""
 
     layers: dict[Hashable, TracedLayer] = field(default_factory=dict)
     runs: dict[Hashable, InferredLayer] = field(default_factory=dict)
@@ -340,7 +342,7 @@ class MetaCopies:
     _copies: dict[int, NamedLayer] = field(default_factory=dict)
 
     def layer(self, number: int) -> NamedLayer:
-        """Return the copy of layer `number`, with gradients allocated."""
+        """Return the copy of layer `number` on the meta device, with gradients; each is made once."""
         if number not in self._copies:
             self._copies[number] = self._made(self.blueprint.sequence.layers[number])
         return self._copies[number]

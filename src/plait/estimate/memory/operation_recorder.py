@@ -16,9 +16,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from plait.estimate.memory.kernel_fusion import Phase, Range, RecordedOperation, fused
-from plait.estimate.memory.operation_costs import Access, accesses_of, operations_of
 from plait.estimate.memory.remembered_results import RememberedResults
+from plait.estimate.memory.aten_operations import Access, accesses_of, operations_of
+from plait.estimate.time.kernel_fusion import Phase, Range, RecordedOperation, fused
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product
 from plait.plan.plan import Recompute
@@ -56,9 +56,9 @@ class OperationRecorder:
             self._phase = None
 
     def take(self, recompute: Recompute = "none", *, fuses: bool | None = None) -> LayerWork:
-        """Return the work of the layer that has run, and reset; `recompute`: how it ran.
+        """Return the recorded operations and collectives of the layer that has run, and forget them.
 
-        `fuses`: instead of the recorder's.
+        `recompute`: how it ran. `fuses`: instead of the recorder's.
         """
         if self.fuses if fuses is None else fuses:
             operations = fused(self._operations)
@@ -91,7 +91,7 @@ class OperationRecorder:
         )
 
     def assume_backward(self) -> None:
-        """From now on derive the backward from the forward, since it does not run on the meta device."""
+        """Make the next `take` derive the backward from the forward, as it does not run on meta."""
         self._assumes_backward = True
 
     def collective(self, group: Group, kind: str, tensor: Tensor) -> None:
@@ -158,7 +158,7 @@ class OperationRecorder:
 
 
 def group_on_meta(axis: str, size: int, index: int, recorder: OperationRecorder | None) -> Group:
-    """Return a communication group of ranks that do not exist, for layers on meta; `recorder` records it."""
+    """Return a `Group` of ranks that do not exist, for layers on meta; `recorder` records its collectives."""
     on_skip = None if recorder is None else recorder.collective
     return Group(axis, tuple(range(size)), index, None, Traffic(), 0.0, on_skip=on_skip)
 
@@ -169,7 +169,7 @@ def recording(recorder: OperationRecorder | None, phase: Phase) -> AbstractConte
 
 
 def with_loss(layer: LayerWork, loss: LayerWork) -> LayerWork:
-    """Return the work of the last layer together with that of the loss."""
+    """Return the operations and collectives of the last layer and of the loss together."""
     return replace(
         layer,
         forward=layer.forward + loss.forward,

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.engine.blueprint import Blueprint
-from plait.estimate.memory.memory_report import Category, MemoryBlock
-from plait.estimate.memory.owner_memory import Moments, OwnerNeeds, by_stage, owner_needs
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock
+from plait.estimate.memory.whole_parameter_owners import Moments, OwnerNeeds, by_stage, owner_needs
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The tensors that an optimizer keeps on the ranks of a plan."""
+    """Sizes of the optimizer state under a plan: tensors per parameter, or the bytes of owner ranks."""
 
     tensors: int
     """How many tensors of its size each shard of a parameter has."""
@@ -20,7 +20,7 @@ class OptimizerState:
     """By rank of `pp`, what the rank of that stage needs that needs most; nothing without an entry."""
 
     def blocks_of_owner(self, rank: int, *, offloads: bool) -> list[MemoryBlock]:
-        """Return the blocks of optimizer state of owned parameters on the largest rank of a pipeline stage.
+        """Return the memory blocks that Muon or `Owned` keeps on the largest rank of a pipeline stage.
 
         `offloads`: whether the optimizer's parameters, and so its state, are on the host.
         """
@@ -34,7 +34,7 @@ class OptimizerState:
 
 
 def optimizer_state(blueprint: Blueprint, moments: Moments) -> OptimizerState:
-    """Return what the optimizer of a model keeps under a plan."""
+    """Return the sizes of the state that the optimizer `moments` keeps under the blueprint's plan."""
     if isinstance(moments, int):
         return OptimizerState(moments, {})
     stages = enumerate(by_stage(blueprint, owner_needs(blueprint, moments)))

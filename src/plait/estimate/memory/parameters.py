@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from plait.engine.blueprint import Blueprint
-from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.estimate.memory.optimizer_state import OptimizerState
 from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec
 from plait.plan.parameter_units import FLOAT8, FLOAT32, replicas_of
@@ -39,7 +39,7 @@ class RankBuffer:
     """How many ranks hold the same parameters, or shards, and sum their gradients."""
 
     def state_bytes(self, state: OptimizerState) -> int:
-        """Return the bytes of the state of this buffer's parameters, on the rank where they are most."""
+        """Return the bytes of optimizer state of this buffer's parameters, on the rank that has most."""
         if not self.spec.kind.trains:
             return 0
         offsets = self.spec.offsets
@@ -139,7 +139,7 @@ class ParameterAccount:
             ledger.hold(("always", name), (block for one in buffers for block in one.allocated(state)))
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """Return a dict from type of unit instruction to the function that records it in the ledger."""
+        """Return by type of instruction (gather, reduce, …) the function that records it in the ledger."""
         return {
             GatherParameters: lambda i: self._gather(i.unit),
             ReleaseParameters: lambda i: self._ledger.drop(("gathered", i.unit)),

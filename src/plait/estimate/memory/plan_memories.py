@@ -29,7 +29,7 @@ class PredictedMemory:
 
     @property
     def allocated(self) -> float:
-        """The sum of all but `reserved`."""
+        """Bytes allocated for tensors: the sum of all fields but `reserved`."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
@@ -57,11 +57,11 @@ def cut_pipeline(plan: Plan, costs: LayerCosts) -> CutPipeline:
 
 
 class PlanMemories(ABC):
-    """Computes the memory of plans of one model; parts that plans share are computed once."""
+    """Interface that predicts the memory of many plans of one model; shared parts are computed once."""
 
     @abstractmethod
     def least(self, sizes: MicrobatchSizes, policy: str | None, *, gathered: bool = True) -> float:
-        """Return a lower bound, in bytes, of what the largest rank allocates under a policy (None: any).
+        """Return a lower bound of the largest rank's bytes under a schedule policy (None: under any).
 
         `gathered`: count what plans with more copies of state need less of: buffers for whole parameters,
         and shards of gradients beside whole ones.
@@ -72,7 +72,7 @@ class PlanMemories(ABC):
         """Return the bytes of the rank that allocates most; None where only a simulation of a step tells."""
 
     def least_of_cut(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float:
-        """Return a lower bound, in bytes, of what the largest rank allocates with this cut and schedule."""
+        """Return a lower bound of the largest rank's bytes, given schedule and layers per stage."""
         return 0.0
 
     @abstractmethod

@@ -17,21 +17,15 @@ from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
 from plait.engine.pipeline.stage_exchange import Crossing
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
-from plait.estimate.memory.context_parallel_share import as_input_batch
+from plait.estimate.memory.context_parallel_microbatch import as_input_batch
 from plait.estimate.memory.graph_pools import PartLedger, pool_bytes, slots_of
-from plait.estimate.memory.memory_report import (
-    Category,
-    Memory,
-    MemoryBlock,
-    MemoryLedger,
-    MemorySnapshot,
-    RankMemory,
-)
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
+from plait.estimate.memory.memory_report import Memory, RankMemory
 from plait.estimate.memory.model_traces import KnownTraces, ModelTraces, trace_model
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.memory.optimizer_state import OptimizerState, optimizer_state
-from plait.estimate.memory.owner_memory import Moments, require_moments
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
+from plait.estimate.memory.whole_parameter_owners import Moments, require_moments
 from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
@@ -40,16 +34,18 @@ from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
+from plait.tensor.dtypes import DTYPES
 from plait.tensor.experts.experts import Experts
-from plait.tensor.layer_values import DTYPES, Value, signature, split, tensors_of
 from plait.tensor.losses import Loss, cross_entropy
+from plait.tensor.microbatches import split
+from plait.tensor.nested_values import Value, signature, tensors_of
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
 BALANCED_ROUTING = "Routing is assumed to be balanced: each expert computes equally many tokens."
 
 
 def routing_assumption(model: nn.Module) -> tuple[str, ...]:
-    """Return, for a model with experts, the sentence on how their work on the meta device is counted."""
+    """Return the sentence that balanced routing is assumed, in a tuple; empty for a model without experts."""
     return (BALANCED_ROUTING,) if any(isinstance(one, Experts) for one in model.modules()) else ()
 
 
@@ -178,7 +174,7 @@ class MemoryEstimator:
         return torch.empty(rows, context, dtype=torch.int64, device="meta")
 
     def known_traces(self, blueprint: Blueprint, *, takes_all: bool = False) -> ModelTraces | None:
-        """Return what each layer computes and allocates, or None where the shape of a batch is unknown."""
+        """Return the traces of all layers and the loss, made once; None if a batch's shape is unknown."""
         plan, batch = blueprint.plan, self._batch(blueprint.plan)
         if batch is None:
             return None

@@ -22,7 +22,7 @@ class ParameterCounts(NamedTuple):
     """The most of two layers that follow each other."""
 
 
-def rank_sizes(shape: MicrobatchSizes, stages: Sequence[Sequence[LayerKind]]) -> ParameterCounts:
+def rank_parameter_counts(shape: MicrobatchSizes, stages: Sequence[Sequence[LayerKind]]) -> ParameterCounts:
     """Return the parameter counts of a rank of `pp`; `stages`: the kinds of the layers of its stages."""
     whole = shape.trained_parameters([*chain(*stages)])
     twice = sum(map(shape.trained_parameters, stages)) - whole

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from plait.tensor.attention.fused_kernels import CPU, Attended, cpu_attention
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.nested_values import tensors_of
 
 
 class StorageTracker(TorchFunctionMode):

@@ -11,7 +11,7 @@ from plait.estimate.memory.decoder_memories import DecoderMemories
 from plait.estimate.memory.plan_memories import PlanMemories
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.layer_work import MicrobatchSizes
-from plait.estimate.time.owner_times import StageOwners
+from plait.estimate.time.whole_parameter_updates import StageOwners
 from plait.pictures.quantities import count_text
 from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
@@ -53,7 +53,7 @@ class PredictedModel(ABC):
 
     @abstractmethod
     def about(self) -> str:
-        """Return the model's sizes in words."""
+        """Return the number of parameters and layers, and other sizes of the model, as text."""
 
     @abstractmethod
     def costs_for_cut(self, plan: Plan) -> LayerCosts:
@@ -69,19 +69,19 @@ class PredictedModel(ABC):
 
     @abstractmethod
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchSizes:
-        """Return sizes and work of a micro-batch of `rows` sequences; `on_cpu`: layers run on CPUs."""
+        """Return sizes and operations of a micro-batch of `rows` sequences; `on_cpu`: layers run on CPUs."""
 
     def owners(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageOwners]:
-        """Return the work of owners of whole parts on each rank of `pp`; empty where there are none.
+        """Return by stage the work of ranks that update whole parameters, as for Muon; empty without any.
 
         `cut`: how many layers each stage has.
         """
         return ()
 
     def mean_owner(self, plan: Plan) -> StageOwners | None:
-        """Return a lower bound, for every cut into stages, of the owners' mean work over all ranks.
+        """Return a lower bound of the ranks' mean work to update whole parameters, as for Muon, or None.
 
-        None where there are none, or where it is not known.
+        It holds for every cut into stages. None where there are none, or where it is not known.
         """
         return None
 
@@ -101,7 +101,7 @@ class DecoderModel(PredictedModel):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
+        """The kind of each layer, such as "attention" or "mlp", first layer first."""
         return self.decoder.kinds
 
     @property
@@ -120,7 +120,7 @@ class DecoderModel(PredictedModel):
         return self.decoder.operations_per_token
 
     def about(self) -> str:
-        """Return the model's sizes in words."""
+        """Return the number of parameters and layers, and other sizes of the model, as text."""
         sizes = self.decoder
         return (
             f"{count_text(sizes.total_parameters)} parameters ({sizes.layers} layers, hidden "
@@ -135,7 +135,7 @@ class DecoderModel(PredictedModel):
         return costs.with_messages(plan.pp)
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError where there are too few heads, or too many values of `recompute`."""
+        """Raise PlanError where `tp` exceeds the heads, or `recompute` has another length than the layers."""
         heads, layers = self.decoder.heads, len(self.kinds)
         if plan.tp > heads:
             raise PlanError(f"plan.tp = {plan.tp} is more than model.heads = {heads}: lower plan.tp.")
@@ -153,7 +153,7 @@ class DecoderModel(PredictedModel):
         return "2 · cp does not divide the context" if cp > 1 and self.context % (2 * cp) else None
 
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> MicrobatchShape:
-        """Return sizes and work of a micro-batch of `rows` sequences."""
+        """Return sizes and operations of a micro-batch of `rows` sequences; `on_cpu`: layers run on CPUs."""
         return MicrobatchShape(self.decoder, plan, rows, on_cpu)
 
     def memories(self) -> DecoderMemories:

@@ -37,7 +37,7 @@ class Prediction:
 
     @property
     def step_seconds(self) -> float:
-        """The time of a step."""
+        """The predicted seconds of a step."""
         return self.times.seconds
 
     @property
@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def peak_memory(self) -> float:
-        """The largest `allocated` of any rank, in bytes."""
+        """The most bytes of tensors that any rank allocates at its peak: the largest `allocated`."""
         return max(rank.allocated for rank in self.memory)
 
     @property

@@ -16,10 +16,10 @@ from plait.engine.blueprint import Blueprint, KnownParts, build_blueprint
 from plait.engine.local_batch import DOCUMENT_IDS
 from plait.estimate.memory.microbatch_memory import MicrobatchMemory, microbatch_memory
 from plait.estimate.memory.model_traces import FIRST, KnownTraces, ModelTraces
-from plait.estimate.memory.owner_memory import Moments, muon_of, tensor_counts
 from plait.estimate.memory.predict_memory import MemoryEstimator
+from plait.estimate.memory.whole_parameter_owners import Moments, muon_of, tensor_counts
 from plait.estimate.time.layer_work import LayerWork, MicrobatchSizes, extrapolated, with_mean_casts
-from plait.optimizers.owner_work import found_matrices
+from plait.optimizers.predicted_owner_work import found_matrices
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import FLOAT8, ModelParameter, kind_of
 from plait.plan.plan import Plan
@@ -28,8 +28,8 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import Experts
-from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import Loss
+from plait.tensor.nested_values import Value, map_tensors
 
 Counted = Literal["experts", "float8"]
 FEW_ROWS = (2, 3)
@@ -75,7 +75,7 @@ class TracedLayers:
 
     @cached_property
     def mean_moments(self) -> float:
-        """Tensors of a parameter's size that the optimizer keeps, as a mean over all elements."""
+        """State tensors of a parameter's size that the optimizer keeps: the mean over all elements."""
         if isinstance(self.moments, int):
             return self.moments
         muon, blueprint = muon_of(self.moments), self.blueprint(Plan())
@@ -91,10 +91,10 @@ class TracedLayers:
         return max((one.num_experts for one in self.module.modules() if isinstance(one, Experts)), default=0)
 
     def blueprint(self, plan: Plan) -> Blueprint:
-        """Return the blueprint under `plan` without `pp` and replicas, which do not change layers.
+        """Return the `Blueprint` of the model under `plan`, with one stage and one replica; made once.
 
-        It has as many data-parallel ranks as the division of experts needs, and two micro-batches where
-        the plan's further ones may use what the first has cast.
+        Stages and replicas do not change layers. It has as many data-parallel ranks as the division of
+        experts needs, and two micro-batches where the plan's further ones may use what the first has cast.
         """
         if plan in self._blueprints:
             return self._blueprints[plan]
@@ -132,7 +132,7 @@ class TracedLayers:
         return self._by_rows[key]
 
     def microbatch(self, plan: Plan, rows: int, *, on_cpu: bool) -> MicrobatchMemory:
-        """Return the memory of a micro-batch of `rows` rows that passes all layers alone."""
+        """Return the activation memory of a micro-batch of `rows` rows that runs through all layers alone."""
         key = self.blueprint(plan).plan, rows, on_cpu
         if key not in self._microbatches:
             self._microbatches[key] = microbatch_memory(self.traces(plan, rows, on_cpu=on_cpu))
@@ -188,7 +188,7 @@ class TracedLayers:
 
 @dataclass(frozen=True, eq=False)
 class TracedSizes(MicrobatchSizes):
-    """Sizes and work of a micro-batch under a plan, from traces of the model's layers."""
+    """Sizes and operations of a micro-batch under a plan, from traces of the model's layers."""
 
     layers: TracedLayers
     plan: Plan
@@ -237,7 +237,7 @@ class TracedSizes(MicrobatchSizes):
         return self.layers.parameters(self.plan, kinds, (False,))
 
     def gathered_item(self, kinds: Sequence[LayerKind] | None = None) -> float:
-        """Return the mean bytes of a gathered parameter of several layers, or (None) of all.
+        """Return the mean bytes of one parameter element when gathered, over some layers or (None) all.
 
         Counted without those of experts, which are not gathered in float8.
         """
@@ -257,7 +257,7 @@ class TracedSizes(MicrobatchSizes):
 
     @cached_property
     def activations(self) -> MicrobatchMemory:
-        """A lower bound of the activations of one micro-batch in all layers, extrapolated from few rows.
+        """A lower bound of one micro-batch's activation bytes in all layers, extrapolated from few rows.
 
         Layers run as under strategy `none`, which may cast weights that others have in float8: then backwards
         are counted with what is kept only.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 from plait.estimate.memory.memory_bounds import WARM
-from plait.estimate.memory.memory_report import Category, RankMemory
+from plait.estimate.memory.memory_ledger import Category
+from plait.estimate.memory.memory_report import RankMemory
 from plait.estimate.memory.plan_memories import CutPipeline, PlanMemories, PredictedMemory
 from plait.estimate.memory.state_memory import ParameterCounts, state_bytes, whole_gradients
 from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
@@ -74,7 +75,7 @@ class TracedMemories(PlanMemories):
         return found, added
 
     def least_of_cut(self, sizes: MicrobatchSizes, pipeline: CutPipeline) -> float:
-        """Return a lower bound of what the largest rank allocates: its state, and what its layers keep.
+        """Return a lower bound of the largest rank's bytes: its state, and what its layers keep.
 
         Each action of a rank starts with what its earlier ones keep of other micro-batches.
         """

@@ -12,7 +12,8 @@ from torch import nn
 
 from plait.engine.blueprint import assumed_costs, build_blueprint
 from plait.errors import ModelError, PlaitError
-from plait.estimate.memory.owner_memory import (
+from plait.estimate.memory.predict_memory import routing_assumption
+from plait.estimate.memory.whole_parameter_owners import (
     Moments,
     OwnerNeeds,
     by_stage,
@@ -20,26 +21,25 @@ from plait.estimate.memory.owner_memory import (
     owner_needs,
     require_moments,
 )
-from plait.estimate.memory.predict_memory import routing_assumption
 from plait.estimate.prediction.predicted_model import PredictedModel
 from plait.estimate.prediction.traced_layers import TracedLayers, TracedSizes
 from plait.estimate.prediction.traced_memories import TracedMemories
 from plait.estimate.time.layer_work import LayerWork
 from plait.estimate.time.operation_times import FusedAttention, Product
-from plait.estimate.time.owner_times import MatrixCounts, StageOwners
+from plait.estimate.time.whole_parameter_updates import MatrixCounts, StageOwners
 from plait.models.gpt2 import gpt2_of
 from plait.models.llama import llama_of
 from plait.optimizers.newton_schulz import iteration_cost
 from plait.optimizers.optimizer_makers import MuonSettings
-from plait.optimizers.owner_work import found_matrices, matrix_parts_of
+from plait.optimizers.predicted_owner_work import found_matrices, matrix_parts_of
 from plait.pictures.quantities import count_text
 from plait.plan.decoder_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.schedules.search.stage_cuts import LayerCosts
 from plait.tensor.experts.expert_layouts import experts_in
-from plait.tensor.layer_values import Value, tensors_of
 from plait.tensor.losses import cross_entropy
+from plait.tensor.nested_values import Value, tensors_of
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
 
@@ -52,7 +52,7 @@ class TracedModel(PredictedModel):
 
     @property
     def kinds(self) -> Sequence[LayerKind]:
-        """The kind of each layer."""
+        """The kind of each layer, first layer first: the same for layers of equal structure and inputs."""
         return self.layers.kinds
 
     @cached_property
@@ -68,7 +68,7 @@ class TracedModel(PredictedModel):
 
     @cached_property
     def operations_per_token(self) -> float:
-        """Floating-point operations per token, of matrix products and attention."""
+        """Floating-point operations per token of matrix products and attention, forward and backward."""
         sizes = self.sizes(Plan(), 1, on_cpu=True)
         each = {kind: _operations(sizes.work(kind)) for kind in {*self.kinds}}
         return sum(each[kind] for kind in self.kinds) / self.context
@@ -80,11 +80,11 @@ class TracedModel(PredictedModel):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """The sentence that routing is balanced, where layers have experts."""
+        """The sentence that balanced routing is assumed, where layers have experts; else empty."""
         return routing_assumption(self.layers.module)
 
     def about(self) -> str:
-        """Return the model's sizes in words."""
+        """Return the number of parameters and layers, and other sizes of the model, as text."""
         count = sum(one.numel() for one in self.layers.module.parameters())
         return f"{count_text(count)} parameters ({len(self.kinds)} layers, context {self.context:,})"
 
@@ -113,11 +113,11 @@ class TracedModel(PredictedModel):
         return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
 
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> TracedSizes:
-        """Return sizes and work of a micro-batch of `rows` rows."""
+        """Return sizes and operations of a micro-batch of `rows` rows; `on_cpu`: layers run on CPUs."""
         return TracedSizes(self.layers, plan, rows, on_cpu, self.layers.mean_moments)
 
     def owners(self, plan: Plan, cut: Sequence[int]) -> Sequence[StageOwners]:
-        """Return the work of owners of whole parts on each rank of `pp`; empty where there are none.
+        """Return by stage the work of ranks that update whole parameters, as for Muon; empty without any.
 
         `cut`: how many layers each stage has.
         """
@@ -135,7 +135,7 @@ class TracedModel(PredictedModel):
         return self._owners[key]
 
     def mean_owner(self, plan: Plan) -> StageOwners | None:
-        """Return a lower bound, for every cut into stages, of Muon's mean work over all ranks.
+        """Return a lower bound of Muon's mean work over all ranks, for any cut into stages, or None.
 
         All ranks together iterate for each matrix once, and of c copies of a matrix c − 1 at least are sent
         back. One rank iterates for the largest matrix.
@@ -181,7 +181,7 @@ def traced_model(
     rules: Rules | None = None,
     moments: Moments = 2,
 ) -> TracedModel:
-    """Return the `TracedModel` of a module, or of plait's own model of the sizes in a `Decoder`.
+    """Return a module, or a model of a `Decoder`'s sizes, as a `PredictedModel` whose layers run on meta.
 
     Raises ModelError for anything else, and for a model without a `context` where `inputs` are not given.
     """

@@ -16,7 +16,7 @@ LOSS_ROWS = 1024
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A plan with another value of one field, and its prediction."""
+    """A change of one field of a plan, with the predictions before and after."""
 
     field: str
     value: object

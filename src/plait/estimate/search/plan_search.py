@@ -32,7 +32,7 @@ class PlanSearchResult:
     """The fastest plans that fit, and the numbers of plans left out by reason."""
 
     best: tuple[Prediction, ...]
-    """In the order of `plan_rank`; their plans leave the cut to `parallelize`, which makes the same."""
+    """In the order of `plan_sort_key`; their plans leave the cut to `parallelize`, which makes the same."""
     plans: int
     """Plans of the space whose divisions are possible."""
     predicted: int
@@ -45,7 +45,7 @@ class PlanSearchResult:
     """Divisions of the ranks that model or batch do not allow, by reason."""
 
 
-def plan_rank(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]:
+def plan_sort_key(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]:
     """Return the key by which plans are ordered: step time in nanoseconds, then memory, then used axes.
 
     `memory`: the most bytes that a rank allocates.
@@ -165,7 +165,7 @@ def _collection_paused() -> Iterator[None]:
 
 _Key = tuple[int, int, int, int, int]
 """Nanoseconds; after all equal bounds 1 for a plan whose time is known, 2 for one whose memory is known too;
-the rest of `plan_rank`; a number."""
+the rest of `plan_sort_key`; a number."""
 
 
 @dataclass
@@ -269,7 +269,7 @@ class _PlanQueue:
             self._add_known(plan, seconds, memory)
 
     def _add_known(self, plan: Plan, seconds: float, memory: float) -> None:
-        nanoseconds, nbytes, axes = plan_rank(seconds, memory, plan)
+        nanoseconds, nbytes, axes = plan_sort_key(seconds, memory, plan)
         self.fits += 1
         heappush(self.entries, ((nanoseconds, 2, nbytes, axes, next(self._numbers)), plan))
 
@@ -308,7 +308,7 @@ class PlanFrontier:
     """The Pareto frontier of step time and peak memory, and the other plans that the searches found."""
 
     plans: tuple[Prediction, ...]
-    """All that were found, each once, in the order of `plan_rank`."""
+    """All that were found, each once, in the order of `plan_sort_key`."""
     best: tuple[Prediction, ...]
     """Those for which every plan that was searched is slower or needs more memory, by rising time."""
 
@@ -331,7 +331,7 @@ def search_frontier(first: PlanSearchResult, batch: int, *, base: Plan | None = 
         fastest = result.best[0]
         for one in result.best:
             found.setdefault(one.plan, replace(one, hardware=hardware))
-    plans = sorted(found.values(), key=lambda one: plan_rank(one.step_seconds, one.peak_memory, one.plan))
+    plans = sorted(found.values(), key=lambda one: plan_sort_key(one.step_seconds, one.peak_memory, one.plan))
     best: list[Prediction] = []
     for one in plans:
         if not best or one.peak_memory < best[-1].peak_memory:

@@ -58,12 +58,12 @@ class RankDivision:
     etp: int = 1
 
     def layer_options(self, choices: PlanChoices) -> Iterator[tuple[Recompute, SequenceParallel]]:
-        """Yield the options of plans that concern layers: recomputation, sequence parallelism."""
+        """Yield the pairs of recomputation and sequence parallelism that plans of this division can have."""
         sequence = choices.sequence_parallel if self.tp > 1 else choices.sequence_parallel[:1]
         return product(choices.recompute, sequence)
 
     def states(self, choices: PlanChoices) -> Iterator[tuple[Strategy, Reduce, int]]:
-        """Yield the options of plans that concern state: strategy, when to reduce, and `replicate`.
+        """Yield the triples of strategy, `reduce` and `replicate` that plans of this division can have.
 
         Experts are divided between ranks of the same copy.
         """
@@ -75,7 +75,7 @@ class RankDivision:
                     yield strategy, reduce, copies
 
     def options(self, base: Plan, choices: PlanChoices) -> Iterator[Plan]:
-        """Yield the plans of the division with every option but the schedule; other fields are `base`'s."""
+        """Yield a plan for each combination of options but the schedule; other fields are those of `base`."""
         for (recompute, sequence), (strategy, reduce, copies) in product(
             self.layer_options(choices), self.states(choices)
         ):
@@ -94,7 +94,7 @@ class RankDivision:
         return replace(base, **degrees, microbatches=self.microbatches, layers_per_stage=None, **options)  # type: ignore[arg-type]
 
     def schedules(self, layers: int, choices: PlanChoices) -> tuple[tuple[str, int], ...]:
-        """Return the policies that can divide `layers` layers, each with its stages per rank.
+        """Return the schedule policies possible with `layers` layers, each with its stages per rank.
 
         Without block policies where micro-batches times ranks are more than `MOST_IN_BLOCKS`.
         """
@@ -118,11 +118,11 @@ def divisors_of(number: int) -> tuple[int, ...]:
 def divisions(
     model: PredictedModel, ranks: int, batch: int, base: Plan
 ) -> tuple[list[RankDivision], Counter[str]]:
-    """Return the divisions of `ranks` ranks that `model` and `batch` sequences a step allow.
+    """Return the divisions of ranks over axes that model and batch allow, and counts of others by reason.
 
-    `base` has what the plans have in common. And how many others there are, by the reason why they are
-    impossible; micro-batches are not counted there. For a model with experts each division is there with
-    each `ep`, up to the number of experts, and `etp` of 1 or `tp`.
+    `batch`: sequences a step. `base` has what the plans have in common. Of impossible divisions micro-batches
+    are not counted. For a model with experts each division is there with each `ep`, up to the number of
+    experts, and `etp` of 1 or `tp`.
     """
     possible, impossible = [], Counter[str]()
     for tp in divisors_of(ranks):

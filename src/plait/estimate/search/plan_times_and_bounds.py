@@ -18,7 +18,6 @@ from plait.estimate.prediction.prediction import Prediction, prediction_of
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
 from plait.estimate.time.layer_work import MicrobatchSizes
-from plait.estimate.time.owner_times import owner_seconds
 from plait.estimate.time.step_times import (
     NANOSECOND,
     StepEndSizes,
@@ -30,6 +29,7 @@ from plait.estimate.time.step_times import (
     stage_kinds,
     stage_modes,
 )
+from plait.estimate.time.whole_parameter_updates import owner_seconds
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.parameter_units import timing_of
 from plait.plan.plan import Plan
@@ -86,12 +86,12 @@ class Bounds:
     _parameters: dict[tuple[int, ...], tuple[LayerParameters, ...]] = field(default_factory=dict)
 
     def sizes(self, plan: Plan) -> MicrobatchSizes:
-        """Return sizes and work of a plan's micro-batch."""
+        """Return the sizes and operations of a plan's micro-batch."""
         rows = self.batch / plan.dp / plan.microbatches
         return self.model.sizes(plan, rows, on_cpu=not self.hardware.overlaps)
 
     def timer(self, plan: Plan) -> LayerTimer:
-        """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
+        """Return the `LayerTimer` that predicts the seconds of a plan's layers; equal ones are timed once."""
         sizes, key = self.sizes(plan), self._key(plan)
         known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:-1], {})
         return LayerTimer(sizes, self.hardware, sizes.precision, known, whole)
@@ -135,7 +135,7 @@ class Bounds:
     def step_seconds(
         self, plan: Plan, policy: str | None = None, chunks: int = 1, *, state: bool = True
     ) -> float:
-        """Return a lower bound of a step's seconds over all cuts into stages (`policy` None: of any).
+        """Return a lower bound of a step's seconds for any cut into stages (`policy` None: any schedule).
 
         Without `state`, sums of gradients and the optimizer take no time: a bound for all strategies. It is
         the largest of these bounds of the last gradient's time, and the optimizer's step after it:
@@ -176,11 +176,11 @@ class Bounds:
         return (found + after) * ROUNDING + self.owner_seconds(plan, exchanges=state)
 
     def owner_seconds(self, plan: Plan, *, exchanges: bool = True) -> float:
-        """Return a lower bound of the seconds that owners of whole parts add to a step, for every cut.
+        """Return a lower bound of the seconds that updates of whole parameters, as by Muon, add to a step.
 
-        The stage where work and exchanges together take longest has the mean of both over stages at least
-        where there is one; of several it has the more of the two means. Without `exchanges`: of the work
-        alone, which strategies have in common.
+        It holds for every cut into stages. The stage where work and exchanges together take longest has the
+        mean of both over stages at least where there is one; of several it has the more of the two means.
+        Without `exchanges`: of the work alone, which strategies have in common.
         """
         mean = self.model.mean_owner(plan)
         if mean is None:
@@ -265,7 +265,7 @@ def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: f
 
 
 def least_ends(step: StepTimes) -> list[float]:
-    """Return a lower bound of each rank's last action and of the actions that wait for it, in seconds.
+    """Return for each rank a lower bound of the seconds from the step's start to its last action's end.
 
     A rank waits for the forwards of the stages before its first, and then does all its work. Where backwards
     are whole, those of the stages before follow its last, or that one's input gradient.
@@ -297,7 +297,7 @@ class ScheduledActions:
 
     @property
     def latest(self) -> Mapping[StepEndSizes, float]:
-        """The latest end of ranks' last actions in seconds, for each distinct work that follows."""
+        """The latest end of last actions, in seconds, of the ranks with equal work after it, by that work."""
         return self.times.latest
 
     @cached_property
@@ -322,7 +322,7 @@ class PlanSteps:
         return self._pipelines[key]
 
     def step(self, plan: Plan) -> ScheduledActions:
-        """Return the actions of a plan's step."""
+        """Return the timed actions of a plan's step, without the optimizer's; equal steps are timed once."""
         timer, pipeline = self.bounds.timer(plan), self.pipeline(plan)
         assert not isinstance(plan.recompute, tuple)
         schedule = pipeline.schedule
@@ -341,7 +341,7 @@ class PlanSteps:
         return self._steps[key]
 
     def owner_seconds(self, plan: Plan) -> float:
-        """Return the seconds that owners of whole parts add to the step of a plan."""
+        """Return the seconds that updates of whole parameters, as by Muon, add to a step; 0 without any."""
         owners = self.bounds.model.owners(plan, self.pipeline(plan).cut)
         timer = self.bounds.timer(plan)
         return max((sum(owner_seconds(timer, one)) for one in owners), default=0.0)
@@ -356,7 +356,7 @@ class PlanSteps:
         return self.bounds.memories.at_once(self.bounds.sizes(plan), self.pipeline(plan))
 
     def least_memory(self, plan: Plan) -> float:
-        """Return a lower bound of what the largest rank allocates, given the plan's cut and schedule."""
+        """Return a lower bound of the largest rank's bytes, given the plan's schedule and stages."""
         known = self.memory_at_once(plan)
         if known is not None:
             return known

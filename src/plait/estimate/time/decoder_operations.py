@@ -54,7 +54,7 @@ class MicrobatchShape(MicrobatchSizes):
 
     @property
     def activation(self) -> float:
-        """Bytes of a layer's whole output."""
+        """Bytes of a layer's output for a micro-batch on a rank of `cp`, not divided over `tp`."""
         return self.tokens * self.decoder.hidden * self.item
 
     @property
@@ -106,7 +106,7 @@ class _LinearProducts:
 
 
 def layer_work(kind: LayerKind, shape: MicrobatchShape) -> LayerWork:
-    """Return the work of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
+    """Return the operations and collectives of a decoder's layer of `kind`, on the largest rank of `tp`."""
     makers = {"embedding": _embedding, "attention": _attention, "mlp": _mlp, "head": _head}
     return makers[kind](shape)
 

@@ -50,7 +50,10 @@ class Goodput:
 
 
 def best_interval(failures: Failures, seed: int = 0) -> Goodput:
-    """Return the interval with the highest expected goodput, by formula and by simulation."""
+    """Return the interval between two saves with the highest expected goodput, with that goodput.
+
+    The goodput is computed by formula and by simulation.
+    """
     low, high = log(1e-3), log(100 * failures.mean_time + 1)
     for _ in range(200):  # the goodput has one maximum
         third = (high - low) / 3

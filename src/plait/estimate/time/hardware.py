@@ -70,7 +70,10 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Devices, hosts and links. `load_hardware` reads it from a file; sizes in bytes, times in seconds."""
+    """Description of devices, hosts and links, for predictions; sizes in bytes, times in seconds.
+
+    `load_hardware` reads it from a file.
+    """
 
     name: str
     devices: int
@@ -162,13 +165,16 @@ _DEVICES = (
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Return the names of the bundled files."""
+    """Return the names of the bundled hardware files, such as `h100-sxm`, sorted."""
     folder = files(__package__) / FILES
     return tuple(sorted(file.name.removesuffix(".toml") for file in folder.iterdir()))
 
 
 def bundled_name(device: str) -> str | None:
-    """Return the bundled file for the product name of a GPU, such as "NVIDIA H100 80GB HBM3", or None."""
+    """Return the name of the bundled hardware file of a GPU, or None.
+
+    `device`: its product name, such as "NVIDIA H100 80GB HBM3".
+    """
     return next((file for parts, file in _DEVICES if all(part in device for part in parts)), None)
 
 

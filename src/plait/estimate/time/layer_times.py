@@ -302,9 +302,10 @@ class LayerTimer:
     def parts(
         self, count: float, experts: float, kinds: Sequence[LayerKind] | None = None
     ) -> tuple[ShardedPart, ShardedPart]:
-        """Return `count` parameters, of which `experts` are of divided experts, by how they are sharded.
+        """Return `count` parameters in two groups by the axis that shards them: dense ones, and `experts`.
 
-        `kinds`: those of the layers that they belong to; None: of all layers.
+        `experts`: how many of them belong to experts that the plan divides. `kinds`: those of the layers that
+        they belong to; None: of all layers.
         """
         shape = self.shape
         return (

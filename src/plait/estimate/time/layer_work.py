@@ -90,7 +90,7 @@ class MicrobatchSizes(ABC):
         return 0.0
 
     def gathered_item(self, kinds: Sequence[LayerKind] | None = None) -> float:
-        """Return the mean bytes of a gathered parameter of several layers, or (None) of all.
+        """Return the mean bytes of one parameter element when gathered, over some layers or (None) all.
 
         Less than `item` where weights of linears are gathered in float8.
         """
@@ -108,7 +108,7 @@ class MicrobatchSizes(ABC):
 
     @cached_property
     def timing(self) -> UnitTiming:
-        """When parameters are gathered and reduced."""
+        """When the plan gathers parameters and reduces gradients."""
         return timing_of(self.plan)
 
     @cached_property
@@ -143,10 +143,10 @@ class MicrobatchSizes(ABC):
 
 
 def extrapolated(few: Any, more: Any, rows: float) -> Any:
-    """Return `few` extrapolated linearly by `rows` rows, from `more`, the operations with one row more.
+    """Return `few` plus `rows` times its difference to `more`, for each number in tuples and dataclasses.
 
-    Or any other things of which there are more, instead of rows. Raises ValueError where the two have other
-    parts.
+    Such as the operations of a layer: `more` are those for one row more. Raises ValueError where the two have
+    other parts.
     """
     kind = type(few)
     if kind is not type(more):
@@ -162,14 +162,14 @@ def extrapolated(few: Any, more: Any, rows: float) -> Any:
 
 
 def with_mean_casts(work: LayerWork, first: LayerWork, microbatches: int) -> LayerWork:
-    """Return the mean work of a micro-batch in a step whose `first` casts weights for all the others.
+    """Return a micro-batch's mean operations where the `first` of a step casts weights for all the others.
 
     `work`: of each of the others. Counted is the memory that casts read and write; not, for experts whose
     inner features are divided, the reduction of their scales.
     """
 
     def mean(own: Operations, with_casts: Operations) -> Operations:
-        (nbytes, kernels), (all_bytes, all_kernels) = map(elementwise, (own, with_casts))
+        (nbytes, kernels), (all_bytes, all_kernels) = map(elementwise_totals, (own, with_casts))
         if all_bytes <= nbytes:
             return own
         more_kernels = max(0.0, all_kernels - kernels)
@@ -189,7 +189,7 @@ def with_mean_casts(work: LayerWork, first: LayerWork, microbatches: int) -> Lay
     )
 
 
-def elementwise(operations: Sequence[DeviceOperation]) -> tuple[float, float]:
+def elementwise_totals(operations: Sequence[DeviceOperation]) -> tuple[float, float]:
     """Return the bytes and kernels of the element-wise operations among `operations`, summed."""
     each = [one for one in operations if isinstance(one, Elementwise)]
     return sum(one.nbytes for one in each), sum(one.kernels for one in each)

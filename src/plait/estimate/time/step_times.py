@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from plait.estimate.time.layer_times import HOST_LINK, LayerTimer, Parts, PassTimes
 from plait.estimate.time.layer_work import MicrobatchSizes
 from plait.estimate.time.operation_times import AxisTransfer
-from plait.estimate.time.owner_times import StageOwners, owner_seconds
+from plait.estimate.time.whole_parameter_updates import StageOwners, owner_seconds
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.plan.decoder_sizes import LayerKind
 from plait.plan.plan import Plan, Recompute
@@ -41,7 +41,7 @@ class StepEndSizes(NamedTuple):
 
 
 def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[StepEndSizes, float]:
-    """Return the latest end of ranks' last actions, for each distinct `work` that follows on a rank."""
+    """Return by work after the last action the latest of the `ends` of the ranks that have this work."""
     latest: dict[StepEndSizes, float] = {}
     for one, end in zip(work, ends, strict=True):
         latest[one] = max(end, latest.get(one, 0.0))
@@ -49,7 +49,7 @@ def latest_ends(work: Sequence[StepEndSizes], ends: Sequence[float]) -> dict[Ste
 
 
 def step_seconds(timer: LayerTimer, latest: Mapping[StepEndSizes, float]) -> float:
-    """Return a step's seconds, given the latest end of last actions for each work that follows on a rank."""
+    """Return a step's seconds, given the latest end of last actions by the work that follows on a rank."""
     ends = max(end + gradient_sum_seconds(timer, work) for work, end in latest.items())
     return ends + max(
         sum(optimizer_seconds(timer, work.parameters, work.layers, work.experts)) for work in latest
@@ -127,7 +127,7 @@ class StepTimes:
 
     @cached_property
     def owner_seconds(self) -> tuple[float, float]:
-        """Seconds of owners' work and exchanges, on the rank of `pp` where they take longest."""
+        """Seconds of updating whole parameters (Muon), and of their exchange, on the slowest stage."""
         return max((owner_seconds(self.timer, one) for one in self.owners), key=sum, default=(0.0, 0.0))
 
     @cached_property
@@ -219,17 +219,17 @@ class StepTimes:
 
     @cached_property
     def latest(self) -> Mapping[StepEndSizes, float]:
-        """The latest end of ranks' last actions in seconds, for each distinct work that follows on a rank."""
+        """The latest end of last actions, in seconds, of the ranks with equal work after it, by that work."""
         return latest_ends(self.work, self.ends)
 
     @cached_property
     def seconds(self) -> float:
-        """The time of the step."""
+        """The seconds of the step, with gradient sums and the optimizer."""
         return step_seconds(self.timer, self.latest) + sum(self.owner_seconds)
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Seconds by use on the rank that ends last; waiting for messages and for other ranks apart."""
+        """Seconds of the step by use (products, attention, bubble, …), on the rank whose actions end last."""
         plan = self.timer.shape.plan
         sums = [gradient_sum_seconds(self.timer, work) for work in self.work]
         after = [

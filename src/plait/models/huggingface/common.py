@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from plait.errors import ModelError, listed
 from plait.models.layers.model_validation import refuse_compiled_modules
 from plait.models.model_helpers import InitializedLayer, require_length
-from plait.models.rotary import Angles, ResultCache, angles_of_positions, rotate
+from plait.models.result_cache import ResultCache
+from plait.models.rotary import Angles, angles_of_positions, rotate
 from plait.tensor.find_module_hooks import call_hooks, has_own_forward
 
 STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")

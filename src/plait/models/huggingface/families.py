@@ -57,7 +57,7 @@ from plait.plan.rules import (
     vocabulary,
 )
 from plait.tensor.attention.attention import attend, heads_of, share_keys
-from plait.tensor.experts.routers import balance_experts
+from plait.tensor.experts.balance_experts import balance_experts
 from plait.tensor.experts.routing import Scores
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.layers.layer_sequence import bits_of
-from plait.models.rotary import ResultCache
+from plait.models.result_cache import ResultCache
 from plait.ranks.transport.buffers import describe
 
 DIFFERS_BY_RANK = "differs_by_rank"

@@ -15,9 +15,11 @@ from torch.nn.parameter import UninitializedParameter
 from plait.errors import ModelError
 from plait.plan.rules import join
 from plait.tensor.dropout import from_plain_dropout, is_plain_dropout
+from plait.tensor.dtypes import convert
 from plait.tensor.experts.active_parameters import active_elements
 from plait.tensor.find_module_hooks import computed_by_hooks, hook_objects, shared_objects
-from plait.tensor.layer_values import NamedLayer, convert, tensors_of
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import tensors_of
 
 MISSING = object()
 """The value of an attribute that a module does not have."""

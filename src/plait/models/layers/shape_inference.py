@@ -20,7 +20,8 @@ from plait.errors import ModelError, PlaitError
 from plait.models.layers.joinable_linears import PartialOutputs, Readers, recording_readers
 from plait.models.layers.layer_sequence import attribute_tensors
 from plait.tensor.find_module_hooks import call_hooks
-from plait.tensor.layer_values import NamedLayer, Value, leaf_of, map_leaves, map_tensors, tensors_of
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, leaf_of, map_leaves, map_tensors, tensors_of
 
 
 @dataclass(frozen=True)

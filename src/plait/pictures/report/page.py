@@ -15,7 +15,7 @@ from typing import Any
 
 from plait.errors import ConfigError
 from plait.pictures.colours import page_colours
-from plait.pictures.html_elements import POLICY, document, figure, filled, page_file
+from plait.pictures.html_elements import POLICY, document, figure, filled_template, page_file
 from plait.pictures.report.charts import Chart, Figure, charts_of, figures_of
 from plait.pictures.report.metrics import means_of_stretches
 from plait.pictures.report.run_record import RunRecord, read_run
@@ -41,7 +41,7 @@ def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
     """
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
-    body = filled(
+    body = filled_template(
         "report/page/report.html",
         title=escape(title),
         headings="\n".join(_heading(number, run, len(runs)) for number, run in enumerate(runs)),
@@ -68,7 +68,7 @@ def draw_prediction(
     `about`: sentences below the title. `sections`: as HTML; one has the element `timeline`, in which
     `timeline` is drawn.
     """
-    body = filled(
+    body = filled_template(
         "report/page/prediction.html",
         title=escape(title),
         about=escape(about),

@@ -122,7 +122,7 @@ def write_description(description: RunDescription, folder: Path) -> None:
 
 def read_description(folder: Path) -> RunDescription | None:
     """Return the content of `run.json` in `folder`, or None without it. Raises `DataError` if damaged."""
-    return read_file(RunDescription, folder / RUN_FILE, _contradictions)
+    return read_json_file(RunDescription, folder / RUN_FILE, _contradictions)
 
 
 def _contradictions(read: RunDescription) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _contradictions(read: RunDescription) -> Iterator[str]:
             yield f"tensors.{tensor.name}: it has no shards, or of other dims"
 
 
-def read_file(
+def read_json_file(
     kind: type[T], path: Path, contradictions: Callable[[T], Iterator[str]] = lambda _: iter(())
 ) -> T | None:
     """Return an object of class `kind` from a JSON file of a run, or None without the file."""

@@ -14,7 +14,7 @@ from plait.errors import ConfigError
 from plait.files import adapter_of, open_to_write, validated
 from plait.pictures.report.expert_loads import ExpertLoads, read_expert_loads
 from plait.pictures.report.metrics import Metrics, RankSeries, lines_of, read_metrics, read_rank_series
-from plait.pictures.report.run_json import RunDescription, read_description, read_file
+from plait.pictures.report.run_json import RunDescription, read_description, read_json_file
 from plait.pictures.report.step_json import RecordedStep, read_step
 
 METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
@@ -132,7 +132,7 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(
         name=folder.resolve().name if metrics.name == METRICS_FILE else metrics.stem,
         metrics=read_metrics(metrics),
-        config=read_file(dict[str, Any], folder / "config.json") or {},
+        config=read_json_file(dict[str, Any], folder / "config.json") or {},
         description=read_description(folder),
         events=read_events(folder),
         step=read_step(folder),

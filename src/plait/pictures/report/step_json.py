@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from plait.files import adapter_of, write_bytes
-from plait.pictures.report.run_json import Count, read_file
+from plait.pictures.report.run_json import Count, read_json_file
 from plait.pictures.timelines.html import TimeAxis, TimelineRow, timeline_data
 from plait.schedules.action import Action, Kind
 from plait.schedules.timed_schedule import Cell
@@ -148,7 +148,7 @@ def write_step(step: RecordedStep, folder: Path) -> None:
 
 def read_step(folder: Path) -> RecordedStep | None:
     """Return the content of `step.json`, or None without the file. Raises `DataError` if damaged."""
-    return read_file(RecordedStep, folder / STEP_FILE, _contradictions)
+    return read_json_file(RecordedStep, folder / STEP_FILE, _contradictions)
 
 
 def _contradictions(step: RecordedStep) -> Iterator[str]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from html import escape
 
 from plait.pictures.colours import LEGEND_SHADE, page_colours, shade
-from plait.pictures.html_elements import document, figure, filled, page_file
+from plait.pictures.html_elements import document, figure, filled_template, page_file
 from plait.pictures.quantities import with_unit
 from plait.pictures.timelines.text import KIND_NAMES, kinds_of, title
 from plait.pictures.timelines.timeline import Timeline
@@ -141,7 +141,7 @@ def timeline_markup(
         f'<li><b class="lane" style="background: var(--{colour})"></b> blocked, {escape(axis)}</li>'
         for axis, colour in axes
     ]
-    return filled("timelines/page/timeline.html", id=id, name=escape(name), legend="\n".join(legend))
+    return filled_template("timelines/page/timeline.html", id=id, name=escape(name), legend="\n".join(legend))
 
 
 def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
@@ -155,7 +155,7 @@ def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
     """
     name = name or title(timeline.schedule)
     styles = "timelines/page/page.css", "timelines/page/timeline.css"
-    body = filled(
+    body = filled_template(
         "timelines/page/page.html",
         title=escape(name),
         figures="\n".join(figure(*one) for one in _figures(timeline)),

@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Flat:
-    """Each rank along the axis holds a range of the elements, flattened, that the axes' `Shard`s leave it.
+    """Each rank along the axis holds a range of the elements that its `Shard` placements leave, flattened.
 
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The place of the axis among `Shard`s does not matter. Where
@@ -224,7 +224,7 @@ class Layout:
         return range(cut.start, cut.stop)
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """Return the box of the global tensor at this coordinate, which a `Flat` axis, if any, divides.
+        """Return the box of the global tensor at this coordinate, before a `Flat` axis, if any, divides it.
 
         Raises `LayoutError` for shards of several blocks.
         """

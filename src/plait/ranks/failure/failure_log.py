@@ -87,11 +87,12 @@ class FailureLog:
         return max(0.0, self._deadline - time.monotonic())
 
     def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
-        """Read the failure records of `suspects`, and of ranks that they waited for, and so on.
+        """Read the failure records of `suspects` and, transitively, of ranks they waited for; may block.
 
-        `patience`: seconds to wait for missing records. Returns early where every suspected rank has a
-        record, or where the search of another rank ended at one of the silent ranks: then that result counts.
-        Waits longer while several are silent, never beyond the deadline.
+        Then writes into this rank's own record which ranks the search ended at. `patience`: seconds to wait
+        for missing records. Returns early where every suspected rank has a record, or where the search of
+        another rank ended at one of the silent ranks: then that result counts. Waits longer while several are
+        silent, never beyond the deadline.
         """
         trace = FailureTrace({}, suspects)
         longest = 0.8 * self.seconds_left()  # the rest is for writing this rank's own result
@@ -153,7 +154,7 @@ class FailureLog:
 
 
 def failure_log_of_world(rank: int, timeout: float) -> FailureLog | None:
-    """Return a new log in the store of torch's default process group; None where it has no store."""
+    """Return a new `FailureLog` in the store of torch's default process group; None where it has no store."""
     try:
         return FailureLog(dist.distributed_c10d._get_default_store(), rank, timeout)
     except (RuntimeError, ValueError):
@@ -213,7 +214,10 @@ def from_exception(rank: int, error: BaseException) -> RankFailure:
 
 
 def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
-    """Return the failure of a rank whose process ended with `code` (negative: a signal) and stack `stack`."""
+    """Return the failure of a rank whose process ended with `code`, which is below 0 for a signal.
+
+    `code` None: it has only closed its pipe. `stack`: the stack that it wrote before, or "".
+    """
     if code is None:
         summary = "closed its pipe"
     elif code < 0:
@@ -228,7 +232,7 @@ def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """Return the failure that caused the others: the earliest that no other rank's has caused, if any."""
+    """Return the earliest of the failures that no other rank's failure caused, else the earliest of all."""
     return min(failures, key=lambda failure: (failure.secondary, failure.at))
 
 

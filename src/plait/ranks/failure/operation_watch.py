@@ -103,7 +103,7 @@ class OperationWatch:
 
 
 def write_flight_record(rank: int) -> Path | None:
-    """Write the last operations that torch's flight recorder holds to this rank's file; return the path.
+    """Write torch's flight recorder (its last operations) to this rank's file; return the path, or None.
 
     The file is that of torch: `TORCH_FR_DUMP_TEMP_FILE`, or its older name, followed by the rank; by default
     `nccl_trace_rank_` in the folder for temporary files. Returns None where this torch records nothing.

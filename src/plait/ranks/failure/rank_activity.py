@@ -42,7 +42,10 @@ class ActivityFile:
 
     @staticmethod
     def begin(path: Path) -> ActivityFile:
-        """Create the file of a rank that has not started, and so cannot be found to hang; return it."""
+        """Create and open the activity file of a rank before it starts, with no wait in it.
+
+        Until its first wait the rank cannot be found to hang.
+        """
         path.write_bytes(_HEAD.pack(math.inf, False, 0).ljust(_BYTES, b"\0"))
         return ActivityFile(path)
 
@@ -56,7 +59,7 @@ class ActivityFile:
         self._write(waits=False)
 
     def read(self) -> Activity:
-        """Return the activity that the rank has written last."""
+        """Return what the rank wrote last: whether it waits, since when, and for what."""
         since, waits, size = _HEAD.unpack_from(self._memory)
         return Activity(since, waits, self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace"))
 

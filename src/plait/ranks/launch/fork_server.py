@@ -162,10 +162,11 @@ def _server_process() -> int | None:
 
 @atexit.register  # before any pool is closed at exit, so called after
 def stop_fork_server() -> None:
-    """Terminate the fork server, if any: it would outlive this process while it unloads torch.
+    """Kill this process's fork server, if any, unless processes of `multiprocessing` still need it.
 
-    Left as it is where the program has processes of its own, which multiprocessing waits for by the server;
-    not where it is stopped, since multiprocessing would wait for ever.
+    It would outlive this process while it unloads torch. Left as it is where the program has processes of its
+    own, which multiprocessing waits for by the server; not where it is stopped, since multiprocessing would
+    wait for ever.
     """
     process = _server_process()
     if process is not None and (is_stopped(process) or not multiprocessing.active_children()):

@@ -81,12 +81,12 @@ class RankJob:
 
 
 def stack_file(folder: str, rank: int) -> Path:
-    """Return the file to which a rank writes its stack on `STACK_SIGNAL` or when it crashes."""
+    """Return the path of the file where a rank writes its stack on SIGUSR2, or when it crashes."""
     return Path(folder, f"stack-{rank}")
 
 
 def start_method() -> str:
-    """Return the start method for processes that ranks start, such as workers of a `DataLoader`.
+    """Return the `multiprocessing` start method for ranks' own processes, such as `DataLoader` workers.
 
     The default is fork where that is safe: forked processes have the classes of the caller's main module,
     which a new process could not import.

@@ -61,7 +61,7 @@ _Jobs = queue.SimpleQueue[RankJob | str]
 
 
 def serve(connection: Connection) -> None:
-    """Run jobs from `connection`, one after another, until the pool closes it."""
+    """Run jobs received from `connection` and send back their results, until the parent ends this process."""
     gc.freeze()  # no collection visits what the fork server imported, nor copies its pages to this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
     signal.signal(signal.SIGTERM, lambda *_: None)  # as above; data loaders would inherit SIG_IGN

@@ -25,7 +25,7 @@ _LISTENS = 0
 
 
 def shared_socket(descriptor: int) -> socket.socket:
-    """Return a socket object for a descriptor's connection, which stays as blocking as it is.
+    """Return a socket object of a duplicate of `descriptor`, whose blocking mode stays as it is.
 
     With `socket.setdefaulttimeout` a new object makes it non-blocking, also for its other users.
     """
@@ -36,7 +36,7 @@ def shared_socket(descriptor: int) -> socket.socket:
 
 
 class RankConnections:
-    """Finds and shuts the connections of this process to other ranks, of TCP or shared memory.
+    """Finds and shuts the connections of this process to other ranks, over TCP or Unix sockets.
 
     Of those to other hosts, all to a host of the world: which program has the other end cannot be seen here.
     Connections to other programs on this host, and pipes, are left as they are.
@@ -52,7 +52,7 @@ class RankConnections:
         """Of each connection that was seen, by its inode, whether its other end is a rank."""
 
     def shut(self, *, with_store: bool = False) -> None:
-        """Shut the connections; the other end sees that they are closed, too.
+        """Shut the connections to other ranks, so that both ends' waits fail; the store's if `with_store`.
 
         `with_store`: also those to the store.
         """

@@ -51,41 +51,44 @@ class Transport(Protocol):
         """Whether all ranks of the group are known to be on one host."""
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """Reduce `tensor` over the group into `total`, which may be the same memory."""
+        """Start the all-reduce of `tensor` over the group into `total`, which may be the same memory."""
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """Reduce a contiguous tensor in place on the rank at index `destination`; undefined on the others."""
+        """Start the in-place reduce of a contiguous tensor to index `destination`; undefined on others."""
 
     def reduce_scatter(self, tensor: Tensor, own_range: Tensor, op: Op) -> Pending:
-        """Reduce `tensor` over the group; write this rank's `1 / size` of dim 0 of the result to `own_range`.
+        """Start the reduce-scatter of `tensor`: this rank's `1 / size` of dim 0 goes to `own_range`.
 
         `own_range` may be that range of `tensor`.
         """
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
-        """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's range of `whole`."""
+        """Start the all-gather of all ranks' tensors into `whole`; `tensor` may be its own range there."""
 
     def all_to_all(self, tensor: Tensor, received: Tensor, sizes: RangeSizes | None = None) -> Pending:
-        """Send consecutive range i of `tensor` to rank index i; write the received ranges to `received`.
+        """Start the all-to-all: range i of `tensor` goes to index i; received ranges go into `received`.
 
         The i-th range of `received` comes from index i. With `sizes`, which differ between ranks, `tensor` is
         flat, and `sizes.sent[i]` of this rank is `sizes.received[index]` of rank index i. None: equal ranges.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Overwrite a contiguous tensor with that of the rank at index `source`."""
+        """Start the broadcast of a contiguous tensor from index `source`, which overwrites the others'."""
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
-        """Gather the ranks' tensors into `whole` on the rank at index `destination`; the others pass None."""
+        """Start the gather of all tensors into `whole` on index `destination`; the other ranks pass None."""
 
     def scatter(self, ranges: Tensor | None, own: Tensor, source: int) -> Pending:
-        """Write this rank's range of the `ranges` of rank index `source` to `own`; the others pass None."""
+        """Start the scatter of the `ranges` of index `source` to each rank's `own`; the others pass None."""
 
     def barrier(self) -> Pending:
         """Start a barrier, complete when all ranks of the group have called it."""
 
     def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
-        """Send to one rank; may complete only after that rank has posted its receive. `label`: for errors."""
+        """Start a send to index `destination`; it may complete only once that has posted its receive.
+
+        `label`: for errors.
+        """
 
     def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Post a receive into a contiguous buffer. Messages of one pair and tag keep their order."""

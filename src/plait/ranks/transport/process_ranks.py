@@ -50,7 +50,7 @@ class Processes:
         return self._over_world()
 
     def discover(self, timeout: float) -> None:
-        """Find the ranks that share this rank's host. Blocks until all ranks have called it."""
+        """Open the failure log and find the ranks on this host. Blocks until all ranks have called it."""
         self.failure_log = failure_log_of_world(self.rank, timeout)
         self._host = discover_host(self._over_world())
 
@@ -112,7 +112,7 @@ class Processes:
         return made
 
     def close(self) -> None:
-        """Close the channels of this host and destroy the process groups."""
+        """Close the socket channels to ranks of this host, and destroy the process groups that were made."""
         if self._host is not None:
             self._host.close()
         for process_group in self._made:
@@ -120,7 +120,7 @@ class Processes:
         self._made.clear()
 
     def forget(self) -> None:
-        """Close the channels of this host and drop all references to process groups.
+        """Close the socket channels to ranks of this host, and drop all references to process groups.
 
         A group that something still refers to keeps its connections, also when torch has destroyed it; Gloo's
         thread then looks again and again at a message that nobody receives any more, and takes a whole core.
@@ -135,10 +135,10 @@ class Processes:
 
 
 def joined_processes() -> Processes | None:
-    """Return the ranks of torch's default process group, or None if there is no such group."""
+    """Return the `RankTransports` of torch's default process group, or None if there is no such group."""
     return Processes() if dist.is_available() and dist.is_initialized() else None
 
 
 def current_ranks() -> RankTransports | None:
-    """Return the ranks that this one is in a run with, threads or processes; None outside a run."""
+    """Return the `RankTransports` of this rank's run, of threads or processes; None outside a run."""
     return current_thread_rank() or joined_processes()

@@ -2,7 +2,7 @@
 
 Neither where a send blocks its rank until the receive is posted (Gloo), nor where each communicator runs its
 operations in order on a stream of the GPU (NCCL, see `stream_replay`). Exchanges of tokens between ranks with
-experts count, too: the host waits for their sizes within a forward (see `expert_exchange_order`).
+experts count, too: the host waits for their sizes within a forward (see `expert_exchanges`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.lowering.expert_exchange_order import check_exchanges, exchange_calls
+from plait.schedules.lowering.expert_exchanges import check_exchanges, exchange_calls
 from plait.schedules.lowering.messages import SENDS_IN_FLIGHT, Channel
 from plait.schedules.lowering.program import (
     NO_EXCHANGES,
@@ -32,7 +32,7 @@ CollectiveCalls: TypeAlias = Callable[[int, Instruction], Iterable[Call]]
 """Returns what the host of a rank of `pp` queues in an instruction, besides messages."""
 
 
-def own(channel: Channel) -> Hashable:
+def channel_itself(channel: Channel) -> Hashable:
     """Return `channel` itself as the key of its communicator, so that no two channels share one."""
     return channel
 
@@ -62,7 +62,7 @@ def check_programs(
 
 def stream_calls(
     programs: Sequence[Program],
-    communicator_of: Callable[[Channel], Hashable] = own,
+    communicator_of: Callable[[Channel], Hashable] = channel_itself,
     collectives: CollectiveCalls | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[list[Call]]:

@@ -13,8 +13,9 @@ from plait.schedules.costs import Costs, is_within, limit_in_units
 from plait.schedules.named_schedules import POLICIES, BlockPolicy, policies_for, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search.exact_search import exact_search
-from plait.schedules.search.limits import least_memory, lower_bound
 from plait.schedules.search.local_search import fit_block_policy, local_search, shortened_problem
+from plait.schedules.search.lower_bound import lower_bound
+from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Orders, Problem, StageLayout
 from plait.schedules.timed_schedule import Cell, TimedSchedule, simulated
 

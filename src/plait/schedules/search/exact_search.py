@@ -12,7 +12,7 @@ from operator import gt
 from typing import NamedTuple
 
 from plait.schedules.action import SPLIT_KINDS, Kind
-from plait.schedules.search.limits import MemoryGuard
+from plait.schedules.search.memory_guard import MemoryGuard
 from plait.schedules.search.problem import Orders, Problem
 
 

@@ -9,17 +9,11 @@ from random import Random
 from typing import NamedTuple
 
 from plait.schedules.action import SPLIT_KINDS
+from plait.schedules.building_block import BuildingBlock, Delays, Lengths, build_block
 from plait.schedules.event_simulation import event_order
-from plait.schedules.named_schedules import (
-    BuildingBlock,
-    Delays,
-    Lengths,
-    build_block,
-    policies_for,
-    policy_schedule,
-)
+from plait.schedules.named_schedules import policies_for, policy_schedule
 from plait.schedules.schedule import Placement
-from plait.schedules.search.limits import MemoryGuard
+from plait.schedules.search.memory_guard import MemoryGuard
 from plait.schedules.search.problem import Orders, Problem, positions_in
 
 PAUSES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 4), (2, 2))

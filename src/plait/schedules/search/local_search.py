@@ -16,8 +16,8 @@ from plait.schedules.costs import Costs, limit_in_units
 from plait.schedules.named_schedules import BlockPolicy
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.initial_orders import InitialOrder, initial_orders, orders_from
-from plait.schedules.search.limits import lower_bound
 from plait.schedules.search.list_scheduling import Budget, DispatchRule, TimedOrders, justify, list_schedule
+from plait.schedules.search.lower_bound import lower_bound
 from plait.schedules.search.problem import Problem
 from plait.schedules.timed_schedule import simulated
 

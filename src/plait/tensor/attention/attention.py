@@ -43,7 +43,8 @@ from plait.tensor.attention.visible_keys import document_bounds
 from plait.tensor.autograd.eager_operations import TRACE, LayerTrace, TensorForm
 from plait.tensor.autograd.kept_results import with_kept_operations
 from plait.tensor.dropout import Dropout, tag_dropout
-from plait.tensor.proof_marks import Replaceable, positions_may_mix
+from plait.tensor.position_marks import positions_may_mix
+from plait.tensor.replaceable_functions import Replaceable
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence, running_sequence
 
 

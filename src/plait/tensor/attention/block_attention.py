@@ -30,7 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from plait.plan.layout.sequence_layout import parts_of
 from plait.ranks.device import sent
 from plait.tensor.attention.fused_kernels import Attended, FusedKernel, Gradients, fused_kernel
-from plait.tensor.attention.visible_keys import BlockCall
+from plait.tensor.attention.kernel_calls import BlockCall
 from plait.tensor.dropout import Dropout
 from plait.tensor.dropout_mask import DimPart, DimRanges, keep_mask_of_ranges
 

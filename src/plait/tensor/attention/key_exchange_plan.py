@@ -15,14 +15,8 @@ from plait.plan.layout.sequence_layout import SequenceLayout, parts_of
 from plait.ranks.device import CPU
 from plait.ranks.device import sent as copied
 from plait.tensor.attention.fused_kernels import PackedCall
-from plait.tensor.attention.visible_keys import (
-    BlockCall,
-    block_calls,
-    needed_keys,
-    visible_indices,
-    visible_range,
-    with_intervals_on,
-)
+from plait.tensor.attention.kernel_calls import BlockCall, block_calls, with_intervals_on
+from plait.tensor.attention.visible_keys import needed_keys, visible_indices, visible_range
 from plait.tensor.running_sequence import DocumentBounds, LocalSequence
 
 

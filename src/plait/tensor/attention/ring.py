@@ -39,8 +39,8 @@ from plait.tensor.attention.block_attention import (
     sinks_gradient,
 )
 from plait.tensor.attention.fused_kernels import Attended, PackedCall
+from plait.tensor.attention.kernel_calls import BlockCall
 from plait.tensor.attention.key_exchange_plan import Mask, PeerBlock, add_selected, exchange_plan, selected
-from plait.tensor.attention.visible_keys import BlockCall
 from plait.tensor.autograd.kept_results import kept, next_result_is_kept
 from plait.tensor.running_sequence import LocalSequence
 

@@ -19,9 +19,9 @@ from torch.nn import functional
 from plait.ranks.device import is_accelerator, multiplies_into_float32
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
+from plait.tensor.autograd.private_torch_functions import apply_function, reshaped_in_place, rows_of
 from plait.tensor.autograd.regathered_activations import Gather
 from plait.tensor.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
-from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, rows_of
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 

@@ -31,8 +31,8 @@ from plait.tensor.autograd.float8_operands import (
     reduced,
     reduced_together,
 )
+from plait.tensor.autograd.private_torch_functions import apply_function, rows_of
 from plait.tensor.autograd.regathered_activations import Gather, PendingTensor, own_range, version_of
-from plait.tensor.autograd.torch_calls import apply_function, rows_of
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import by_columns
 

@@ -36,8 +36,8 @@ from plait.tensor.autograd.float8_inputs import (
 from plait.tensor.autograd.float8_operands import LinearCasts, transposed
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.paired_collectives import SumOfSummands
+from plait.tensor.autograd.private_torch_functions import apply_function, reshaped_in_place, rows_of
 from plait.tensor.autograd.split_backward import refuse_other_orders
-from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, rows_of
 from plait.tensor.autograd.traced_float8_linear import WeightScales, traced_float8_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.cast import ScaledMatrix

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from plait.tensor.autograd.deferred_weight_gradients import add_product, bind_forward, defers, saved_input
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
+from plait.tensor.autograd.private_torch_functions import apply_function
 from plait.tensor.autograd.split_backward import refuse_other_orders
-from plait.tensor.autograd.torch_calls import apply_function
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 

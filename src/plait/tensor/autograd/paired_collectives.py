@@ -44,13 +44,13 @@ from plait.tensor.autograd.float8_inputs import (
     carrier_of,
     sum_of_gradients,
 )
+from plait.tensor.autograd.node_tags import tag, tag_of
 from plait.tensor.autograd.regathered_activations import (
     Gather,
     GatherRegistry,
     own_range,
     start_reduce_scatter,
 )
-from plait.tensor.proof_marks import tag, tag_of
 
 Overlap = Callable[[], None]
 """Runs in the backward during a reduction."""

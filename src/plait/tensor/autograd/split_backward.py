@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.autograd.private_torch_functions import apply_function
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 

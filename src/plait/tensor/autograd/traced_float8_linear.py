@@ -25,7 +25,7 @@ from plait.tensor.autograd.float8_operands import (
     transposed,
 )
 from plait.tensor.autograd.paired_collectives import SumOfSummands
-from plait.tensor.autograd.torch_calls import rows_of
+from plait.tensor.autograd.private_torch_functions import rows_of
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import SCALED_PRODUCT, by_columns
 

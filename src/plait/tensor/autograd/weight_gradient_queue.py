@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from plait.tensor.autograd.float8_inputs import CastInputs
+from plait.tensor.autograd.private_torch_functions import add_each
 from plait.tensor.autograd.regathered_activations import GatherRegistry
-from plait.tensor.autograd.torch_calls import add_each
 
 WeightWork = Callable[[], object]
 """Adds one weight gradient of one micro-batch to its buffer."""

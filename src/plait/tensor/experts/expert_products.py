@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN, kept
+from plait.tensor.autograd.private_torch_functions import apply_function
 from plait.tensor.autograd.regathered_activations import PendingTensor
 from plait.tensor.autograd.split_backward import refuse_other_orders
-from plait.tensor.autograd.torch_calls import apply_function
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.assignments import Assignments
 from plait.tensor.experts.expert_casts import ExpertCasts, MatrixCasts

@@ -32,7 +32,7 @@ from plait.tensor.experts.router import Router
 from plait.tensor.experts.token_documents import has_padding
 from plait.tensor.experts.token_exchange import TokenExchange, exchange_of, pack, unpack
 from plait.tensor.find_module_hooks import is_altered
-from plait.tensor.proof_marks import keeps_positions_later
+from plait.tensor.position_marks import keeps_positions_later
 
 SILU = GatedActivation()
 

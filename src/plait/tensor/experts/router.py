@@ -6,7 +6,7 @@ Letters: T tokens, H hidden features, E experts, k experts of a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
+from plait.plan.rules import join
 from plait.tensor.autograd.eager_operations import TRACE, TensorForm
 from plait.tensor.autograd.kept_results import computed_once, with_kept_operations
-from plait.tensor.autograd.torch_calls import apply_function
+from plait.tensor.autograd.private_torch_functions import apply_function
 from plait.tensor.dropout import LocatePart
 from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.routing import Routing
 from plait.tensor.experts.token_documents import without_padding
+from plait.tensor.named_layer import NamedLayer
 
 Choose = Callable[[Tensor], Tensor]
 """Returns experts `[T, k]` for scores `[T, E]`."""
@@ -162,3 +164,20 @@ class _WideLinear(torch.autograd.Function):
         of_input = (gradient @ weight.to(gradient.dtype)).to(input.dtype) if ctx.needs_input_grad[0] else None
         of_weight = gradient.t() @ input.to(gradient.dtype) if ctx.needs_input_grad[1] else None
         return of_input, of_weight, None
+
+
+def routers_of(layers: Iterable[NamedLayer]) -> dict[str, Router]:
+    """Return the routers in `layers` by path in the model. Raises ModelError for one that is there twice."""
+    found: dict[str, Router] = {}
+    paths: dict[int, str] = {}
+    for layer in layers:
+        for name, module in layer.module.named_modules(remove_duplicate=False):
+            if isinstance(module, Router):
+                path = join(layer.path, name)
+                if (first := paths.setdefault(id(module), path)) != path:
+                    raise ModelError(
+                        f"{first} and {path} are one router, whose load would be that of both layers: give "
+                        "each layer a router of its own."
+                    )
+                found[path] = module
+    return found

@@ -30,10 +30,9 @@ from plait.ranks.handle import Handle
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.experts.balance import Balance, corrected_bias, count_choices, token_balance, token_z
 from plait.tensor.experts.expert_layouts import experts_in
-from plait.tensor.experts.router import Router
-from plait.tensor.experts.routers import routers_of
+from plait.tensor.experts.router import Router, routers_of
 from plait.tensor.experts.token_documents import TokenDocuments
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 
 
 @dataclass(frozen=True)

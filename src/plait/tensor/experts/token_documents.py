@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.ranks.device import sent
 from plait.tensor.dropout import LocatePart
-from plait.tensor.layer_values import Value, tensors_of
+from plait.tensor.nested_values import Value, tensors_of
 from plait.tensor.running_sequence import DocumentBounds, LocalSequence, running_sequence
 
 

@@ -19,7 +19,7 @@ from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.expert_casts import ExpertCasts, MatrixCasts
 from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.float8.recipes import Recipe
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 CASTS = "casts"

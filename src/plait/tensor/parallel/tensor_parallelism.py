@@ -24,7 +24,8 @@ from plait.tensor.autograd.paired_collectives import to_parts, to_whole
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.experts.expert_layouts import experts_in, place_experts
 from plait.tensor.experts.experts import ExpertRanks
-from plait.tensor.layer_values import NamedLayer, RunOnParts, Value, tensors_of, with_tensors
+from plait.tensor.named_layer import NamedLayer, RunOnParts
+from plait.tensor.nested_values import Value, tensors_of, with_tensors
 from plait.tensor.parallel.apply_rules import apply_rules
 from plait.tensor.parallel.linear import RegionBoundary
 from plait.tensor.parallel.partition import AXIS, Layers, Vocabulary

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from plait.engine.runner import Runtime
 from plait.models.initial_values import initial_value
 from plait.optimizers.optimizer_makers import optimizer_for
-from plait.optimizers.owned import Owned
+from plait.optimizers.owned_optimizer import Owned
 from plait.schedules.lowering.program import Instruction
-from plait.tensor.layer_values import Value, convert, split
+from plait.tensor.dtypes import convert
+from plait.tensor.microbatches import split
+from plait.tensor.nested_values import Value
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.router_load_comparison import compare_corrections, compare_load
 from plait.verification.candidate.step_comparison import StepComparison

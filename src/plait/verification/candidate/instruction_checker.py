@@ -25,10 +25,10 @@ from plait.schedules.lowering.program import (
     SeedGradient,
     TakeBatch,
 )
-from plait.tensor.layer_values import Value, tensors_of, with_tensors
+from plait.tensor.nested_values import Value, tensors_of, with_tensors
+from plait.verification.candidate.float8_scale_checker import ScaleChecker
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.routing_checker import RoutingChecker
-from plait.verification.candidate.scale_checker import ScaleChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker, sum_over
 from plait.verification.reference.differences_within_layers import (

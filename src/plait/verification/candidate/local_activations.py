@@ -15,8 +15,8 @@ from torch import Tensor
 from plait.engine.runner import Runtime
 from plait.plan.layout.layout import divide
 from plait.plan.layout.sequence_layout import sequence_layout
-from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import Loss, SequenceLoss
+from plait.tensor.nested_values import Value, map_tensors
 from plait.verification.findings import ComparedBox
 from plait.verification.reference.recording import Tolerance
 from plait.verification.step_location import RecordKey

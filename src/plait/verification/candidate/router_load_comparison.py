@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plait.tensor.experts.routers import routers_of
+from plait.tensor.experts.router import routers_of
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.definitions.router_losses import correction_of
 from plait.verification.reference.router_losses import BALANCE_LOSS, CHOICES, CORRECTION, Z_LOSS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.engine.engine import Engine
 from plait.models.layers.layer_sequence import LayerSequence
-from plait.optimizers.owned import Owned
+from plait.optimizers.owned_optimizer import Owned
 from plait.verification.expected_dtypes import NumberFormats, epsilon_of
 from plait.verification.findings import ComparedBox, Findings, box_of, has_only_small_digits_of_float16
 from plait.verification.options import VerifyOptions

@@ -4,5 +4,5 @@ functions      attention, positions, documents and dropout, which layers of user
 rotary         frequencies, their scaling, the rotation of pairs
 experts        routers and experts; `router_losses`: their auxiliary losses and corrections
 layers         the layers of plait's own models; `huggingface`: those around modules of transformers
-float8         linears in 8 bits; `float8_layers`: which linears of a model are; `float8_experts`
+float8         linears in 8 bits; `float8_linear_selection`: which linears of a model are; `float8_experts`
 """

@@ -21,11 +21,11 @@ from plait.tensor.attention import attention
 from plait.tensor.attention.attention import attend, share_keys
 from plait.tensor.attention.block_attention import AnyDropout, is_active
 from plait.tensor.dropout import Dropout
-from plait.tensor.layer_values import Value
-from plait.tensor.proof_marks import Replacements, replacing
+from plait.tensor.nested_values import Value
+from plait.tensor.replaceable_functions import Replacements, replacing
 from plait.tensor.running_sequence import longest_document, positions
-from plait.verification.definitions.operand_scale_record import OperandScales
-from plait.verification.definitions.routing_calls import RoutingCalls
+from plait.verification.definitions.float8_scale_recorder import OperandScales
+from plait.verification.definitions.router_call_recorder import RoutingCalls
 
 MOST_SCORES = 1 << 25
 """Scores that are held at once: of longer sequences, blocks of queries are computed again in the backward."""

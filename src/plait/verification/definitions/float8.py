@@ -93,20 +93,20 @@ class Quantised(NamedTuple):
     """What a number of 1 stands for: float64, `[1, 1]`, or for each row or column."""
 
 
-def scale_for(largest: Tensor, how: EightBits) -> Tensor:
+def cast_factor_for(largest: Tensor, how: EightBits) -> Tensor:
     """Return the float32 factors by which operands of these `largest` elements are multiplied to be cast.
 
     A separate function so that modes of torch can replace it.
     """
     if has_torch_function_unary(largest):
-        replaced: Tensor = handle_torch_function(scale_for, (largest,), largest, how)
+        replaced: Tensor = handle_torch_function(cast_factor_for, (largest,), largest, how)
         return replaced
     scale = (torch.finfo(how.dtype).max / largest.double().clamp(min=SMALLEST)).float()
     scale = torch.exp2(torch.log2(scale).floor()) if how.power_of_two else scale
     return scale.where(largest != 0, 1.0)
 
 
-def scales_of(matrix: Tensor, how: EightBits, dim: int) -> Tensor:
+def cast_factors_of(matrix: Tensor, how: EightBits, dim: int) -> Tensor:
     """Return the factors by which a matrix is multiplied to be cast: `[1, 1]`, or one per vector along `dim`.
 
     `dim` then has the size 1.
@@ -114,7 +114,7 @@ def scales_of(matrix: Tensor, how: EightBits, dim: int) -> Tensor:
     sizes = matrix.detach().abs()
     dims = (dim,) if how.by_line else (0, 1)
     largest = (sizes.amax if sizes.numel() else sizes.sum)(dims, keepdim=True)  # sums of nothing are zeros
-    return scale_for(largest.float(), how)
+    return cast_factor_for(largest.float(), how)
 
 
 def quantised(matrix: Tensor, how: EightBits, dim: int) -> Quantised:
@@ -122,7 +122,7 @@ def quantised(matrix: Tensor, how: EightBits, dim: int) -> Quantised:
 
     `dim`: the one that the product sums over, along which scales are shared.
     """
-    scale = scales_of(matrix, how, dim)
+    scale = cast_factors_of(matrix, how, dim)
     limit = torch.finfo(how.dtype).max
     scaled = matrix.to(torch.promote_types(matrix.dtype, torch.float32)) * scale
     return Quantised(scaled.clamp(-limit, limit).to(how.dtype).double(), scale.reciprocal().double())

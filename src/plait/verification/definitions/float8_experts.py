@@ -21,12 +21,12 @@ from torch import Tensor
 from plait.plan.rules import join
 from plait.tensor.experts.experts import Experts
 from plait.tensor.find_module_hooks import is_altered
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 from plait.verification.definitions.attention_and_dropout import Definitions
 from plait.verification.definitions.experts import activated, change_of, matrix_of
 from plait.verification.definitions.float8 import Casting, Computation, float8_linear
-from plait.verification.definitions.float8_layers import MULTIPLE, modules_of
-from plait.verification.definitions.operand_scale_record import noted
+from plait.verification.definitions.float8_linear_selection import MULTIPLE, modules_of
+from plait.verification.definitions.float8_scale_recorder import noted
 
 RECIPE = "float8-rowwise-gw"
 OF_ROWS = ("input", "gradient")

@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 
 from plait.plan.axes import sizes_of_plan
-from plait.verification.diagnosis.rounding import rounded
+from plait.verification.diagnosis.narrower_dtype import rounded
 from plait.verification.diagnosis.single_tensor import (
     factor,
     multiple_of_input,

@@ -86,7 +86,7 @@ def factor(symptoms: Symptoms) -> str | None:
             continue
         if abs(ratio) < FITS:
             return _nothing_added(phase)
-        return f"{what} is {product_of(ratio)} times what it should be{_reason(ratio, symptoms)}"
+        return f"{what} is {factor_text(ratio)} times what it should be{_reason(ratio, symptoms)}"
     return None
 
 
@@ -108,7 +108,7 @@ def _factor_of_one_number(symptoms: Symptoms) -> str | None:
         return None
     ratio = actual / expected
     said = _degrees_of(ratio, symptoms, EXACTLY)
-    return f"it is {product_of(ratio)} times what it should be{said}" if said else None
+    return f"it is {factor_text(ratio)} times what it should be{said}" if said else None
 
 
 def _reason(ratio: float, symptoms: Symptoms) -> str:
@@ -118,7 +118,7 @@ def _reason(ratio: float, symptoms: Symptoms) -> str:
     if symptoms.phase is StepPhase.CLIP:
         return ": the gradients before it are equal, so they are clipped by another norm, or to another bound"
     is_whole = ratio > 1.5 and abs(ratio - round(ratio)) < ROUGHLY
-    counts = f", or counts {product_of(ratio)} times" if is_whole else ""
+    counts = f", or counts {factor_text(ratio)} times" if is_whole else ""
     scaled = f": it is scaled by one number too many or too few{counts}"
     return _degrees_of(ratio, symptoms, ROUGHLY) or scaled
 
@@ -180,7 +180,7 @@ def multiple_of_input(symptoms: Symptoms) -> str | None:
     if abs(times + 1) < ROUGHLY:
         return f"{what} is missing in it: the residual connection around the layer is left out"
     return (
-        f"{what} is in it {product_of(times)} times too often: a residual connection is scaled, doubled, or "
+        f"{what} is in it {factor_text(times)} times too often: a residual connection is scaled, doubled, or "
         "where there is none"
     )
 
@@ -207,7 +207,7 @@ def same_for_all(symptoms: Symptoms) -> str | None:
     return None
 
 
-def product_of(ratio: float) -> str:
+def factor_text(ratio: float) -> str:
     """Return a factor as text: as a small fraction if possible, such as `3/2`, or as `1 + 2.0e-03`."""
     if ratio != 1 and abs(ratio - 1) < NEAR_ONE:
         return f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.1e}"

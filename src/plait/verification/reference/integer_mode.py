@@ -49,12 +49,12 @@ from plait.tensor.experts.gated_activation import GatedActivation
 from plait.tensor.experts.routing import normalized_weights
 from plait.tensor.float8.cast import factor_of
 from plait.tensor.float8.recipes import CastFormat
-from plait.tensor.layer_values import Value, map_tensors, tensors_of
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.definitions.attention_and_dropout import masked_attention
 from plait.verification.definitions.experts import activated, gate_and_up, weights_over_their_sum
-from plait.verification.definitions.float8 import EightBits, scale_for
+from plait.verification.definitions.float8 import EightBits, cast_factor_for
 
 PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34
@@ -287,7 +287,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     sinks_gradient: _sinks_gradient,
     **dict.fromkeys((normalized_weights, weights_over_their_sum), fold),
     activated: _activated,
-    **dict.fromkeys((factor_of, scale_for), _factor),
+    **dict.fromkeys((factor_of, cast_factor_for), _factor),
     torch.ops.aten.silu_backward.grad_input: _silu_backward,
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), lambda input, *_, **__: fold(input)),
     **dict.fromkeys(

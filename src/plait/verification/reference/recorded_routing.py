@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.tensor.experts.router import Router
-from plait.tensor.layer_values import Value, tensors_of
-from plait.verification.definitions.routing_calls import RouterCall
+from plait.tensor.nested_values import Value, tensors_of
+from plait.verification.definitions.router_call_recorder import RouterCall
 from plait.verification.step_location import RecordKey, Records
 
 ROUTING, MARGIN = "routing", "margin"

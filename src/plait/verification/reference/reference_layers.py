@@ -17,9 +17,11 @@ from torch.autograd.graph import Node
 from plait.errors import ModelError, PlaitError
 from plait.models.initial_values import ModuleReset, initial_value
 from plait.models.layers.layer_sequence import LayerSequence, buffer_dtype, private_copy
-from plait.models.layers.stateful_layers import other_leaf
-from plait.tensor.layer_values import NamedLayer, Value, convert, map_tensors, tensors_of
+from plait.models.layers.stateful_layer_check import other_leaf
+from plait.tensor.dtypes import convert
 from plait.tensor.losses import Loss
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.reference.start_values import ValueChange
 

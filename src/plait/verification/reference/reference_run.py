@@ -26,17 +26,19 @@ from plait.engine.local_batch import local_inputs
 from plait.models.layers.layer_sequence import LayerSequence, evaluating, own_numbers
 from plait.plan.rules import Rules
 from plait.tensor.dropout import DropoutGenerator, names_of
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
+from plait.tensor.microbatches import split
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
 from plait.verification.definitions.attention_and_dropout import Definitions, separated
 from plait.verification.definitions.experts import FORWARDS as OF_EXPERTS
 from plait.verification.definitions.float8_experts import experts_in_float8, quantise_experts
-from plait.verification.definitions.float8_layers import linears_in_float8, quantise_linears
+from plait.verification.definitions.float8_linear_selection import linears_in_float8, quantise_linears
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
-from plait.verification.definitions.routing_calls import RouterCall
+from plait.verification.definitions.router_call_recorder import RouterCall
 from plait.verification.expected_dtypes import (
     INITIAL_LOSS_SCALE,
     NumberFormats,
@@ -57,8 +59,9 @@ from plait.verification.reference.reference_layers import (
     require_values,
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
+from plait.verification.reference.rounding_errors import NarrowingCasts, Perturbation
 from plait.verification.reference.router_losses import OF_ROUTERS, RouterLosses
-from plait.verification.reference.start_values import NarrowingCasts, Perturbation, ValueChange
+from plait.verification.reference.start_values import ValueChange
 from plait.verification.reference.values_after_mistakes import other_documents, sums_after_mistakes
 from plait.verification.reference.whole_optimizer import whole_optimizer
 from plait.verification.step_location import SCALE, RecordKey, Records, RecordScope

@@ -13,7 +13,7 @@ from plait.errors import ModelError
 from plait.verification.expected_dtypes import ReferenceLossScale
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.recording import ReferenceRecording
-from plait.verification.reference.start_values import Perturbation
+from plait.verification.reference.rounding_errors import Perturbation
 from plait.verification.step_location import RecordKey, Records, RecordScope
 
 CLIP_FRACTION = 1 / 3

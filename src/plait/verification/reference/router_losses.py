@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from plait.tensor.experts.balance import Balance
-from plait.tensor.experts.router import Router
-from plait.tensor.experts.routers import routers_of
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.experts.router import Router, routers_of
+from plait.tensor.named_layer import NamedLayer
 from plait.verification.definitions.attention_and_dropout import numbers_of
+from plait.verification.definitions.router_call_recorder import RouterCall
 from plait.verification.definitions.router_losses import (
     choices_of,
     correction_of,
@@ -26,7 +26,6 @@ from plait.verification.definitions.router_losses import (
     summed_balance_loss,
     summed_z_loss,
 )
-from plait.verification.definitions.routing_calls import RouterCall
 from plait.verification.step_location import RecordKey, Records
 
 CHOICES, BALANCE_LOSS, Z_LOSS, CORRECTION = "choices", "balance", "z", "correction"

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.verification.definitions.attention_and_dropout import Definitions
 from plait.verification.definitions.float8 import EightBits
 from plait.verification.reference.differences_within_layers import unequal_weights

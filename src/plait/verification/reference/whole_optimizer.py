@@ -21,8 +21,8 @@ from plait.optimizers.newton_schulz import (
     learning_rate_factor,
     orthogonalized,
 )
-from plait.optimizers.optimizer_makers import MakeOptimizer, class_of, of_owners
-from plait.optimizers.owned import Owned
+from plait.optimizers.optimizer_makers import MakeOptimizer, class_and_settings_of_owned, class_of
+from plait.optimizers.owned_optimizer import Owned
 from plait.plan.rules import Rules
 
 MUON_OPTIONS: Mapping[str, Any] = {
@@ -47,7 +47,7 @@ def whole_optimizer(
 ) -> Optimizer:
     """Return an optimizer of whole parameters whose updates are those of the plan's, which `make` makes."""
     if class_of(make) is Owned:
-        kind, settings = of_owners(make)
+        kind, settings = class_and_settings_of_owned(make)
         return kind(list(groups), **settings)
     if class_of(make) is not Muon:
         return make(list(groups))

@@ -12,7 +12,7 @@ from plait.app.cli import main as module
 from plait.app.cli.main import main
 from plait.app.config.config import LIMITS
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.data.tokenized_files import open_tokens
+from plait.app.data.token_arrays import open_tokens
 from plait.errors import DataError, RankError
 from plait.plan.decoder_sizes import MOST_SIZE
 

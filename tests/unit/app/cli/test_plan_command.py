@@ -17,7 +17,7 @@ from plait.app.cli.main import main
 from plait.app.cli.plan_output import SEARCHED, calibration_text, change_lines
 from plait.app.config.config import configured_decoder
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.train.trainer import build_model, trained_part
+from plait.app.train.trainer import build_model, model_to_train
 from plait.estimate.time.hardware import Link, load_hardware
 from plait.pictures.quantities import count_text
 from plait.plan.axes import PLAN_AXES
@@ -173,7 +173,7 @@ def test_a_plan_is_judged_by_what_the_configuration_trains(
     sizes = ("--model.layers", "1", "--model.hidden", "32", "--model.heads", "2", "--train.batch", "8")
     found = _json(capsys, "--hardware", "h100-sxm", *sizes, *options)
     config = config_from_arguments([*sizes, *options])
-    model = trained_part(config, 256)
+    model = model_to_train(config, 256)
     rows = torch.empty(8 // config.parallel.dp, config.model.context, dtype=torch.int64, device="meta")
     moments = config.train.optimizer.moments
     exact = plait.memory(model, config.plan(), rows, moments=moments, device="cuda")

@@ -18,7 +18,7 @@ from plait.app.data.batches import (
 )
 from plait.app.data.token_shards import Corpus, TokenShard, corpus_of
 from plait.errors import DataError
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.nested_values import tensors_of
 
 
 def counting(windows: int, context: int) -> TokenWindows:

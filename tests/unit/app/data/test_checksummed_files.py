@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.app.data.checksummed_files import ArrayFile
+from plait.app.data.array_file import ArrayFile
 from plait.errors import DataError
 
 

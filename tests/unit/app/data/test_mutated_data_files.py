@@ -25,8 +25,8 @@ from plait.app.data.chat_encoder import ChatEncoder, are_chats
 from plait.app.data.corpus_manifest import CorpusIndex, require_intact
 from plait.app.data.document_sources import divided, files_of, read_records, read_texts
 from plait.app.data.preparation import prepare_corpus
+from plait.app.data.token_arrays import open_tokens
 from plait.app.data.token_shards import open_corpus
-from plait.app.data.tokenized_files import open_tokens
 from plait.app.data.tokenizer import open_tokenizer
 from plait.errors import PlaitError
 from plait.estimate.time.hardware import load_hardware

@@ -24,7 +24,7 @@ from plait.app.cli.data import run
 from plait.app.data import preparation
 from plait.app.data.document_sources import SourceRange, divided, field_names, files_of, read_texts
 from plait.app.data.preparation import PreparationProgress, portion_size, prepare_corpus
-from plait.app.data.preparation_folder import locked_folder
+from plait.app.data.preparation_folder import locked_preparation
 from plait.app.data.token_shards import Corpus, TokenShard, corpus_of, open_corpus
 from plait.errors import ConfigError, DataError
 
@@ -109,7 +109,7 @@ def test_a_text_read_in_chunks_is_the_text(
     path = tmp_path_factory.mktemp("texts") / ("a.txt.gz" if compressed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plait.app.data.token_safe_cuts.PART", part)
+        patch.setattr("plait.app.data.text_files.PART", part)
         patch.setattr("plait.app.data.token_safe_cuts._LONGEST_LINE", 8)
         portions = [one for file in files_of(str(path)) for one in divided(file, size)]
         parts = [one for portion in portions for one in read_texts(portion, "text")]
@@ -186,7 +186,7 @@ def test_shards_are_filled_with_portions_in_order() -> None:
 def test_only_one_command_prepares_a_folder_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one is refused, and the first one goes on; see `locked_folder`."""
+    """The second one is refused, and the first one goes on; see `locked_preparation`."""
     in_one_process(monkeypatch)
     (tmp_path / "a.txt").write_text("text")
     arguments = [str(tmp_path / "a.txt")], tmp_path / "out", "bytes"
@@ -270,7 +270,7 @@ def test_a_source_that_cannot_be_read_is_refused_with_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
 ) -> None:
     in_one_process(monkeypatch)
-    monkeypatch.setattr("plait.app.data.token_safe_cuts.PART", 4)
+    monkeypatch.setattr("plait.app.data.text_files.PART", 4)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
@@ -452,7 +452,7 @@ def killed_again_and_again(tmp_path: Path, times: int) -> None:
             process.send_signal(signal.SIGKILL)
             process.wait()
             killed += 1
-            with locked_folder(
+            with locked_preparation(
                 tmp_path / "killed", 60
             ):  # its processes live a little longer, and have the lock
                 pass

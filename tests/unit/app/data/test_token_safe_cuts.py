@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from plait.app.data import token_safe_cuts as text_cuts_module
-from plait.app.data.token_safe_cuts import Cut, DocumentEncoder, find_cut, text_ahead, text_cuts
+from plait.app.data.text_files import text_ahead
+from plait.app.data.token_safe_cuts import Cut, DocumentEncoder, find_cut, text_cuts
 from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 

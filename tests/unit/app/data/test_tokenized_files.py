@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.app.data.tokenized_files import holds_tokens, open_tokens
+from plait.app.data.token_arrays import holds_tokens, open_tokens
 from plait.errors import DataError
 
 

@@ -9,7 +9,7 @@ import pytest
 from plait.app.data.corpus_manifest import CorpusIndex, write_index
 from plait.app.data.recorded_tokenizer import record_tokenizer, recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
-from plait.app.data.tokenizer_file import SurroundingTokens, files_hash, tokenizer_files
+from plait.app.data.tokenizer_json import SurroundingTokens, files_hash, tokenizer_files
 from plait.errors import ConfigError, DataError
 
 

@@ -1,6 +1,11 @@
 import pytest
 
-from plait.app.loop.fit import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from plait.app.loop.learning_rate_schedules import (
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
+)
 from plait.errors import ConfigError
 
 

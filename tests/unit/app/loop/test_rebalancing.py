@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from parity.pairs import in_quick
-from plait.app.loop.rebalancing import DivisionMemory, StepSimulation
+from plait.app.loop.fastest_work_division import DivisionMemory, StepSimulation
 from plait.app.loop.work_division import WorkDivision
 from plait.schedules.costs import Costs, peak_memory
 from plait.schedules.search.schedule_by_policy import schedule

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from plait.app.config.config import Config
-from plait.app.loop import run_folder_lock
+from plait.app.loop import run_folder
 from plait.app.loop.loggers import Csv, JsonLines
-from plait.app.loop.run_folder_lock import EARLIER, locked_folder, set_aside
+from plait.app.loop.run_folder import EARLIER, locked_folder, set_aside
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.files import try_lock
@@ -69,7 +69,7 @@ def test_a_file_system_without_locks_is_used_without(
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_folder_lock, "try_lock", refuse)
+    monkeypatch.setattr(run_folder, "try_lock", refuse)
     assert thread_ranks.run(hold, tmp_path, ranks=2) == ["held"] * 2
 
 

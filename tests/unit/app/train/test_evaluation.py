@@ -18,7 +18,7 @@ from plait.app.config.config import Config
 from plait.app.data.batches import NO_TARGET, ValidationBatches
 from plait.app.train.evaluation import checkpoint_of, evaluation_config
 from plait.app.train.run_data import _require_targets
-from plait.checkpoint.box_reader import FullTensors
+from plait.checkpoint.full_tensors import FullTensors
 from plait.errors import CheckpointError, ConfigError, DataError
 from plait.ranks.launch.rank_pool import RankPool
 

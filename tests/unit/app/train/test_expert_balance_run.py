@@ -9,8 +9,8 @@ import pytest
 import torch
 from train_runs import make, rows, run
 
-from plait.app.train.trainer import trained_part
-from plait.checkpoint.box_reader import FullTensors
+from plait.app.train.trainer import model_to_train
+from plait.checkpoint.full_tensors import FullTensors
 from plait.errors import ConfigError
 from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor.experts.balance import Balance
@@ -90,7 +90,7 @@ def test_a_dense_model_has_no_numbers_of_experts(thread_ranks: RankPool, tmp_pat
 def test_routers_have_the_settings_of_the_configuration(
     tmp_path: Path, options: dict[str, object], balance: Balance
 ) -> None:
-    model = trained_part(make(tmp_path, model=SPARSE, **options), vocab=20)
+    model = model_to_train(make(tmp_path, model=SPARSE, **options), vocab=20)
     found = [module.balance for module in model.modules() if isinstance(module, Router)]
     assert found == [balance, balance]
 

@@ -18,7 +18,7 @@ from plait.app.config.config_parser import config_from_arguments
 from plait.app.data.chat_encoder import ChatEncoder
 from plait.app.train.run_data import load_data
 from plait.app.train.train_run import banner, train
-from plait.app.train.trainer import build_model, trained_part
+from plait.app.train.trainer import build_model, model_to_train
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface import from_huggingface
 from plait.models.huggingface.pretrained import logits_of, original_in, weights_in
@@ -117,7 +117,7 @@ def test_a_sparse_folder_says_how_its_experts_are_balanced_unless_the_run_does(t
         (("--train.balance", "document"), Balance(0.01, counts="document")),
     ):
         again = Config.model_validate_json(config_of(tmp_path, *options).model_dump_json())
-        model = trained_part(again, 300)
+        model = model_to_train(again, 300)
         assert {one.balance for one in model.modules() if isinstance(one, Router)} == {expected}
 
 

@@ -17,7 +17,7 @@ from plait.app.config.config_parser import config_from_arguments
 from plait.app.config.config_sections import ParallelConfig
 from plait.app.train.train_run import train
 from plait.app.train.trainer import build_model, initial_weights
-from plait.checkpoint.box_reader import FullTensors
+from plait.checkpoint.full_tensors import FullTensors
 from plait.errors import ConfigError, ModelError
 from plait.models.lora import adapters_of
 from plait.ranks.launch.rank_pool import RankPool

@@ -12,7 +12,8 @@ from plait.app.loop.work_division import WorkDivision
 from plait.app.train.predicted_run import division_memory, peak_line, predict_memory, prediction_line
 from plait.app.train.trainer import build_model
 from plait.errors import ConfigError
-from plait.estimate.memory.memory_report import Category, Memory, RankMemory
+from plait.estimate.memory.memory_ledger import Category
+from plait.estimate.memory.memory_report import Memory, RankMemory
 from plait.plan.plan import Plan
 from plait.schedules.search.schedule_by_policy import schedule
 

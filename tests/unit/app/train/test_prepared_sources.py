@@ -19,11 +19,11 @@ from plait.app.data import preparation
 from plait.app.data.corpus_manifest import read_index, write_index
 from plait.app.data.preparation import prepare_corpus
 from plait.app.data.token_shards import open_corpus
-from plait.app.data.tokenizer_file import files_hash
+from plait.app.data.tokenizer_json import files_hash
 from plait.app.train import data_sources as prepared_sources
 from plait.app.train.data_sources import holds_records, is_tokenized, prepared_folder
-from plait.app.train.run_checkpoints import TOKENIZER, trained_tokenizer
 from plait.app.train.run_data import check_data, load_data
+from plait.app.train.trained_model import TOKENIZER, trained_tokenizer
 from plait.checkpoint.manifest import Manifest
 from plait.errors import CheckpointError, ConfigError, DataError
 

@@ -18,11 +18,11 @@ from plait.app.config.config import Config, configured_decoder
 from plait.app.config.config_parser import config_from_arguments, fields, nearest_field
 from plait.app.config.train_section import OPTIONS, TrainConfig
 from plait.app.train.predicted_run import optimizer_moments
-from plait.app.train.trainer import build_learning_rate, optimizer_maker, run_groups, trained_part
+from plait.app.train.trainer import build_learning_rate, model_to_train, optimizer_maker, run_groups
 from plait.checkpoint.inspecting import summary
 from plait.errors import ConfigError, PlanError
-from plait.estimate.memory.owner_memory import muon_of
-from plait.optimizers.optimizer_makers import MuonSettings, of_owners, optimizer_for
+from plait.estimate.memory.whole_parameter_owners import muon_of
+from plait.optimizers.optimizer_makers import MuonSettings, class_and_settings_of_owned, optimizer_for
 from plait.plan.parameter_units import PRECISIONS
 from plait.ranks.launch.rank_pool import RankPool
 
@@ -99,7 +99,7 @@ def test_options_reach_the_optimizer_and_its_memory_is_predicted(tmp_path: Path)
     in_fp32 = given("--train.optimizer muon --train.optimizer.iterations fp32").train
     assert muon_of(optimizer_moments(in_fp32)) == MuonSettings(dtype=PRECISIONS["fp32"])
     owned = given("--train.optimizer adafactor --train.optimizer.owned true").train
-    assert of_owners(optimizer_moments(owned))[0] is torch.optim.Adafactor
+    assert class_and_settings_of_owned(optimizer_moments(owned))[0] is torch.optim.Adafactor
     assert TrainConfig(weight_decay=0.0).matrix_decay == 0.0
     assert TrainConfig(optimizer=config.train.optimizer, weight_decay=0.3).matrix_decay == 0.3
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -389,7 +389,7 @@ def test_frozen_parameters_stay_and_rates_by_pattern_survive_a_resumption(
 )
 def test_a_pattern_that_fits_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        trained_part(make(Path("nowhere"), **settings), 16)
+        model_to_train(make(Path("nowhere"), **settings), 16)
 
 
 def test_validations_by_name_and_samples_are_in_metrics_and_report(

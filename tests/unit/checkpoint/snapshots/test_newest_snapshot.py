@@ -1,6 +1,6 @@
 """A snapshot is complete where all ranks that wrote it have completed it, in one attempt."""
 
-from plait.checkpoint.snapshots.newest_snapshot import SnapshotName, newest_first
+from plait.checkpoint.snapshots.snapshot_parts import SnapshotName, newest_first
 
 
 def test_a_snapshot_is_complete_with_the_parts_of_all_ranks_of_one_attempt() -> None:

@@ -16,7 +16,7 @@ from plait.engine.compilation import compiled_layer
 from plait.engine.compilation.compiled_layer import OutputGradient
 from plait.errors import ModelError, PlanError
 from plait.rules import column, row
-from plait.tensor.layer_values import Microbatches
+from plait.tensor.microbatches import Microbatches
 
 WIDTH, INNER = 6, 10
 MICROBATCHES = 2

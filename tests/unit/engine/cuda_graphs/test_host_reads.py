@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.engine.cuda_graphs.host_reads import HostReads
-from plait.tensor.autograd.torch_calls import run_backward
+from plait.tensor.autograd.private_torch_functions import run_backward
 
 X = torch.arange(12, dtype=torch.float64).view(3, 4)
 

@@ -17,7 +17,7 @@ from plait.models.layers.shape_inference import infer
 from plait.plan.plan import Recompute
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import Value, leaf_of
+from plait.tensor.nested_values import Value, leaf_of
 
 
 class Call(nn.Module):

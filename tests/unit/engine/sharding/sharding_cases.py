@@ -18,8 +18,8 @@ from plait.plan.parameter_units import ModelParameter, kind_of, resolve_units
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
 from plait.ranks.mesh import Mesh
+from plait.tensor.dtypes import named_dtype
 from plait.tensor.float8.recipes import RECIPES
-from plait.tensor.layer_values import named_dtype
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -14,7 +14,7 @@ from plait.engine.sharding.unit import Unit
 from plait.errors import PlanError
 from plait.plan.layout import assemble
 from plait.plan.plan import Plan
-from plait.tensor.autograd.torch_calls import zero_each
+from plait.tensor.autograd.private_torch_functions import zero_each
 
 STRATEGIES = ("none", "optimizer", "gradients", "full")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import plait
 from plait.errors import DataError
-from plait.estimate.memory.context_parallel_share import as_input_batch, context_share, result_bytes
-from plait.estimate.memory.memory_report import Category
+from plait.estimate.memory.context_parallel_microbatch import as_input_batch, context_share, result_bytes
+from plait.estimate.memory.memory_ledger import Category
 from plait.plan.plan import Plan
 from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.key_exchange_plan import Mask, exchange_plan

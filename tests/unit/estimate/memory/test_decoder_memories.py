@@ -8,6 +8,7 @@ import pytest
 
 import plait
 from parity.pairs import in_quick
+from plait.estimate.memory.decoder_layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.decoder_memories import (
     ActivationMemories,
     ActivationPeak,
@@ -17,8 +18,7 @@ from plait.estimate.memory.decoder_memories import (
     activation_peaks,
     stage_memory,
 )
-from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
-from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes
+from plait.estimate.memory.state_memory import ParameterCounts, rank_parameter_counts
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.estimate.time.hardware import load_hardware
@@ -161,5 +161,5 @@ def test_a_stage_is_made_of_its_layers_and_has_the_peaks_of_its_schedule() -> No
     peaks = activation_peaks(
         held, [stage], held.receive_buffers * shape.outside, held.sending * shape.outside
     )
-    activations = RankActivations(rank_sizes(shape, [sizes.kinds[5:9]]), peaks)
+    activations = RankActivations(rank_parameter_counts(shape, [sizes.kinds[5:9]]), peaks)
     assert memory[1] == activations.with_state(shape, load_hardware("h100-sxm").reserved)

@@ -10,7 +10,8 @@ from torch import nn
 import plait
 from plait.errors import ModelError, PlanError
 from plait.estimate.memory import predict_memory as forecast
-from plait.estimate.memory.memory_report import Category, Memory
+from plait.estimate.memory.memory_ledger import Category
+from plait.estimate.memory.memory_report import Memory
 from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.plan.plan import Plan
 from plait.schedules.search.stage_cuts import schedule_and_cut

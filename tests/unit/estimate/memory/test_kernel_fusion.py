@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.estimate.memory.kernel_fusion import Range, RecordedOperation, fused
 from plait.estimate.memory.operation_recorder import OperationRecorder
 from plait.estimate.time.decoder_operations import LayerWork
+from plait.estimate.time.kernel_fusion import Range, RecordedOperation, fused
 from plait.estimate.time.operation_times import Elementwise, Product
 
 ROWS, WIDTH = 6, 10

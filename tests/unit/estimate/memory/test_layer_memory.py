@@ -11,7 +11,7 @@ import pytest
 import plait
 from parity.pairs import in_quick
 from plait.engine.blueprint import build_blueprint
-from plait.estimate.memory.layer_memory import LayerMemory, layer_memory
+from plait.estimate.memory.decoder_layer_memory import LayerMemory, layer_memory
 from plait.estimate.memory.layer_traces import Trace
 from plait.estimate.memory.predict_memory import MemoryEstimator
 from plait.estimate.time.decoder_operations import MicrobatchShape

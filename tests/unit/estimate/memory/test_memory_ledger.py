@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.schedules.lowering.program import AllocateGradient, Finish
 
 A = MemoryBlock(100, Category.ACTIVATIONS)

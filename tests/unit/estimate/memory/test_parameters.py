@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plait.engine.blueprint import build_blueprint
-from plait.estimate.memory.memory_report import Category, MemoryLedger, MemorySnapshot
+from plait.estimate.memory.memory_ledger import Category, MemoryLedger, MemorySnapshot
 from plait.estimate.memory.optimizer_state import OptimizerState
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.plan import Plan

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from plait.estimate.memory.activations import ReceiveBufferAccount
-from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.models.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
 from plait.schedules.lowering.program import Finish

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.estimate.memory.state_memory import ParameterCounts, rank_sizes, state_bytes, whole_gradients
+from plait.estimate.memory.state_memory import (
+    ParameterCounts,
+    rank_parameter_counts,
+    state_bytes,
+    whole_gradients,
+)
 from plait.estimate.time.decoder_operations import MicrobatchShape
 from plait.plan.decoder_sizes import Decoder
 from plait.plan.plan import Plan
@@ -23,14 +28,14 @@ def test_sizes_of_a_rank_are_those_of_its_stages_and_of_the_largest_neighbours()
     """Half of each matrix; a tied table counts once, with a gradient on both stages that use it."""
     shape, table = shape_of(pp=2, tp=2), 96 * 510 / 2
     attention, mlp = 96 * (96 + 32) + 96, 2 * 96 * 160 / 2 + 96
-    found = rank_sizes(shape, [("embedding", "attention"), ("mlp", "head")])
+    found = rank_parameter_counts(shape, [("embedding", "attention"), ("mlp", "head")])
     assert found == (table + attention + mlp + 96, table, mlp + table + 96)
-    assert rank_sizes(shape, [("attention", "mlp"), ("attention",)]) == (
+    assert rank_parameter_counts(shape, [("attention", "mlp"), ("attention",)]) == (
         2 * attention + mlp,
         0,
         attention + mlp,
     )
-    assert rank_sizes(shape, [("embedding",), ("mlp",)]) == (table + mlp, 0, table)
+    assert rank_parameter_counts(shape, [("embedding",), ("mlp",)]) == (table + mlp, 0, table)
 
 
 def test_parameters_gradients_and_state_of_a_rank() -> None:

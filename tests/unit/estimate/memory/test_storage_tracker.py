@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.estimate.memory.storage_tracker import StorageTracker
-from plait.tensor.autograd.torch_calls import run_backward
+from plait.tensor.autograd.private_torch_functions import run_backward
 
 
 def live(tracker: StorageTracker) -> list[int]:

@@ -14,8 +14,9 @@ from plait.models.layers.shape_inference import infer
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.cross_entropy_in_place import CrossEntropyInPlace
-from plait.tensor.layer_values import NamedLayer, tensors_of
 from plait.tensor.losses import cross_entropy
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import tensors_of
 
 ROWS, WIDTH = 4, 8
 SIZE = ROWS * WIDTH * 4

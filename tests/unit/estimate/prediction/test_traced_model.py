@@ -20,7 +20,7 @@ from plait.errors import ConfigError, ModelError
 from plait.estimate.memory.plan_memories import cut_pipeline
 from plait.estimate.prediction.prediction import Prediction, predict
 from plait.estimate.prediction.traced_model import TracedModel, traced_model
-from plait.estimate.search.plan_search import plan_rank, search
+from plait.estimate.search.plan_search import plan_sort_key, search
 from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
 from plait.estimate.time.hardware import load_hardware
 from plait.models.lora import lora
@@ -346,7 +346,7 @@ def test_tokens_travel_once_to_each_rank_that_has_experts_of_them(plan: dict[str
 
 
 def _rank(one: Prediction) -> tuple[int, int, int]:
-    return plan_rank(one.step_seconds, one.peak_memory, one.plan)
+    return plan_sort_key(one.step_seconds, one.peak_memory, one.plan)
 
 
 @pytest.mark.full

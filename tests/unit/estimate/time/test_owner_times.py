@@ -14,17 +14,17 @@ from torch import nn
 import plait
 from plait.engine.blueprint import build_blueprint
 from plait.errors import PlanError
-from plait.estimate.memory.owner_memory import Moments
+from plait.estimate.memory.whole_parameter_owners import Moments
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.prediction.traced_model import TracedModel, traced_model
 from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.search.plan_times_and_bounds import Bounds, PlanSteps
 from plait.estimate.time.hardware import load_hardware
 from plait.estimate.time.operation_times import AxisTransfer, Network, Product, operation_seconds
-from plait.estimate.time.owner_times import StageOwners, owner_seconds
 from plait.estimate.time.step_times import step_seconds
+from plait.estimate.time.whole_parameter_updates import StageOwners, owner_seconds
 from plait.optimizers.optimizer_makers import MuonSettings
-from plait.optimizers.owner_work import found_matrices, matrix_work
+from plait.optimizers.predicted_owner_work import found_matrices, matrix_work
 from plait.plan.plan import Plan
 
 WIDE = nn.Sequential(nn.Embedding(8, 512), nn.Linear(512, 1024), nn.Linear(1024, 512), nn.Linear(512, 8))

@@ -16,7 +16,7 @@ from plait.engine.blueprint import build_blueprint
 from plait.errors import PlanError
 from plait.estimate.prediction.predicted_model import DecoderModel
 from plait.estimate.prediction.prediction import Prediction, predict
-from plait.estimate.search.plan_search import OTHERS, SEARCHES, plan_rank, plans, search, search_frontier
+from plait.estimate.search.plan_search import OTHERS, SEARCHES, plan_sort_key, plans, search, search_frontier
 from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.models import llama
@@ -45,7 +45,7 @@ def _every_plan(
 
 
 def _rank(one: Prediction) -> tuple[int, int, int]:
-    return plan_rank(one.step_seconds, one.peak_memory, one.plan)
+    return plan_sort_key(one.step_seconds, one.peak_memory, one.plan)
 
 
 def _compare(
@@ -112,9 +112,13 @@ def test_the_plan_search_over_all_choices_is_exact(
 
 def test_equal_times_are_ordered_by_memory_then_by_axes() -> None:
     plans = [Plan(dp=4), Plan(dp=2, cp=2)]
-    assert plan_rank(1.0, 5.0, plans[0]) == plan_rank(1.0 + 1e-13, 5.0, plans[0])
-    assert plan_rank(1.0, 5.0, plans[0]) < plan_rank(1.0, 5.0, plans[1]) < plan_rank(1.0, 6.0, plans[0])
-    assert plan_rank(1.0, 9.0, plans[1]) < plan_rank(1.0 + 1e-8, 5.0, plans[0])
+    assert plan_sort_key(1.0, 5.0, plans[0]) == plan_sort_key(1.0 + 1e-13, 5.0, plans[0])
+    assert (
+        plan_sort_key(1.0, 5.0, plans[0])
+        < plan_sort_key(1.0, 5.0, plans[1])
+        < plan_sort_key(1.0, 6.0, plans[0])
+    )
+    assert plan_sort_key(1.0, 9.0, plans[1]) < plan_sort_key(1.0 + 1e-8, 5.0, plans[0])
 
 
 def test_a_bound_saves_most_simulations_and_plans_that_are_alike_count_once() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from one_second_kernels import DECODER, HARDWARE
 
-from plait.estimate.memory.layer_memory import LayerMemory
+from plait.estimate.memory.decoder_layer_memory import LayerMemory
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.decoder_operations import MicrobatchShape, layer_work
 from plait.estimate.time.hardware import load_hardware

@@ -19,7 +19,7 @@ from plait.plan.rules import column, entrance, row
 from plait.tensor.experts.balance import Balance
 from plait.tensor.experts.experts import Experts
 from plait.tensor.experts.router import Router
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 
 pytestmark = pytest.mark.transformers
 

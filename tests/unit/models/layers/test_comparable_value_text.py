@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.layers.comparable_value_text import ValueTexts
-from plait.models.rotary import ResultCache
+from plait.models.result_cache import ResultCache
 
 
 class Colour(enum.Enum):

@@ -15,7 +15,7 @@ from plait.engine.fingerprint import fingerprint, fingerprint_of_tokens, lines_o
 from plait.models.layers.comparable_value_text import digest_of
 from plait.models.layers.layer_sequence import sequence_of
 from plait.rules import column, row
-from plait.tensor.layer_values import Microbatches
+from plait.tensor.microbatches import Microbatches
 
 
 class Loss:

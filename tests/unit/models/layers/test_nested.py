@@ -7,16 +7,13 @@ import pytest
 import torch
 
 from plait.errors import DataError, PlanError
-from plait.tensor.layer_values import (
-    Microbatches,
+from plait.tensor.microbatches import Microbatches, row_count, split, split_both
+from plait.tensor.nested_values import (
     Value,
     leaf_of,
     map_tensors,
-    row_count,
     signature,
     signatures,
-    split,
-    split_both,
     tensors_of,
     with_tensors,
 )

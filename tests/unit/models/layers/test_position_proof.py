@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.proof.position_proof import prove_positions_apart
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
-from plait.tensor.proof_marks import gives_positions, keeps_positions_later, positions_may_mix
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
+from plait.tensor.position_marks import gives_positions, keeps_positions_later, positions_may_mix
 
 LENGTH, HIDDEN = 16, 12
 PART = torch.tensor([2, 5, 6, 11])

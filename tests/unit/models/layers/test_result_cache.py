@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.engine.fingerprint import structure_of
 from plait.models import rotary as result_cache
-from plait.models.rotary import ResultCache, result_caches
+from plait.models.result_cache import ResultCache, result_caches
 
 
 class Scaling(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.models.layers.layer_sequence import private_copy, sequence_of
 from plait.models.layers.shape_inference import LayerInfo, TensorInfo, infer
-from plait.tensor.layer_values import Value
+from plait.tensor.nested_values import Value
 
 
 class Call(nn.Module):

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 
 import plait
 from plait.errors import DataError, ModelError
-from plait.models.layers.stateful_layers import refuse_carried_values
-from plait.tensor.layer_values import NamedLayer
+from plait.models.layers.stateful_layer_check import refuse_carried_values
+from plait.tensor.named_layer import NamedLayer
 
 OUTSIDE = nn.Parameter(torch.tensor(2.0))
 BATCHES: list[Tensor] = []

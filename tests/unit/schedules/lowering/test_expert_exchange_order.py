@@ -10,7 +10,7 @@ from plait.engine.blueprint import build_blueprint
 from plait.errors import ScheduleError
 from plait.plan.plan import Plan
 from plait.schedules.lowering.check_programs import check_programs, stream_calls
-from plait.schedules.lowering.expert_exchange_order import exchange_calls, exchanges_in
+from plait.schedules.lowering.expert_exchanges import exchange_calls, exchanges_in
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import ExpertExchanges, LayerIndex, LoweringSpec, Program
 from plait.schedules.lowering.stream_replay import Queued, Read

@@ -18,8 +18,8 @@ from parity.pairs import in_quick
 from plait.engine.blueprint import StepPrograms
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.lowering.check_programs import check_programs, own, stream_calls
-from plait.schedules.lowering.expert_exchange_order import exchange_calls
+from plait.schedules.lowering.check_programs import channel_itself, check_programs, stream_calls
+from plait.schedules.lowering.expert_exchanges import exchange_calls
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.messages import Channel, channels_of
 from plait.schedules.lowering.program import (
@@ -146,7 +146,7 @@ def test_a_communicator_for_each_channel_is_enough(policy: str) -> None:
     """With late receives; those posted early are checked above, when they are lowered."""
     for pp in range(2, 9):
         for programs in programs_of(policy, pp, late=True):
-            assert deadlock_of(stream_calls(programs, own)) is None
+            assert deadlock_of(stream_calls(programs, channel_itself)) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -186,7 +186,7 @@ def test_the_check_refuses_tied_units_that_are_reduced_in_two_orders() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_channels_are_those_that_programs_use(policy: str) -> None:
     made = policy_schedule(policy, 4, 4)
-    calls = stream_calls(lower(made, LoweringSpec((1,) * made.stages, {})), own)
+    calls = stream_calls(lower(made, LoweringSpec((1,) * made.stages, {})), channel_itself)
     used = {call.operation.communicator for row in calls for call in row if isinstance(call, Queued)}
     assert set(channels_of(made)) == used
 
@@ -259,7 +259,11 @@ def completes(calls: Sequence[Sequence[Call]], random: Random) -> bool:
 
 
 @UNHURRIED
-@given(legal_schedules(), st.sampled_from([own, of_a_pair, of_a_group]), st.randoms(use_true_random=False))
+@given(
+    legal_schedules(),
+    st.sampled_from([channel_itself, of_a_pair, of_a_group]),
+    st.randoms(use_true_random=False),
+)
 def test_stream_replay_agrees_with_a_simulation_in_random_order(
     made: Schedule, communicator_of: Communicators, random: Random
 ) -> None:
@@ -276,8 +280,8 @@ def test_every_legal_schedule_runs_with_channels_of_their_own(made: Schedule) ->
     steps = StepPrograms(made, LoweringSpec((1,) * made.stages, {}, exchanges=IN_EACH_FIRST_LAYER))
     collectives = partial(exchange_calls, exchanges=IN_EACH_FIRST_LAYER)
     for programs in (steps.train, steps.posting_late().train):
-        assert deadlock_of(stream_calls(programs, own)) is None
-        assert deadlock_of(stream_calls(programs, own, collectives)) is None
+        assert deadlock_of(stream_calls(programs, channel_itself)) is None
+        assert deadlock_of(stream_calls(programs, channel_itself, collectives)) is None
 
 
 @BRIEF

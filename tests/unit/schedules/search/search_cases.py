@@ -15,7 +15,7 @@ from plait.schedules.check import check
 from plait.schedules.costs import Cost, Costs
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search import auto_search
-from plait.schedules.search.limits import least_memory
+from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Orders, Problem, StageLayout
 from plait.schedules.search.schedule_by_policy import schedule
 

@@ -19,9 +19,9 @@ from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Placement
 from plait.schedules.search import auto_search
 from plait.schedules.search.initial_orders import InitialOrder
-from plait.schedules.search.limits import least_memory
 from plait.schedules.search.list_scheduling import DispatchRule, list_schedule
 from plait.schedules.search.local_search import Candidate
+from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Problem, StageLayout
 from plait.schedules.search.schedule_by_policy import schedule
 

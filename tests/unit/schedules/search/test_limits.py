@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, TINY, V, problem_of, problems, shortest
 
 from plait.schedules.costs import Costs
-from plait.schedules.search.limits import MemoryGuard, least_memory, lower_bound
 from plait.schedules.search.local_search import local_search
+from plait.schedules.search.lower_bound import lower_bound
+from plait.schedules.search.memory_guard import MemoryGuard, least_memory
 from plait.schedules.search.problem import Problem, StageLayout
 
 ALONE = tuple((layout, 1, microbatches) for layout in (LINEAR, LOOP) for microbatches in (2, 3))

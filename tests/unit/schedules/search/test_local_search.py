@@ -21,7 +21,6 @@ from plait.schedules.search import list_scheduling
 from plait.schedules.search import local_search as module_of_search
 from plait.schedules.search import local_search as patterns
 from plait.schedules.search.initial_orders import InitialOrder, initial_orders, orders_from
-from plait.schedules.search.limits import lower_bound
 from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, list_schedule
 from plait.schedules.search.local_search import (
     DISPATCH_RULES,
@@ -31,6 +30,7 @@ from plait.schedules.search.local_search import (
     local_search,
     shortened_problem,
 )
+from plait.schedules.search.lower_bound import lower_bound
 from plait.schedules.search.problem import OperationTables, Problem, StageLayout
 
 LAYOUTS: tuple[StageLayout, ...] = (LINEAR, V, LOOP)

@@ -26,13 +26,8 @@ from plait.tensor.attention.block_attention import (
     empty_result,
     merge,
 )
-from plait.tensor.attention.visible_keys import (
-    BlockCall,
-    block_calls,
-    document_bounds,
-    visible_indices,
-    visible_range,
-)
+from plait.tensor.attention.kernel_calls import BlockCall, block_calls
+from plait.tensor.attention.visible_keys import document_bounds, visible_indices, visible_range
 
 SCALE = 0.4
 CAP = 0.5

@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.tensor.attention import visible_keys
-from plait.tensor.attention.visible_keys import (
-    BlockCall,
-    block_calls,
-    document_bounds,
-    needed_keys,
-    visible_indices,
-    visible_range,
-    with_intervals_on,
-)
+from plait.tensor.attention.kernel_calls import BlockCall, block_calls, with_intervals_on
+from plait.tensor.attention.visible_keys import document_bounds, needed_keys, visible_indices, visible_range
 
 
 def calls_of(

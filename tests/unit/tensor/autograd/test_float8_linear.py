@@ -21,7 +21,7 @@ from plait.tensor.autograd.float8_operands import LinearCasts, cast_together, tr
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.float8.recipes import RECIPES
 from plait.tensor.float8.scaled_product import product
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 from plait.tensor.parallel.apply_float8 import Float8Layers
 
 TOKENS, HIDDEN, INNER = 64, 64, 128

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.tensor.autograd import torch_calls
-from plait.tensor.autograd.torch_calls import add_each, counts_all_writes, multiply_each, zero_each
+from plait.tensor.autograd import private_torch_functions
+from plait.tensor.autograd.private_torch_functions import (
+    add_each,
+    counts_all_writes,
+    multiply_each,
+    zero_each,
+)
 
 
 def test_multi_tensor_operations_accept_an_empty_list() -> None:
@@ -58,7 +63,7 @@ def test_a_gradient_of_another_dtype_is_added_with_the_digits_of_the_total(
     monkeypatch: pytest.MonkeyPatch, dtypes: list[str], on_accelerator: bool
 ) -> None:
     """On a GPU gradients are cast together before, since unlike dtypes would be added one by one."""
-    monkeypatch.setattr(torch_calls, "is_accelerator", lambda tensor: on_accelerator)
+    monkeypatch.setattr(private_torch_functions, "is_accelerator", lambda tensor: on_accelerator)
     torch.manual_seed(0)
     totals = [torch.randn(5), torch.randn(()), torch.randn(2, 3)]
     if "float64" in dtypes:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.tensor.dropout_mask import keep_mask
-from plait.tensor.proof_marks import MarkedCall, call_begins, call_ends, gives_positions, positions_may_mix
+from plait.tensor.position_marks import MarkedCall, call_begins, call_ends, gives_positions, positions_may_mix
 
 
 @positions_may_mix(2, "query")

@@ -16,7 +16,7 @@ from parity.cases import GPT2_VOCAB, draw_contexts
 from plait.engine.local_batch import local_inputs
 from plait.models.layers.layer_sequence import sequence_of
 from plait.tensor.attention.attention import attend, share_keys
-from plait.tensor.proof_marks import Replaceable, replacing
+from plait.tensor.replaceable_functions import Replaceable, replacing
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.definitions import attention_and_dropout
 from plait.verification.definitions.attention_and_dropout import (

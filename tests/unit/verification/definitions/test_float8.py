@@ -16,10 +16,10 @@ from plait.verification.definitions.float8 import (
     RECIPES,
     Computation,
     Operands,
+    cast_factor_for,
     float8_linear,
     product,
     quantised,
-    scale_for,
 )
 
 THEIRS = {"float8": "tensorwise", "float8-rowwise": "rowwise", "float8-rowwise-gw": "rowwise_with_gw_hp"}
@@ -69,9 +69,10 @@ def test_each_recipe_is_that_of_torchao() -> None:
 
 def test_a_scale_is_the_largest_number_of_the_format_over_the_largest_element() -> None:
     matrix = torch.tensor([[1.0, -7.0], [0.25, 3.0]])
-    assert scale_for(torch.tensor(7.0), E4M3) == 64
-    assert scale_for(torch.tensor(7.0), E5M2) == 8192
-    assert scale_for(torch.tensor([[7.0], [3.0], [0.0]]), LINES).tolist() == [[64], [128], [1]]  # 149.3, down
+    assert cast_factor_for(torch.tensor(7.0), E4M3) == 64
+    assert cast_factor_for(torch.tensor(7.0), E5M2) == 8192
+    factors = cast_factor_for(torch.tensor([[7.0], [3.0], [0.0]]), LINES)
+    assert factors.tolist() == [[64], [128], [1]]  # 149.3, down
     assert quantised(matrix, E4M3, 1).unit == 1 / 64
     assert quantised(matrix, LINES, 1).unit.tolist() == [[1 / 64], [1 / 128]]
     assert quantised(matrix, LINES, 0).unit.tolist() == [[1 / 256, 1 / 64]]  # 448, down
@@ -84,7 +85,7 @@ def test_numbers_are_the_nearest_of_the_format_and_none_is_beyond_its_end() -> N
     assert quantised(row, E5M2, 1).numbers.tolist() == [[57344, 2048, 2560, 0.125, 0]]
     largest = 1 + torch.arange(100.0)[:, None] / 7  # of some the scale is rounded up
     lines = E4M3._replace(by_line=True)
-    assert (largest * scale_for(largest, lines)).max() > 448
+    assert (largest * cast_factor_for(largest, lines)).max() > 448
     assert bool((quantised(largest, lines, 1).numbers == 448).all())
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import plait
-from plait.models.float8_linears import choose_linears
+from plait.models.choose_float8_linears import choose_linears
 from plait.models.layers.layer_sequence import sequence_of
 from plait.models.lora import LoraLinear
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 from plait.tensor.parallel.apply_rules import match_modules
 from plait.verification.definitions.attention_and_dropout import Definitions
-from plait.verification.definitions.float8_layers import linears_in_float8, quantise_linears
+from plait.verification.definitions.float8_linear_selection import linears_in_float8, quantise_linears
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "vocab": 48, "context": 8}
 

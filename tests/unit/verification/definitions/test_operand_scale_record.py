@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait.verification.definitions.operand_scale_record import OperandScales, noted
+from plait.verification.definitions.float8_scale_recorder import OperandScales, noted
 
 
 def test_scales_of_zeros_and_of_noise_are_zero() -> None:

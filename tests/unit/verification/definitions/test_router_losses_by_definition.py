@@ -20,7 +20,8 @@ from plait.verification.definitions import router_losses
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.options import VerifyOptions
 from plait.verification.reference.reference_run import ReferenceRun
-from plait.verification.reference.start_values import Perturbation, unchanged
+from plait.verification.reference.rounding_errors import Perturbation
+from plait.verification.reference.start_values import unchanged
 
 LOGITS = torch.tensor([[math.log(1.0), math.log(3.0)], [0.0, 0.0]], dtype=torch.float64)
 """Softmax: 1/4 and 3/4; 1/2 and 1/2."""

@@ -24,11 +24,11 @@ class HostWorld:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks on all hosts."""
         return sum(self.sizes)
 
     def ranks_of(self, host: int) -> range:
-        """Return the ranks on a host."""
+        """Return the global ranks on the host with number `host`."""
         place = self.hosts.index(host)
         first = sum(self.sizes[:place])
         return range(first, first + self.sizes[place])
@@ -36,7 +36,7 @@ class HostWorld:
 
 @dataclass(frozen=True)
 class KnownWorlds:
-    """The worlds (hosts and ranks of a generation) that a host knows; none after a start without memory."""
+    """The worlds (hosts and ranks of a generation) that a host knows; none where it has just started."""
 
     begun: HostWorld | None = None
     """The newest that all its hosts have accepted, so that their ranks may have started."""
@@ -88,7 +88,7 @@ def missing_for_majority(present: Mapping[int, KnownWorlds], everyone: Collectio
 def sizes_of_hosts(
     ready: Mapping[int, int], wanted: int, ranks_of: Callable[[int], int] | None
 ) -> tuple[int, ...]:
-    """Return how many ranks each host has, in the order of their numbers; () where there are too few.
+    """Return how many ranks each host gets, in the order of their numbers; () for too few processes.
 
     `ready`: how many processes each can have. `wanted`: the most ranks. `ranks_of`: as in `Elastic`. Each
     host has a rank where there are enough, since its memory holds snapshots; the first hosts are full.

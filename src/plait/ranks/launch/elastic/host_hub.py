@@ -425,13 +425,13 @@ class HostHub:
 
 
 def known_of(message: Mapping[str, Any]) -> KnownWorlds:
-    """Return the `KnownWorlds` that a message describes."""
+    """Return the `KnownWorlds` that is in a message as JSON data."""
     begun = message["begun"]
     return KnownWorlds(None if begun is None else world_of(begun), tuple(map(world_of, message["accepted"])))
 
 
 def world_of(message: Mapping[str, Any]) -> HostWorld:
-    """Return the `HostWorld` that a message describes."""
+    """Return the `HostWorld` that is in a message as JSON data."""
     return HostWorld(
         int(message["generation"]),
         tuple(message["hosts"]),

@@ -32,7 +32,7 @@ _USER_TIMEOUT = 18
 
 
 class HostLink:
-    """Sends and receives messages over a socket, each in a thread of its own."""
+    """Connection to another host's supervisor: JSON messages, sent and received in a thread each."""
 
     def __init__(
         self, connected: socket.socket, received: Callable[[HostLink, Message | None], None], silence: float
@@ -64,15 +64,15 @@ class HostLink:
         return plain_address(self._socket.getsockname()[0])
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message after those before it, without waiting; it is lost where the other side is gone."""
+        """Queue a message to be sent in order, without waiting; it is lost where the other side is gone."""
         self._outgoing.put(dict(message))
 
     def finish(self) -> None:
-        """Send what was given to `send`, and nothing more, without waiting; `close` ends the connection."""
+        """Send the queued messages and no later ones, without waiting; `close` ends the connection."""
         self._outgoing.put(None)
 
     def close(self, seconds: float | None = None) -> None:
-        """Send what was given to `send`, for `seconds` at most, else `silence`; then end the connection."""
+        """Send the queued messages, for `seconds` at most (None: `silence`); then end the connection."""
         self.finish()
         if threading.current_thread() is not self._writer and self._writer.is_alive():
             self._writer.join(self._silence if seconds is None else seconds)
@@ -112,7 +112,7 @@ class HostLink:
 
 
 def connect_to_host(host: str, port: int, seconds: float) -> socket.socket | None:
-    """Return a connection to the supervisor that listens there; None where nothing answers in time."""
+    """Return a connection to the supervisor at `host` and `port`; None where nothing answers in time."""
     try:
         return socket.create_connection((host, port), seconds)
     except (OSError, ValueError, OverflowError):  # the last two by a name, or a port, that is none
@@ -120,7 +120,7 @@ def connect_to_host(host: str, port: int, seconds: float) -> socket.socket | Non
 
 
 def ask_host(host: str, port: int, message: Mapping[str, Any], answer: str, seconds: float) -> Message | None:
-    """Send a message to the supervisor that listens there; return its answer, of that kind, if it comes.
+    """Send a message to a supervisor; return its reply of kind `answer`, or None without one in time.
 
     Waits for `seconds` to connect, and as long for the answer.
     """

@@ -35,7 +35,10 @@ class OneHostRendezvous(RendezvousHandler):
         return f"tcp://{_HOST}:{self._port}"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin the next generation; return its store for supervisors, of which this is the only one."""
+        """Begin the next generation; return torch's `RendezvousInfo`, with a store for that generation.
+
+        The store is for supervisors, of which this is the only one.
+        """
         self.generation += 1
         store = PrefixStore(f"supervisors/{self.generation}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_HOST, self._port))
@@ -74,7 +77,7 @@ class OneHostRendezvous(RendezvousHandler):
         return ()
 
     def ranks(self, ready: int) -> tuple[range, int]:
-        """Return the ranks of this host, all that are `ready`, and how many there are."""
+        """Return the ranks 0 to `ready - 1`, which are all on this host, and their number, `ready`."""
         return range(ready), ready
 
     def report(self, failure: RankFailure, last_good_step: int | None, ranks: Sequence[int] = ()) -> None:

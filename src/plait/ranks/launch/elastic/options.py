@@ -12,7 +12,7 @@ from plait.plan.argument_checks import require_choice, require_flag, require_who
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """How a run of `plait.launch` goes on when a rank fails, dies, or hangs.
+    """Settings of an elastic run: how `plait.launch` goes on when a rank fails, dies, or hangs.
 
     The function is called again on all ranks, in the processes that are left and those that take the place of
     lost ones. It goes on from `plait.Snapshots`, or a checkpoint.

@@ -76,11 +76,11 @@ def run_elastic_host(
     device: str,
     ranks_per_gpu: int,
 ) -> list[Result]:
-    """Call a function as `run_elastic` does, as the supervisor of one of several hosts.
+    """Call `function(*arguments)` in elastic ranks of several hosts, as the supervisor of this one.
 
-    `world`: that of the supervisors, of which a launcher has started one on each host. `ranks`: of all hosts.
-    Raises MeshError where the launcher has started several on a host, the ranks cannot be divided, or
-    `elastic` names another number of hosts.
+    Returns the results of all ranks, as `run_elastic`. `world`: that of the supervisors, of which a launcher
+    has started one on each host. `ranks`: of all hosts. Raises MeshError where the launcher has started
+    several on a host, the ranks cannot be divided, or `elastic` names another number of hosts.
     """
     hosts = world.world_size
     if world.local_size > 1:

@@ -129,12 +129,12 @@ class SeveralHostsRendezvous(RendezvousHandler):
 
     @property
     def generation(self) -> int:
-        """The number of the current world, the first is 1."""
+        """The number of the current world, from 1; 0 before the first one."""
         return 0 if self._world is None else self._world.generation
 
     @property
     def world(self) -> HostWorld:
-        """The current world."""
+        """The hosts and ranks of the current generation."""
         assert self._world is not None, "the hosts have met"
         return self._world
 
@@ -163,7 +163,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         return [json_values.decode(text) for text in self._end_message["results"]]
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Block until the hosts have agreed on the next world; return what torch's agent asks for.
+        """Block until the hosts have agreed on the next world; return torch's `RendezvousInfo`.
 
         Raises RankError where another host ends the run, CommunicationError where too few hosts of the last
         world can be reached within the limit.
@@ -379,7 +379,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         return self.world.ranks_of(self._place.number), self.world.size
 
     def larger_world(self, processes: int) -> int:
-        """Tell the other hosts how many processes could be ranks here; return the ranks of a larger world.
+        """Send how many processes could be ranks here; return how many ranks a larger world would have.
 
         0: none is possible. With `HostRun.grows_later`.
         """
@@ -404,7 +404,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
         )
 
     def failure_elsewhere(self) -> tuple[str, int | None, list[int]] | None:
-        """Return which rank has failed on another host, and how, and the last step before wrong bits, if any.
+        """Return another host's failure, once: its text, the last good step and ranks with wrong bits.
 
         Each failure once; None where there is no other one.
         """
@@ -460,7 +460,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
             return self._end_message is not None and self._end_message["kind"] == "finished"
 
     def end(self, why: str) -> None:
-        """Tell the other hosts that the run ends, and why."""
+        """Tell the other hosts that the run ends, and why; wait a moment until the hub has passed it on."""
         self._send({"kind": "end", "why": why})
         with self._changed:  # until the hub has told all: it may end with this process
             self._changed.wait_for(lambda: self._end_message is not None or self._link is None, self._silence)

@@ -29,7 +29,7 @@ _MOST_STALLED = 30.0
 
 
 class SupervisedProcess:
-    """A process that runs one rank's job after another, or waits for one as a spare."""
+    """Supervisor's handle of a rank process, which runs one job after another or waits as a spare."""
 
     def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
         assert process.pid is not None, "it has started"
@@ -61,7 +61,7 @@ class SupervisedProcess:
         self._send(job)
 
     def stop(self) -> None:
-        """End the job that runs, if any, by an error in its next wait for another rank."""
+        """Tell the process to end its job, if any, by an error in the job's next wait for another rank."""
         if self.is_busy:
             self._send(STOP)
 
@@ -148,7 +148,7 @@ class SupervisedProcess:
             self.kill()
 
     def close(self) -> None:
-        """Kill the process, if it has not ended, and release what it takes here."""
+        """Kill the process, if it has not ended, and close its connection and pidfd."""
         self._kill(_GRACE)
         if self.process.exitcode is not None:  # else the system does not end it
             self.process.close()

@@ -62,7 +62,7 @@ MakeJob = Callable[[Worker, int], RankJob]
 
 
 class Supervisor(SimpleElasticAgent):
-    """Runs one function in the ranks of this host until all have returned from it."""
+    """Agent that runs a function in this host's ranks, again after each failure, until all have returned."""
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ class Channels:
         return [*messages[: self.index], own, *messages[self.index :]]
 
     def announce(self) -> int:
-        """Send this rank's call to all others, for a comparison, under the sequence number that is returned.
+        """Send a description of this rank's call to the others, for comparison; return its sequence number.
 
         Does not block. Raises `RuntimeError` if a message that has arrived shows that its rank made another
         call: of ranks that make two calls at least one is told before it goes on, since each first sends its
@@ -117,9 +117,9 @@ class Channels:
         return sequence
 
     def compare_announced(self, sequence: int) -> None:
-        """Block until all others have announced call `sequence`, unless it was compared already.
+        """Block until all others have announced call `sequence`; raise if theirs differs from this rank's.
 
-        Raises as `receive`.
+        Does nothing where it was compared already. Raises as `receive`.
         """
         if sequence in self._announced:
             self.receive(sequence, ChannelMessage(0))
@@ -286,7 +286,7 @@ class HostRanks:
         return all(host == hosts[0] for host in hosts) and all("listener" in info for info in infos)
 
     def channels(self, ranks: Sequence[int], index: int, label: str, timeout: float) -> Channels:
-        """Open the connections by which these `ranks` of a host exchange messages; `close` closes them."""
+        """Return new `Channels` by which these `ranks` of a host exchange messages; `close` closes them."""
         listeners = [self._infos[rank]["listener"] for rank in ranks]
         channels = Channels(self._listener, listeners, index, label, timeout, ranks)
         self._channels.add(channels)
@@ -300,7 +300,7 @@ class HostRanks:
 
 
 def discover_host(world: TorchTransport) -> HostRanks | None:
-    """Return the ranks on this rank's host, or None without support for shared memory. All ranks call it.
+    """Find which ranks of `world` share a host; None without shared memory here. All ranks call it.
 
     Communication: with Gloo one all-gather of 512 bytes over the world, not counted as traffic; else none.
     """

@@ -73,7 +73,7 @@ class SharedSegments:
 
 @dataclass(eq=False)
 class PendingRead:
-    """A started collective: `wait` blocks until all ranks have staged their tensors, then reads them."""
+    """A started collective: `wait` blocks until all ranks' tensors are in shared memory, then reads them."""
 
     staging: SharedStagingBuffers
     sequences: tuple[int, ...]
@@ -84,7 +84,10 @@ class PendingRead:
     """None once it was called, or is not to be."""
 
     def wait(self, awaited: str = "") -> None:
-        """Block until the others have staged their tensors, then read once. Raises as `Channels.receive`."""
+        """Block until all ranks' tensors are in shared memory, then read them once.
+
+        Raises as `Channels.receive`.
+        """
         if self.read is None:
             return
         self.staging.finish_before(self.sequences[0])
@@ -155,7 +158,7 @@ class SharedStagingBuffers:
         return pending
 
     def finish_before(self, sequence: int) -> None:
-        """Finish reading what other ranks staged before `sequence`, as they may wait for that."""
+        """Finish this rank's pending reads numbered before `sequence`, for which other ranks may wait."""
         for number, pending in list(self._pending.items()):
             if number < sequence:
                 pending.wait()

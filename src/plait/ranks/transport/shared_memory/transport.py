@@ -34,7 +34,7 @@ STAGING_LIMIT = 2**25
 
 
 class BarrieredStep:
-    """A started operation: `wait` runs it between two barriers; making it enters the first."""
+    """An operation that `wait` runs between two barriers; the constructor enters the first."""
 
     def __init__(self, channels: Channels, step: Callable[[], None]) -> None:
         self._channels = channels
@@ -199,7 +199,7 @@ class AnnouncedPending:
 
 
 class SharedMemoryTransport(TorchTransport):
-    """The `Transport` of a process group whose ranks are all on one host."""
+    """`Transport` for ranks of one host: small CPU tensors by shared memory, others by torch.distributed."""
 
     on_one_host = True
 
@@ -338,7 +338,7 @@ class SharedMemoryTransport(TorchTransport):
         return tensor in self._others
 
     def abort(self, cause: Exception) -> None:
-        """Close the channels, which makes the other ranks fail at once."""
+        """Close the channels to the other ranks, whose waits for this rank then fail at once."""
         if "channels" in self.__dict__:
             self.channels.fail(cause)
 

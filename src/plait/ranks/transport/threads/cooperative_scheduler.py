@@ -98,7 +98,7 @@ class CooperativeScheduler:
         random.setstate(states[1])
 
     def cancel(self, reason: str) -> None:
-        """Make every rank fail at its next wait."""
+        """Make each rank's next wait that is not met raise `DeadlockError` with `reason`."""
         self._deadlock = reason
 
     def pause(self, rank: int, seconds: float) -> None:

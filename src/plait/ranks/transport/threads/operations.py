@@ -118,7 +118,7 @@ class GroupOperations:
         self._range_sizes: dict[int, dict[int, RangeSizes]] = {}
 
     def call(self, number: int, kind: str) -> CollectiveCall:
-        """Return the collective with sequence number `number`; every rank counts its collectives from 0."""
+        """Return the group's collective number `number`, counted from 0; the first rank to ask creates it."""
         call = self._calls.setdefault(number, CollectiveCall(kind, len(self.ranks)))
         if len(call.inputs) == len(self.ranks) - 1:
             del self._calls[number]  # this rank is the last to take part

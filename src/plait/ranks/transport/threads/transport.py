@@ -146,7 +146,7 @@ MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int,
 
 
 class ThreadTransports(RankTransports):
-    """One rank's `RankTransports`, where the ranks are threads of one process."""
+    """Makes one rank's `ThreadTransport` for each of its groups; ranks are threads of one process."""
 
     def __init__(
         self,
@@ -188,6 +188,6 @@ class RankThread(Thread):
 
 
 def current_thread_rank() -> ThreadTransports | None:
-    """Return the rank that runs in the calling thread, or None in a thread that runs no rank."""
+    """Return the `ThreadTransports` of the rank that the calling thread runs; None if it runs none."""
     thread = current_thread()
     return thread.rank if isinstance(thread, RankThread) else None

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.app.data.checksummed_files import ArrayFile
+from plait.app.data.array_file import ArrayFile
 from plait.app.data.document_sources import source_files
 from plait.app.data.token_shards import Corpus, TokenShard
 from plait.errors import DataError

@@ -22,11 +22,11 @@ from plait.tensor.autograd.float8_operands import LinearCasts, Operand
 from plait.tensor.experts.expert_casts import EXPERT_RECIPE, ExpertCasts, MatrixCasts
 from plait.tensor.experts.experts import Experts
 from plait.tensor.float8.cast import ScaledMatrix
-from plait.verification.candidate.expert_scales import ExpertScales
+from plait.verification.candidate.float8_expert_scales import ExpertScales
 from plait.verification.candidate.local_activations import ActivationParts
 from plait.verification.candidate.step_comparison import StepComparison
-from plait.verification.definitions.float8 import EightBits, operands_of, quantised, scales_of
-from plait.verification.definitions.operand_scale_record import noted
+from plait.verification.definitions.float8 import EightBits, cast_factors_of, operands_of, quantised
+from plait.verification.definitions.float8_scale_recorder import noted
 from plait.verification.findings import box_of
 from plait.verification.reference.recording import NO_TOLERANCE, largest_difference
 from plait.verification.reference.values_after_mistakes import NamedTensors, with_other_scales
@@ -140,7 +140,7 @@ class ScaleChecker:
             return
         summed = 0 if operand.endswith(("_for_weight", "_for_input")) else 1
         was_cast = matrix.dtype == cast.data.dtype  # before it was gathered
-        of_part = cast.scale if was_cast else scales_of(matrix, how, summed).reciprocal()
+        of_part = cast.scale if was_cast else cast_factors_of(matrix, how, summed).reciprocal()
         found = noted(cast.scale), noted(of_part), cast.data.dtype, is_transposed_linear(linear)
         self._cast.append(CastOperand(path, operand, *found))
 
@@ -152,7 +152,7 @@ class ScaleChecker:
         of_weight = operand not in OF_TOKENS
         found = noted(cast.scale)
         of_part = noted(
-            scales_of_experts(matrix, how) if of_weight else scales_of(matrix, how, 1).reciprocal()
+            scales_of_experts(matrix, how) if of_weight else cast_factors_of(matrix, how, 1).reciprocal()
         )
         if not of_weight:
             found, of_part = self.experts.total(found, of_part)
@@ -322,11 +322,11 @@ class ScaleChecker:
 def scales_of_experts(weight: Tensor, how: EightBits) -> Tensor:
     """Return the scales of experts' weights `[experts, out, in]` in float8, from this tensor's values alone.
 
-    What a number of 1 stands for: the reciprocals of `scales_of`.
+    What a number of 1 stands for: the reciprocals of `cast_factors_of`.
     """
     if not len(weight):
         return weight.new_zeros(0)
-    each = [scales_of(one.T, how, 0) for one in weight.unbind()]
+    each = [cast_factors_of(one.T, how, 0) for one in weight.unbind()]
     return torch.stack([one.reciprocal() for one in each])
 
 

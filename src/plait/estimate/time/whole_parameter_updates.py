@@ -17,7 +17,7 @@ MatrixCounts = Mapping[tuple[int, int], float]
 
 
 class StageOwners(NamedTuple):
-    """What an optimizer of whole parts, Muon or a class within `Owned`, does on the ranks of a stage."""
+    """Work of an optimizer of whole parameters (Muon, or one within `Owned`) on the ranks of a stage."""
 
     shapes: Sequence[MatrixCounts]
     """The matrices of each rank."""
@@ -32,9 +32,10 @@ class StageOwners(NamedTuple):
 
 
 def owner_seconds(timer: LayerTimer, stage: StageOwners) -> tuple[float, float]:
-    """Return the seconds of iterations and updates on the slowest rank of a stage, and of both all-to-alls.
+    """Return the seconds of whole parameters' updates on a stage's slowest rank, and of their all-to-alls.
 
-    Raises ConfigError where the hardware's rate of products in the dtype of the iterations is not known.
+    Updates include the iterations of Newton–Schulz. Raises ConfigError where the hardware's rate of products
+    in the dtype of the iterations is not known.
     """
     hardware, network = timer.hardware, timer.network
     precision: str = next(name for name, dtype in PRECISIONS.items() if dtype == stage.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from plait.models.lora import LoraLinear
 from plait.plan.rules import Rule, Rules, join, match
 from plait.tensor.find_module_hooks import is_altered
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.named_layer import NamedLayer
 from plait.verification.definitions.attention_and_dropout import Definitions
 from plait.verification.definitions.float8 import Casting, Computation, float8_linear
 

@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.errors import ModelError, PlaitError
 from plait.models.layers.layer_sequence import attribute_tensors, own_numbers
 from plait.plan.rules import join
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 
 INPUT = 1
 """The source that stands for a layer's inputs, and for random numbers."""

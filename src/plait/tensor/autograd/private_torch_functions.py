@@ -2,8 +2,8 @@
 
 The checks that `torch.autograd` makes in Python, for symbolic shapes and functorch, take as long as a small
 layer. Operations on many tensors are few kernels on a GPU, which the host starts by one call; all optimizers
-of torch build on them. `test_torch_calls.py` and `test_many_tensors.py` in `tests/unit/tensor/autograd` show
-what is relied on.
+of torch build on them. `test_private_torch_functions.py` and `test_many_tensors.py` in
+`tests/unit/tensor/autograd` show what is relied on.
 """
 
 from __future__ import annotations

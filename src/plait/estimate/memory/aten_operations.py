@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from plait.estimate.time.operation_times import DeviceOperation, Elementwise, FusedAttention, Product
-from plait.tensor.layer_values import tensors_of
+from plait.tensor.nested_values import tensors_of
 
 FLOAT8_PRODUCTS = frozenset({"_scaled_mm_v2", "scaled_product", "batched_float8_product"})
 """That of `torch.nn.functional.scaled_mm`, and plait's operators for it in graphs, and of experts."""
@@ -42,7 +42,7 @@ COMPUTES_NOTHING = frozenset({"as_strided_", "detach_", "resize_", "set_", "t_",
 
 
 class Access(NamedTuple):
-    """Elements of a tensor that an operation reads or writes."""
+    """A tensor that an operation reads or writes, and how many bytes of it."""
 
     tensor: Tensor
     nbytes: int
@@ -56,7 +56,7 @@ class Accesses(NamedTuple):
 
 
 def accesses_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Accesses:
-    """Return which tensor elements an ATen operation reads and writes; none for views and allocations.
+    """Return the bytes that an ATen operation reads and writes of each tensor; none for views, allocations.
 
     `name`: without its overload, such as "addmm_". `result`: what it has returned.
     """
@@ -93,7 +93,7 @@ def _whole(tensor: Tensor) -> Access:
 def operations_of(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, accesses: Accesses
 ) -> tuple[DeviceOperation, ...]:
-    """Return what an ATen operation costs: a matrix product, fused attention, or bytes moved."""
+    """Return an ATen operation's work, for time estimates: matrix products, attention, or bytes moved."""
     if name in FACTORS:
         found = _product(*FACTORS[name], args, kwargs, result)
         grouped = name in BATCHES and (name.endswith("_") or "out" in kwargs)

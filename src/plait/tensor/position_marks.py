@@ -1,4 +1,4 @@
-"""Marks that proofs and verification read: on functions, and on nodes of an autograd graph.
+"""Marks on functions that tell a proof how they treat the positions of a sequence.
 
 A function that may mix positions exchanges data between the ranks that hold a sequence, or returns values for
 the positions of this rank. `plait.proof.position_proof` does not look at the operations inside: by the
@@ -7,15 +7,11 @@ protocol of `torch.overrides` it sees, as a `TorchFunctionMode`, where a call be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, update_wrapper, wraps
-from typing import Any, Generic, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
-from torch import Tensor
-from torch.autograd.graph import Node
 from torch.overrides import handle_torch_function, has_torch_function
 
 P = ParamSpec("P")
@@ -120,57 +116,3 @@ def _called(call: MarkedCall, compute: Callable[[], R]) -> R:
         return result
     finally:
         call_ends(call)
-
-
-def tag(result: Tensor, key: str, value: object) -> Tensor:
-    """Return `result`; on the meta device, also store `value` under `key` on its autograd node."""
-    if result.is_meta and result.grad_fn is not None:
-        metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
-        metadata[key] = value
-    return result
-
-
-def tag_of(node: Node, key: str) -> Any:
-    """Return the value that `tag` stored under `key` on an autograd node, or None."""
-    metadata: Any = node.metadata
-    return metadata.get(key)
-
-
-Replacements = Mapping[Callable[..., Any], Callable[..., Any]]
-"""What is called in place of each `Replaceable` function."""
-_REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements", default=None)
-
-
-class Replaceable(Generic[P, R]):
-    """Decorator of a function that `replacing` can replace by its plain definition, for a reference run.
-
-    Layers call such functions by name, so that a run which is to compute something in another way, and not in
-    another model, says which functions it replaces, for as long as its layers run.
-    """
-
-    def __init__(self, function: Callable[P, R]) -> None:
-        """`function` becomes `original`, which is never replaced."""
-        update_wrapper(self, function)
-        self.original = function
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, or its replacement."""
-        replacements = _REPLACEMENTS.get()
-        if replacements is None or self not in replacements:
-            return self.original(*args, **kwargs)
-        result: R = replacements[self](*args, **kwargs)
-        return result
-
-    def __reduce__(self) -> str:
-        """Return the function's name, by which pickle stores it, as it stores every function."""
-        return self.original.__qualname__
-
-
-@contextmanager
-def replacing(replacements: Replacements) -> Iterator[None]:
-    """Context in which each `Replaceable` function in `replacements` calls the function it is mapped to."""
-    token = _REPLACEMENTS.set(replacements)
-    try:
-        yield
-    finally:
-        _REPLACEMENTS.reset(token)

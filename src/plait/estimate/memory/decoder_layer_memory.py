@@ -28,7 +28,7 @@ class LayerMemory:
 
 
 def layer_memory(kind: LayerKind, recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
-    """Return the activation memory of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
+    """Return the activation memory of a decoder's layer for one micro-batch, on the largest rank of `tp`."""
     if kind == "embedding":
         return _embedding(recompute, shape)
     if kind == "head":

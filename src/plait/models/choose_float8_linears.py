@@ -29,7 +29,8 @@ from plait.tensor.experts.expert_layouts import experts_in
 from plait.tensor.experts.experts import Experts
 from plait.tensor.find_module_hooks import is_altered
 from plait.tensor.float8.scaled_product import MULTIPLE, is_multiple
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors
 
 OTHER_RULES = {"vocabulary": "head", "replicated": "replicated", "partitioned": "partitioned"}
 """By rule why a linear stays as it is."""

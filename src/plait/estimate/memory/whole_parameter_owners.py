@@ -17,12 +17,13 @@ from plait.optimizers.muon import Muon
 from plait.optimizers.optimizer_makers import (
     MakeOptimizer,
     MuonSettings,
+    class_and_settings_of_owned,
     class_of,
     muon_settings,
-    of_owners,
     takes_engine,
 )
-from plait.optimizers.owner_work import (
+from plait.optimizers.part_owners import held_boxes
+from plait.optimizers.predicted_owner_work import (
     OwnerWork,
     found_matrices,
     matrix_parts_of,
@@ -30,7 +31,6 @@ from plait.optimizers.owner_work import (
     matrix_work,
     parameter_work,
 )
-from plait.optimizers.part_owners import held_boxes
 from plait.plan.argument_checks import require_whole
 from plait.plan.axes import sizes_of_plan
 
@@ -53,7 +53,7 @@ def require_moments(moments: object) -> None:
                 "plait.Muon, or a partial of it or of plait.Owned."
             )
         if class_of(moments) is not Muon:
-            of_owners(moments)
+            class_and_settings_of_owned(moments)
     elif isinstance(moments, str) and moments != "muon":
         raise PlanError(f"moments is {moments!r}: give a whole number of at least 0, or 'muon'.")
     elif moments != "muon":
@@ -69,7 +69,7 @@ def muon_of(moments: Moments) -> MuonSettings | None:
 
 @dataclass(frozen=True)
 class OwnerNeeds:
-    """One rank's memory for the parts that it owns, and its work on them in a step."""
+    """Memory and work of one rank for the whole matrices or parameters that it updates for all ranks."""
 
     kept: int
     """Bytes of state: of Muon's for the rank's shards; of `Owned` for parameters, and their copies."""
@@ -84,7 +84,7 @@ class OwnerNeeds:
 
 
 def owner_needs(blueprint: Blueprint, moments: Moments) -> tuple[OwnerNeeds, ...]:
-    """Return the needs of each rank of the world as an owner, in order; empty where no rank owns parts.
+    """Return each rank's memory and work for whole parameters that it updates for all; empty without any.
 
     `moments`: an optimizer of whole parts, or a number of tensors.
     """
@@ -95,7 +95,7 @@ def owner_needs(blueprint: Blueprint, moments: Moments) -> tuple[OwnerNeeds, ...
 
 
 def by_stage(blueprint: Blueprint, needs: Sequence[OwnerNeeds]) -> list[Sequence[OwnerNeeds]]:
-    """Return for each rank of `pp` what its ranks need, given what all ranks of the world need."""
+    """Divide the needs of all ranks, in rank order, into those of each pipeline stage's ranks."""
     ranks = blueprint.plan.world // blueprint.plan.pp
     return [needs[first : first + ranks] for first in range(0, len(needs), ranks)]
 
@@ -110,7 +110,7 @@ def _of_muon(blueprint: Blueprint, muon: MuonSettings) -> Iterator[OwnerNeeds]:
 
 
 def tensor_counts(found: Mapping[str, ParameterMatrices]) -> dict[str, int]:
-    """Return how many tensors of its size Muon keeps for each parameter, given its matrices."""
+    """Return by name how many tensors of a parameter's size Muon keeps: 1 for hidden matrices, else 2."""
     return {name: OF_MATRICES if one.parts else OF_OTHERS for name, one in found.items()}
 
 
@@ -127,7 +127,7 @@ def _bytes_of_shards(blueprint: Blueprint, counts: Mapping[str, int]) -> Mapping
 
 def _of_owned(blueprint: Blueprint, moments: Moments) -> Iterator[OwnerNeeds]:
     assert callable(moments)
-    kind, settings = of_owners(moments)
+    kind, settings = class_and_settings_of_owned(moments)
     known: dict[tuple[tuple[int, ...], str], int] = {}
 
     def sizes(work: OwnerWork) -> Iterator[tuple[int, int]]:

@@ -1,35 +1,15 @@
-"""The routers of a model, and settings for all of them."""
+"""`balance_experts`: sets how all routers of a model balance the load of their experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from plait.errors import ModelError
-from plait.plan.rules import join
 from plait.tensor.experts.balance import Counts
 from plait.tensor.experts.router import Router
-from plait.tensor.layer_values import NamedLayer
-
-
-def routers_of(layers: Iterable[NamedLayer]) -> dict[str, Router]:
-    """Return the routers in `layers` by path in the model. Raises ModelError for one that is there twice."""
-    found: dict[str, Router] = {}
-    paths: dict[int, str] = {}
-    for layer in layers:
-        for name, module in layer.module.named_modules(remove_duplicate=False):
-            if isinstance(module, Router):
-                path = join(layer.path, name)
-                if (first := paths.setdefault(id(module), path)) != path:
-                    raise ModelError(
-                        f"{first} and {path} are one router, whose load would be that of both layers: give "
-                        "each layer a router of its own."
-                    )
-                found[path] = module
-    return found
 
 
 def balance_experts(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from plait.tensor.autograd.torch_calls import apply_function, reshaped_in_place, run_backward
+from plait.tensor.autograd.private_torch_functions import apply_function, reshaped_in_place, run_backward
 from plait.verification.reference.integer_mode import IntegerMode
 
 

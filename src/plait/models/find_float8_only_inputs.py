@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.models.float8_linears import RunningLinears
+from plait.models.choose_float8_linears import RunningLinears
 from plait.tensor.autograd.float8_inputs import CastInputs
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
+from plait.tensor.named_layer import NamedLayer
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.tensor.parallel.linear import RegionBoundary
 
 

@@ -1,22 +1,15 @@
-"""Layers by name, the nested values of tensors that layers exchange, and the dtypes of precisions."""
+"""Splits a batch into micro-batches along its rows; `Microbatches`, a batch that is split already."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.errors import DataError, PlanError
 from plait.plan.argument_checks import require_whole
-from plait.plan.parameter_units import PRECISIONS, Dtype
-from plait.plan.plan import Precision
-
-Value: TypeAlias = Any
-"""A tensor, or a tuple, list or dictionary of values; any other object is passed on unchanged."""
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,43 +28,6 @@ class Microbatches:
                 f"Microbatches was given a {type(values).__name__}: give a list, one per micro-batch."
             )
         object.__setattr__(self, "values", tuple(values))
-
-
-def tensors_of(value: Value) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, in a fixed order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for key in value:
-            yield from tensors_of(value[key])
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_of(item)
-
-
-def list_of_tensors(value: Value) -> list[Tensor]:
-    """Return the tensors in `value`, in the order of `tensors_of`."""
-    return [value] if isinstance(value, Tensor) else list(tensors_of(value))
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Value:
-    """Return `value` with `function` applied to each tensor in it."""
-    if isinstance(value, Tensor):  # the common case, kept cheap
-        return function(value)
-    return map_leaves(lambda leaf: isinstance(leaf, Tensor), function, value)
-
-
-def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], value: Value) -> Value:
-    """Return `value` with `function` applied to each leaf for which `wanted` is true; copies containers."""
-    if wanted(value):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_leaves(wanted, function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(wanted, function, item) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_leaves(wanted, function, item) for item in value)
-    return value
 
 
 def row_count(value: Value, what: str) -> int:
@@ -187,80 +143,3 @@ def counted_microbatches(
     times = of_targets // given
     cut = Microbatches(_rows(inputs, *each) for each in bounds)
     return cut, Microbatches(_rows(targets, times * begin, times * end) for begin, end in bounds), counted
-
-
-def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:
-    """Return `value` with its tensors replaced by `tensors`, in the order of `tensors_of`."""
-    given = iter(tensors)
-    return map_tensors(lambda _: next(given), value)
-
-
-def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return `tensor` detached: a leaf on the same memory, with `requires_grad` set."""
-    return tensor.detach().requires_grad_(requires_grad)
-
-
-def detached(value: Value) -> Value:
-    """Return `value` with each tensor detached: a leaf on the same memory, with the same `requires_grad`."""
-    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
-
-
-def signatures(values: Sequence[Value]) -> str:
-    """Return text of the structure, shapes and dtypes of `values`: once if all share them, else of each."""
-    each = [signature(value) for value in values]
-    if len(set(each)) == 1:
-        return each[0]
-    every = ", ".join(each)
-    return f"{len(set(each))} shapes {blake2b(every.encode(), digest_size=4).hexdigest()} ({every})"
-
-
-def signature(value: Value) -> str:
-    """Return the structure of `value` with the shapes and dtypes of its tensors, as text."""
-    return repr(map_tensors(lambda tensor: (tuple(tensor.shape), tensor.dtype), value))
-
-
-RunOnParts = Callable[[nn.Module, Value, int], tuple[Value, int]]
-"""Runs a module between layers that exchange parts of a sequence; see `NamedLayer.run`."""
-
-
-@dataclass(frozen=True)
-class NamedLayer:
-    """A layer and its path in the model, as in `named_modules`."""
-
-    path: str
-    module: nn.Module
-    run_on_parts: RunOnParts | None = None
-    """With sequence parallelism: how the module runs where its input or output is a part of a sequence."""
-
-    def run(self, value: Value, length: int) -> tuple[Value, int]:
-        """Return the layer's output, and the whole sequence length to pass to the next layer as `length`.
-
-        `length`: the length of the sequence of which `value` holds a part; 0 if it is not in parts yet.
-        """
-        if self.run_on_parts is None:
-            return self.module(value), length
-        return self.run_on_parts(self.module, value, length)
-
-
-DTYPES: dict[Precision | None, torch.dtype | None] = {
-    None: None,
-    **{precision: getattr(torch, dtype.name) for precision, dtype in PRECISIONS.items()},
-}
-"""None: the dtype of the model's own tensor."""
-
-
-def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Return the `torch.dtype` that has the name of `dtype`."""
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
-
-
-def named_dtype(dtype: torch.dtype) -> Dtype:
-    """Return the name and the element size in bytes of a `torch.dtype`: inverse of `torch_dtype`."""
-    return Dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
-
-
-def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """Return a copy of `value` on `device`; floating-point values are converted to `dtype`, if given."""
-    kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
-    return torch.empty_like(value, device=device, dtype=kept).copy_(value)

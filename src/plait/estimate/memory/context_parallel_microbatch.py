@@ -14,13 +14,13 @@ from plait.estimate.memory.operation_recorder import OperationRecorder, group_on
 from plait.plan.plan import Plan
 from plait.tensor.attention.key_exchange_plan import ExchangePlan
 from plait.tensor.attention.ulysses import MethodChoice
-from plait.tensor.layer_values import Value, map_tensors, tensors_of
+from plait.tensor.nested_values import Value, map_tensors, tensors_of
 from plait.tensor.running_sequence import ContextParallelism, LocalSequence
 
 
 @dataclass(frozen=True)
 class ContextShare:
-    """One rank's part of a micro-batch: inputs, targets, and the sequences that both are cut from."""
+    """A context-parallel rank's part of a micro-batch: inputs, targets, and which positions they are."""
 
     inputs: Value
     targets: Value | None
@@ -85,7 +85,7 @@ def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
 
 
 def result_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
-    """Return the bytes of the results that layers share for a micro-batch's sequences, by key."""
+    """Return by key the bytes of the results that layers cache and share for one micro-batch only."""
     if sequence is None:
         return {}
     lasting = lasting_bytes(sequence)
@@ -93,7 +93,7 @@ def result_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
 
 
 def lasting_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
-    """Return the bytes of the results that layers share for all micro-batches, by key."""
+    """Return by key the bytes of the results that layers cache and share for all micro-batches."""
     if sequence is None:
         return {}
     plans = (result for result in _results(sequence) if isinstance(result[1], ExchangePlan))
@@ -101,7 +101,7 @@ def lasting_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
 
 
 def method_choices(sequence: LocalSequence | None) -> Iterator[MethodChoice]:
-    """Yield for each attention of a micro-batch whether it runs as ring or as Ulysses (all-to-all)."""
+    """Yield the methods, ring or Ulysses (all-to-all), by which attention runs for a micro-batch."""
     if sequence is not None:
         yield from (one for one in sequence.results.values() if isinstance(one, MethodChoice))
 
