@@ -131,7 +131,7 @@ PRIVATE_USES = {
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ): "tensors without memory on any device: documented, private by its path",
     (
-        "ranks/device.py",
+        "ranks/accelerator.py",
         "keep_stand_in_for_gpus",
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ): "entering it makes the stand-in",
@@ -547,7 +547,7 @@ def torch_stays_in_its_rooms(source: Source, house: House) -> Iterator[str]:
 
 
 def devices_in_one_room(source: Source, house: House) -> Iterator[str]:
-    if source.path == "ranks/device.py":
+    if source.path == "ranks/accelerator.py":
         return
     for node in source.nodes:
         used = ast.unparse(node) if isinstance(node, ast.Attribute) else None
@@ -556,7 +556,7 @@ def devices_in_one_room(source: Source, house: House) -> Iterator[str]:
         if used is not None and (
             used in ("torch.cuda", "torch.Event", "non_blocking", "pin_memory") or used.endswith(".is_cuda")
         ):
-            yield source.breach(node.lineno, f"{source.room} uses {used}: use plait.ranks.device")
+            yield source.breach(node.lineno, f"{source.room} uses {used}: use plait.ranks.accelerator")
 
 
 def small(source: Source, house: House) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.ranks import Group, Mesh, barrier
 from plait.ranks.launch.rank_pool import RankPool
-from plait.ranks.transport.buffers import fold
+from plait.ranks.transport.rank_order_reduction import fold
 from plait.ranks.transport.shared_memory import transport
 from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
 from plait.ranks.transport.torch_distributed import TorchTransport

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from plait.ranks.device import default_device, is_accelerator
+from plait.ranks.accelerator import default_device, is_accelerator
 from plait.tensor.experts.grouped_float8_products import grouped_float8_product
 from plait.tensor.experts.grouped_products import Groups, grouped_product
 from plait.tensor.float8.cast import ScaledMatrix, cast_by, factor_of, largest_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plait.ranks.device import is_accelerator, peak_allocated
+from plait.ranks.accelerator import is_accelerator, peak_allocated
 
 
 class Peak:

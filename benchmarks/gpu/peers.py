@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from work import LIMIT, Trainee, Work, optimizer_of, with_values
 
-from plait.ranks.device import is_accelerator, sent
+from plait.ranks.accelerator import is_accelerator, sent
 
 
 def plain(work: Work, ranks: int, device: torch.device) -> Trainee:

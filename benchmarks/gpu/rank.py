@@ -25,7 +25,7 @@ from work import Trainee, Work, shares
 from woven import predicted, woven
 
 import plait
-from plait.ranks.device import CPU, current_accelerator, synchronize
+from plait.ranks.accelerator import CPU, current_accelerator, synchronize
 
 Answer = dict[str, Any]
 

@@ -12,7 +12,13 @@ from pathlib import Path
 import torch
 
 import plait
-from plait.ranks.device import accelerator_versions, default_device, is_accelerator, name_of, total_memory
+from plait.ranks.accelerator import (
+    accelerator_versions,
+    default_device,
+    is_accelerator,
+    name_of,
+    total_memory,
+)
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("part", "what", "ranks", "plait", "beside it", "ratio", "notes")

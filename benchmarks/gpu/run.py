@@ -19,7 +19,7 @@ from measuring import Measuring
 from report import ROOT, Row, environment, write
 from work import WORKS, build, fitting
 
-from plait.ranks.device import default_device, name_of, total_memory, visible_accelerators
+from plait.ranks.accelerator import default_device, name_of, total_memory, visible_accelerators
 
 PARTS = ("tests", "memory", "speed")
 SHARED_PARTS = ("tests", "memory")

@@ -29,7 +29,7 @@ import plait
 from plait.app.loop.meter import flops_per_token
 from plait.errors import ConfigError
 from plait.estimate.time.hardware import gpu_peaks
-from plait.ranks.device import CPU, allocated, current_accelerator, is_accelerator, name_of, synchronize
+from plait.ranks.accelerator import CPU, allocated, current_accelerator, is_accelerator, name_of, synchronize
 
 SIZES = {
     "large": WORKS["1.3B"],

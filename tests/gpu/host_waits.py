@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 
 
 @contextmanager

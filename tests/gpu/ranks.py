@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.ranks.device import visible_accelerators
+from plait.ranks.accelerator import visible_accelerators
 from plait.ranks.launch.rank_pool import RankPool
 
 MOST_RANKS = 8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu.host_waits import forbid_host_waits
-from plait.ranks.device import default_device
+from plait.ranks.accelerator import default_device
 from plait.tensor.attention import attention
 from plait.tensor.attention.block_attention import (
     Scaling,

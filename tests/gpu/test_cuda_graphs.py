@@ -28,7 +28,7 @@ from plait.engine.cuda_graphs.replay_check import ReplayCheck
 from plait.engine.cuda_graphs.segment_graphs import GraphCounts
 from plait.engine.parallelize import build_engine
 from plait.plan.plan import Plan
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

@@ -12,7 +12,7 @@ from torch import Tensor
 import plait
 from gpu.host_waits import forbid_host_waits
 from plait.plan.plan import Plan
-from plait.ranks.device import default_device, multiplies_float8
+from plait.ranks.accelerator import default_device, multiplies_float8
 from plait.tensor.experts.grouped_float8_products import grouped_float8_product
 from plait.tensor.experts.grouped_products import Groups
 from plait.tensor.float8.cast import ScaledMatrix, cast

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from plait.ranks.rank_device import newer_nccl
+from plait.ranks.gpu_sharing import newer_nccl
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

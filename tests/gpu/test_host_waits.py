@@ -11,7 +11,7 @@ from gpu.host_waits import forbid_host_waits
 from parity import woven
 from parity.cases import gpt2
 from plait.plan.plan import Plan
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

@@ -1,9 +1,9 @@
 """A check that conflicting accesses of memory are ordered on a GPU: a vector clock per stream and thread.
 
 Ranks run as threads under NCCL's rules, and their CPU tensors stand for a GPU's, except those that
-`plait.ranks.device` allocates for the host. A *lane* is what runs by itself: the compute stream of a rank,
-its stream of a communicator, a thread. Each access (a range of bytes of a storage) has a position on its
-lane; each lane knows up to which position it comes after the others:
+`plait.ranks.accelerator` allocates for the host. A *lane* is what runs by itself: the compute stream of a
+rank, its stream of a communicator, a thread. Each access (a range of bytes of a storage) has a position on
+its lane; each lane knows up to which position it comes after the others:
 
 - an operation of torch runs on the compute stream, after what its thread had done before;
 - an operation of a group runs on its communicator's stream, after what was on the compute stream by then; a
@@ -36,8 +36,8 @@ import plait
 from parity import stream_rules, stream_transport
 from parity.stream_rules import Part, StreamOperation, StreamRules
 from plait.checkpoint import saving
-from plait.ranks import device, mesh, rank_device
-from plait.ranks.device import StreamEvent
+from plait.ranks import accelerator, gpu_sharing, mesh, rank_device
+from plait.ranks.accelerator import StreamEvent
 from plait.ranks.transport.threads.transport import RankThread, current_thread_rank
 
 SOURCE = Path(plait.__file__).parent
@@ -243,18 +243,18 @@ def caller(frame: FrameType | None) -> str | None:
         path = Path(frame.f_code.co_filename)
         if path in RULES or path.is_relative_to(LOCAL):
             return None
-        if path.is_relative_to(SOURCE) and path.name not in ("device.py", "rank_threads.py"):
+        if path.is_relative_to(SOURCE) and path.name not in ("accelerator.py", "rank_threads.py"):
             return f"{path.relative_to(SOURCE)} {frame.f_code.co_name}"
         frame = frame.f_back
     return "user"
 
 
 def stand_for_gpus(monkeypatch: pytest.MonkeyPatch, order: AccessOrder) -> None:
-    """Let `plait.ranks.device` take all tensors for a GPU's, except those that it allocates for the host."""
+    """Let `plait.ranks.accelerator` take all tensors for a GPU's, except those it allocates for the host."""
     for name, new in _device_room(order).items():
-        original = getattr(device, name)
+        original = getattr(accelerator, name)
         for module in [one for path, one in sys.modules.items() if path.startswith("plait.")]:
-            if getattr(module, name, None) is original and module not in (device, mesh, rank_device):
+            if getattr(module, name, None) is original and module not in (accelerator, gpu_sharing, mesh, rank_device):
                 monkeypatch.setattr(module, name, new)
     start, join, resize = threading.Thread.start, threading.Thread.join, torch.UntypedStorage.resize_
     after = saving._after

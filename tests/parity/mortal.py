@@ -22,7 +22,7 @@ import torch
 
 from plait.ranks.launch.fork_server import _without_main
 from plait.ranks.launch.world_membership import join_world
-from plait.ranks.world import World
+from plait.ranks.launcher_environment import World
 
 
 class Ending(NamedTuple):

@@ -9,7 +9,8 @@ from functools import partial
 from torch import Tensor
 
 from parity.stream_rules import Part, StreamOperation, StreamRules
-from plait.ranks.transport.buffers import dense, describe
+from plait.ranks.transport.buffers import dense
+from plait.ranks.transport.call_description import describe
 from plait.ranks.transport.interface import Pending
 from plait.ranks.transport.threads.cooperative_scheduler import (
     CooperativeScheduler,

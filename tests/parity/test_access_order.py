@@ -22,7 +22,7 @@ from parity.stream_defects import (
     buffers_returned_too_early,
 )
 from plait.checkpoint.checkpoint_manager import CheckpointManager
-from plait.engine.step_agreement import StepAgreement
+from plait.engine.optimizer_consistency_check import StepAgreement
 from plait.errors import PlaitError
 from plait.plan.plan import Plan
 

@@ -21,7 +21,7 @@ from parity.outcome import Outcome
 from parity.pairs import in_turns
 from parity.parity import compare
 from plait.engine import Engine
-from plait.engine.whole_tensors import RankZeroSource
+from plait.engine.tensor_sources import RankZeroSource
 from plait.errors import CommunicationError, ModelError
 from plait.plan.plan import Plan
 

@@ -35,7 +35,7 @@ from plait.errors import CheckpointError
 from plait.package import VERSION
 from plait.plan.argument_checks import require_flag, require_instance
 from plait.plan.layout.shards import shard_boxes
-from plait.ranks.device import StreamEvent, copy_later, host_bytes, is_accelerator
+from plait.ranks.accelerator import StreamEvent, copy_later, host_bytes, is_accelerator
 from plait.ranks.text_collectives import first_nonempty_text
 
 LocalBox = tuple[BoxToWrite, Tensor]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from plait.engine.pipeline.executor import Calls, RunCalls
-from plait.ranks.device import StreamEvent, is_accelerator
+from plait.ranks.accelerator import StreamEvent, is_accelerator
 from plait.ranks.group import Traffic
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import Segment

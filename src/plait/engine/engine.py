@@ -17,12 +17,12 @@ from plait.engine.build_router_balance import require_counts
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.given_routing import given_experts
 from plait.engine.inference import generated, model_output
+from plait.engine.optimizer_consistency_check import StepAgreement
 from plait.engine.runner import InstructionObserver, Runner, Runtime
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.engine.sharding.replica_check import check_replicas
-from plait.engine.step_agreement import StepAgreement
 from plait.engine.step_recorder import Recording
-from plait.engine.whole_tensors import load_state_dict, named_gradients, state_dict
+from plait.engine.whole_state_dict import load_state_dict, named_gradients, state_dict
 from plait.errors import NonFiniteError, PlanError, ReplicaError, ScheduleError
 from plait.models.layers.layer_sequence import evaluating
 from plait.plan.argument_checks import require_number

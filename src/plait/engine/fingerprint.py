@@ -24,8 +24,8 @@ from plait.models.result_cache import ResultCache
 from plait.package import VERSION
 from plait.plan.plan import Plan
 from plait.plan.rules import Rule, join
-from plait.ranks.device import computation_settings
-from plait.ranks.transport.buffers import describe
+from plait.ranks.accelerator import computation_settings
+from plait.ranks.transport.call_description import describe
 from plait.schedules.schedule import Schedule
 from plait.tensor.find_module_hooks import HOOKS
 from plait.tensor.microbatches import Microbatches

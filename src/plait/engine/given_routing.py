@@ -14,7 +14,7 @@ from plait.engine.local_batch import LocalInputs, cut
 from plait.engine.runner import LossBatch, Runner
 from plait.errors import DataError, listed
 from plait.plan.layout.layout import divide
-from plait.ranks.device import sent
+from plait.ranks.accelerator import sent
 from plait.tensor.experts.router_losses_of_step import RouterPlace, StepBalance
 from plait.tensor.experts.routing import balanced_indices
 from plait.tensor.experts.token_documents import TokenDocuments

@@ -27,7 +27,7 @@ from plait.engine.pipeline.stage_exchange import Exchange
 from plait.engine.runner import Runtime
 from plait.engine.sharding.gradient_norm import counted_parameters
 from plait.engine.sharding.unit import Unit, UnitFactory, reduction_groups
-from plait.engine.whole_tensors import LocalSource, RankZeroSource, TensorSource, locate_tensors
+from plait.engine.tensor_sources import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.errors import ModelError, PlanError, listed
 from plait.models.layers.comparable_value_text import DIFFERS_BY_RANK
 from plait.models.layers.layer_sequence import (
@@ -43,8 +43,8 @@ from plait.plan.layout.shards import shard
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
 from plait.proof.layer_runs_on_meta import MetaLayers
+from plait.ranks.accelerator import is_accelerator, multiplies_float8
 from plait.ranks.consistency_check import different_texts, require_same_text
-from plait.ranks.device import is_accelerator, multiplies_float8
 from plait.ranks.group import Group, alone
 from plait.ranks.mesh import Mesh
 from plait.ranks.rank_device import device_change

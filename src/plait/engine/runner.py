@@ -32,7 +32,8 @@ from plait.engine.local_batch import (
 from plait.engine.pipeline.executor import Executor, RunCalls
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.sharding.gatherer import Gatherer
-from plait.engine.sharding.gradient_norm import loss_scale, non_finite_gradients
+from plait.engine.sharding.gradient_norm import non_finite_gradients
+from plait.engine.sharding.loss_scale import loss_scale
 from plait.engine.sharding.reducer import Reducer
 from plait.engine.sharding.unit import Unit
 from plait.engine.step_recorder import Recorder
@@ -42,9 +43,9 @@ from plait.models.layers.model_validation import LateHooks
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.rules import Rules
 from plait.proof.layer_runs_on_meta import MetaLayers
+from plait.ranks.accelerator import is_accelerator, sent
 from plait.ranks.collectives import all_reduce, broadcast
 from plait.ranks.consistency_check import SAME_CALL, require_same_text
-from plait.ranks.device import is_accelerator, sent
 from plait.ranks.mesh import Mesh
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, Segment
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue

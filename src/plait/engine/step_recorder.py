@@ -17,10 +17,10 @@ from torch import Tensor
 from plait.engine.pipeline.executor import AroundSegment
 from plait.errors import DataError, ScheduleError
 from plait.pictures.timelines.timeline import Timeline
+from plait.ranks.accelerator import StreamEvent, is_accelerator, synchronize
+from plait.ranks.clock_offset import clock_offset
 from plait.ranks.collectives import all_gather
-from plait.ranks.device import StreamEvent, is_accelerator, synchronize
 from plait.ranks.mesh import Mesh
-from plait.ranks.point_to_point import clock_offset
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
 from plait.schedules.lowering.messages import sends_and_receives

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.ranks.device import captures_graph
+from plait.ranks.accelerator import captures_graph
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from plait.optimizers.newton_schulz import iteration_cost
 from plait.plan.layout.layout import Box
 from plait.plan.parameter_units import Dtype
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 
 BLOCK_ELEMENTS = 1 << 16
 """Of matrices that a CPU works on at once: 0.6 MB in float32 and bfloat16, with a temporary."""

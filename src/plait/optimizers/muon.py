@@ -39,7 +39,7 @@ from plait.optimizers.newton_schulz import (
 from plait.optimizers.owned_parts import own_parts
 from plait.optimizers.part_owners import ParameterPart
 from plait.plan.argument_checks import require_flag
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 from plait.tensor.dtypes import named_dtype
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)

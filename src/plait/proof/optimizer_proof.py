@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from plait.errors import PlanError
 from plait.plan.parameter_units import BufferKind, shards_of
 from plait.plan.plan import Plan
-from plait.ranks.device import keep_random_state
+from plait.ranks.accelerator import keep_random_state
 
 ROWS, COLUMNS = 96, 64
 """Of the matrix: some optimizers treat tensors of less than 4096 elements differently."""

@@ -20,20 +20,14 @@ import torch
 from torch import Tensor
 
 from plait.errors import CommunicationError
+from plait.ranks.accelerator import default_device
 from plait.ranks.consistency_check import HEADER_BYTES, SIZE_BYTES, require_matching_sizes, require_same_text
-from plait.ranks.device import default_device
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.ranks.transport.buffers import (
-    Op,
-    copy_out,
-    dense,
-    describe,
-    dtype_name,
-    output_buffer,
-    reduction_error,
-)
+from plait.ranks.transport.buffers import copy_out, dense, output_buffer
+from plait.ranks.transport.call_description import describe, dtype_name
 from plait.ranks.transport.interface import Pending, RangeSizes
+from plait.ranks.transport.rank_order_reduction import Op, reduction_error
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from plait.errors import CommunicationError
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.ranks.transport.buffers import describe, shown
+from plait.ranks.transport.call_description import describe, shown
 from plait.ranks.transport.interface import Pending, RangeSizes, Transport
 
 HEADER_BYTES = 256

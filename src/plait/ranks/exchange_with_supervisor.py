@@ -9,7 +9,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from plait.ranks.world import process_identity
+from plait.ranks.launcher_processes import process_identity
 
 _SUPERVISOR = "PLAIT_SUPERVISOR"
 _FOLDER = "PLAIT_SUPERVISOR_FOLDER"

@@ -10,8 +10,8 @@ from typing import Generic, Self, TypeVar
 
 from plait.errors import CommunicationError
 from plait.ranks.failure.failure_log import FailureTrace
+from plait.ranks.gpu_sharing import hang_hint
 from plait.ranks.group import Group
-from plait.ranks.rank_device import hang_hint
 from plait.ranks.transport.interface import Pending
 
 _PATIENCE = 0.5

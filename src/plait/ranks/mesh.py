@@ -31,18 +31,18 @@ from plait.plan.axes import (
     world_size,
 )
 from plait.plan.plan import Plan
+from plait.ranks.accelerator import StreamEvent, is_accelerator, make_current
 from plait.ranks.collectives import all_reduce, all_to_all
-from plait.ranks.device import StreamEvent, is_accelerator, make_current
 from plait.ranks.failure.operation_watch import OperationWatch
 from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import Handle
+from plait.ranks.launcher_environment import require_joined
 from plait.ranks.point_to_point import receive, send
 from plait.ranks.rank_device import device_of_rank
 from plait.ranks.transport.interface import RankTransports
 from plait.ranks.transport.process_ranks import Processes, current_ranks, joined_processes
 from plait.ranks.transport.rank_subset import OUTSIDE, RankSubset
 from plait.ranks.transport.torch_distributed import TorchTransport, splits_communicators
-from plait.ranks.world import require_joined
 from plait.schedules.lowering.messages import Channel
 
 CHANNEL_CTAS = 8

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.ranks.device import sent
+from plait.ranks.accelerator import sent
 from plait.tensor.dropout_mask import DimPart, MaskKey, first_bits
 
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.errors import DataError, ModelError
+from plait.ranks.accelerator import is_accelerator
 from plait.ranks.collectives import all_reduce
-from plait.ranks.device import is_accelerator
 from plait.tensor.autograd.paired_collectives import gather
 from plait.tensor.parallel.partition import Vocabulary
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan.plan import ContextLayout, ContextParallel, Plan
-from plait.ranks.device import sent
+from plait.ranks.accelerator import sent
 from plait.ranks.group import Group, alone
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.position_marks import gives_positions

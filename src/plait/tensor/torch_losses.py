@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError, PlanError
-from plait.ranks.device import is_accelerator, sent
+from plait.ranks.accelerator import is_accelerator, sent
 from plait.tensor.autograd.paired_collectives import gather
 from plait.tensor.losses import CrossEntropy, Loss, naming_unknown_targets
 from plait.tensor.parallel.partition import Vocabulary

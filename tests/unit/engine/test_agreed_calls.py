@@ -10,7 +10,7 @@ import torch
 
 from plait.engine import runner
 from plait.engine.local_batch import LocalInputs
-from plait.ranks.device import CPU
+from plait.ranks.accelerator import CPU
 
 
 def test_on_nccl_the_latest_calls_that_ranks_agreed_on_are_not_compared_again(

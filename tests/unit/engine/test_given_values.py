@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.engine.whole_tensors import LocalSource, locate_tensors
+from plait.engine.tensor_sources import LocalSource, locate_tensors
 from plait.errors import MOST_LISTED, ModelError
 
 

@@ -15,7 +15,7 @@ from plait.engine.pipeline.executor import Executor
 from plait.engine.step_recorder import MeasuredAction, Recorder, Recording
 from plait.errors import DataError
 from plait.plan.parameter_units import UnitTiming
-from plait.ranks.device import CPU
+from plait.ranks.accelerator import CPU
 from plait.schedules.action import Action
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import Finish, LayerIndex, LoweringSpec, Program

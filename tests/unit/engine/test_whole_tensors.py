@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.engine.whole_tensors import LocalSource, RankZeroSource, locate_tensors
+from plait.engine.tensor_sources import LocalSource, RankZeroSource, locate_tensors
 from plait.errors import ModelError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

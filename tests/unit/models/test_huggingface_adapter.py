@@ -13,7 +13,7 @@ import plait
 from parity import huggingface_cases as cases
 from parity.kernels import Kernels
 from plait.app.loop.meter import flops_per_token
-from plait.engine.whole_tensors import locate_tensors
+from plait.engine.tensor_sources import locate_tensors
 from plait.errors import ModelError, PlanError
 from plait.models.huggingface.common import Rotary
 from plait.models.initial_values import initial_value

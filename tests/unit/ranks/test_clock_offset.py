@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from plait.ranks.clock_offset import PINGS, ClockOffset, clock_offset
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
-from plait.ranks.point_to_point import PINGS, ClockOffset, clock_offset
 
 APART = 5_000_000_000
 """By how many nanoseconds each rank's clock goes ahead of the one before."""

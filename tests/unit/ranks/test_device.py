@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.engine.parallelize import warn_of_another_device
 from plait.errors import MeshError
-from plait.ranks import device
-from plait.ranks.device import CPU, StreamEvent, accelerator_of_rank
+from plait.ranks import accelerator
+from plait.ranks.accelerator import CPU, StreamEvent, accelerator_of_rank
 from plait.ranks.launch import world_membership as worlds
+from plait.ranks.launcher_environment import World
 from plait.ranks.mesh import GridMesh, Mesh
 from plait.ranks.rank_device import device_change
-from plait.ranks.world import World
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
@@ -29,16 +29,16 @@ META = torch.device("meta")
 
 def test_device_operations_on_a_cpu_are_synchronous() -> None:
     tensor = torch.arange(3.0)
-    device.copy_later(target := torch.zeros(3), tensor)
+    accelerator.copy_later(target := torch.zeros(3), tensor)
     assert torch.equal(target, tensor)
-    assert device.moved_later(tensor, CPU) is tensor
-    assert device.moved_later(tensor, CPU, copy=True) is not tensor
-    for wait in (device.synchronize, device.synchronize_stream, device.make_current):
+    assert accelerator.moved_later(tensor, CPU) is tensor
+    assert accelerator.moved_later(tensor, CPU, copy=True) is not tensor
+    for wait in (accelerator.synchronize, accelerator.synchronize_stream, accelerator.make_current):
         wait(CPU)
     StreamEvent(CPU).wait()
-    assert not device.host_zeros(4, torch.float64, beside=CPU).is_pinned()
-    assert not device.is_accelerator(CPU)
-    assert not device.is_accelerator(tensor)
+    assert not accelerator.host_zeros(4, torch.float64, beside=CPU).is_pinned()
+    assert not accelerator.is_accelerator(CPU)
+    assert not accelerator.is_accelerator(tensor)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_which_devices_add_narrow_products_to_wide_sums(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
-    assert device.multiplies_into_float32(where, dtype) is multiplies
+    assert accelerator.multiplies_into_float32(where, dtype) is multiplies
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
-        assert not device.multiplies_into_float32(where, dtype)
+        assert not accelerator.multiplies_into_float32(where, dtype)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not device.multiplies_into_float32(where, dtype)
+    assert not accelerator.multiplies_into_float32(where, dtype)
 
 
 @pytest.mark.parametrize(
@@ -90,27 +90,27 @@ def test_groups_are_multiplied_at_once_on_cpus_and_meta_and_by_one_kernel_of_new
     multiplies: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert device.multiplies_groups(where, dtype) is multiplies
+    assert accelerator.multiplies_groups(where, dtype) is multiplies
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert device.multiplies_groups(where, dtype) is (multiplies and where != CUDA)
+    assert accelerator.multiplies_groups(where, dtype) is (multiplies and where != CUDA)
 
 
 def test_a_graph_is_captured_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert device.captures_graph(CUDA)
-    assert not device.captures_graph(CPU)
+    assert accelerator.captures_graph(CUDA)
+    assert not accelerator.captures_graph(CPU)
 
 
 @pytest.mark.parametrize(("visible", "local", "index"), [(8, 3, 3), (4, 0, 0), (1, 0, 0), (1, 3, 0)])
 def test_a_rank_has_the_gpu_of_its_number_or_the_only_one(
     monkeypatch: pytest.MonkeyPatch, visible: int, local: int, index: int
 ) -> None:
-    monkeypatch.setattr(device, "visible_accelerators", lambda: visible)
+    monkeypatch.setattr(accelerator, "visible_accelerators", lambda: visible)
     assert accelerator_of_rank(local) == torch.device("cuda", index)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "visible_accelerators", lambda: 2)
+    monkeypatch.setattr(accelerator, "visible_accelerators", lambda: 2)
     for local in (2, 3):
         with pytest.raises(MeshError, match=f"local rank {local} sees 2 GPUs: start as many"):
             accelerator_of_rank(local)
@@ -142,7 +142,7 @@ def test_the_device_of_a_rank_by_launcher(
     chosen: int | None,
 ) -> None:
     monkeypatch.setattr(worlds, "visible_accelerators", lambda: visible)
-    monkeypatch.setattr(device, "visible_accelerators", lambda: visible)
+    monkeypatch.setattr(accelerator, "visible_accelerators", lambda: visible)
     world = World(3, 4, 3, 4, launcher, "env://")
     expected = None if chosen is None else torch.device("cuda", chosen)
     assert worlds._accelerator(world, asked, environment) == expected
@@ -245,8 +245,8 @@ def test_accelerator_versions_list_only_what_is_installed(
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl is not None)
-    monkeypatch.setattr(device, "nccl_version", lambda: nccl)
-    assert [f"{name} {version}" for name, version in device.accelerator_versions().items()] == told
+    monkeypatch.setattr(accelerator, "nccl_version", lambda: nccl)
+    assert [f"{name} {version}" for name, version in accelerator.accelerator_versions().items()] == told
 
 
 def test_a_mesh_makes_its_device_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +265,8 @@ def test_workspaces_of_cublas_do_not_count_as_tensor_memory(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: kept + 5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: 7)
-    assert device.peak_allocated(CUDA) == 5
-    assert (device.allocated(CUDA), device.allocated(CPU)) == (0, 0)
+    assert accelerator.peak_allocated(CUDA) == 5
+    assert (accelerator.allocated(CUDA), accelerator.allocated(CPU)) == (0, 0)
 
 
 def test_torchs_fake_accelerator_is_made_in_a_lasting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,14 +274,14 @@ def test_torchs_fake_accelerator_is_made_in_a_lasting_thread(monkeypatch: pytest
     entered: list[str] = []
     monkeypatch.setattr(FakeTensorMode, "__enter__", lambda _: entered.append(current_thread().name))
     monkeypatch.setattr(FakeTensorMode, "__exit__", lambda *_: None)
-    monkeypatch.setattr(device, "STAND_IN_THREAD", "stays")
+    monkeypatch.setattr(accelerator, "STAND_IN_THREAD", "stays")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for version, cuda in (("2.12.0", "13.0"), ("2.11.0", None), ("2.11.0+cu130", "13.0")):
         assert entered == []
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        device.keep_stand_in_for_gpus()
-        device.keep_stand_in_for_gpus()
+        accelerator.keep_stand_in_for_gpus()
+        accelerator.keep_stand_in_for_gpus()
     assert entered == ["stays"]
     assert "stays" in [thread.name for thread in enumerate_threads()]
 
@@ -289,15 +289,15 @@ def test_torchs_fake_accelerator_is_made_in_a_lasting_thread(monkeypatch: pytest
 def test_the_version_of_nccl_is_that_of_the_library_or_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    assert device.nccl_version("no-such-library.so") == (2, 29, 7)
+    assert accelerator.nccl_version("no-such-library.so") == (2, 29, 7)
 
     def ask(found: Any) -> None:
         found._obj.value = 23_007
 
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=ask))
-    assert device.nccl_version() == (2, 30, 7)
+    monkeypatch.setattr(accelerator.ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=ask))
+    assert accelerator.nccl_version() == (2, 30, 7)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert device.nccl_version() == ()
+    assert accelerator.nccl_version() == ()
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,6 @@ def test_float8_matrices_are_multiplied_on_cpus_and_newer_gpus(
     monkeypatch: pytest.MonkeyPatch, where: torch.device, capability: tuple[int, int], multiplies: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert device.multiplies_float8(where) is multiplies
+    assert accelerator.multiplies_float8(where) is multiplies
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert device.multiplies_float8(where) is (multiplies and where != CUDA)
+    assert accelerator.multiplies_float8(where) is (multiplies and where != CUDA)

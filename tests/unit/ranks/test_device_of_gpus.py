@@ -12,8 +12,8 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from plait.ranks import device
-from plait.ranks.device import CPU, StreamEvent
+from plait.ranks import accelerator
+from plait.ranks.accelerator import CPU, StreamEvent
 
 CUDA = torch.device("cuda", 0)
 
@@ -60,15 +60,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_each_device_function_calls_its_torch_cuda_function_for_the_given_gpu(calls: list[Any]) -> None:
     for ask in (
-        device.synchronize,
-        device.synchronize_stream,
-        device.make_current,
+        accelerator.synchronize,
+        accelerator.synchronize_stream,
+        accelerator.make_current,
     ):
         ask(CUDA)
-    assert (device.name_of(CUDA), device.total_memory(CUDA)) == ("H100", 80)
-    assert (device.multiprocessors(CUDA), device.multiprocessors(CPU)) == (132, 0)
-    device.limit_memory(CUDA, 2, besides=10)
-    device.limit_memory(CUDA, 4, besides=30)
+    assert (accelerator.name_of(CUDA), accelerator.total_memory(CUDA)) == ("H100", 80)
+    assert (accelerator.multiprocessors(CUDA), accelerator.multiprocessors(CPU)) == (132, 0)
+    accelerator.limit_memory(CUDA, 2, besides=10)
+    accelerator.limit_memory(CUDA, 4, besides=30)
     assert calls == [
         ("synchronize", CUDA),
         ("current_stream", CUDA),
@@ -103,20 +103,20 @@ def test_an_event_is_of_the_stream_that_is_current(calls: list[Any]) -> None:
 def test_copies_to_and_from_a_gpu_go_by_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu, there = torch.arange(3.0), Mock()
     monkeypatch.setattr(
-        device, "is_accelerator", lambda where: any(where is one for one in (CUDA, on_gpu, there))
+        accelerator, "is_accelerator", lambda where: any(where is one for one in (CUDA, on_gpu, there))
     )
     tensor = Mock()
-    assert device.sent(tensor, CUDA, torch.float64) is tensor.to().pin_memory().to()
+    assert accelerator.sent(tensor, CUDA, torch.float64) is tensor.to().pin_memory().to()
     assert tensor.mock_calls[:3] == [
         call.to(dtype=torch.float64),
         call.to().pin_memory(),
         call.to().pin_memory().to(CUDA, non_blocking=True),
     ]
     other = Mock()
-    device.sent(other, CPU, torch.float64)
-    device.moved_later(other, CUDA, copy=True)
+    accelerator.sent(other, CPU, torch.float64)
+    accelerator.moved_later(other, CUDA, copy=True)
     assert other.mock_calls == [call.to(CPU, torch.float64), call.to(CUDA, copy=True, non_blocking=True)]
-    device.sent(there, CUDA)
+    accelerator.sent(there, CUDA)
     assert there.mock_calls == [call.to(CUDA, None)]
     like, zeros, asked, waits = torch.empty_like, torch.zeros, list[Any](), list[Any]()
 
@@ -129,16 +129,16 @@ def test_copies_to_and_from_a_gpu_go_by_pinned_memory(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "empty_like", make(like))
     monkeypatch.setattr(torch, "zeros", make(zeros))
-    monkeypatch.setattr(device, "StreamEvent", lambda where: Mock(wait=lambda: waits.append(where)))
-    read = device.read_later(on_gpu)
+    monkeypatch.setattr(accelerator, "StreamEvent", lambda where: Mock(wait=lambda: waits.append(where)))
+    read = accelerator.read_later(on_gpu)
     assert (asked, waits) == ([{"device": CPU, "pin_memory": True}], [])
     assert torch.equal(read(), on_gpu)
     assert waits == [on_gpu.device]
     assert read() is not on_gpu
-    assert device.read_later(like(on_gpu))() is not on_gpu
-    device.host_zeros(4, torch.float16, beside=CUDA)
+    assert accelerator.read_later(like(on_gpu))() is not on_gpu
+    accelerator.host_zeros(4, torch.float16, beside=CUDA)
     assert asked[1:] == [{"dtype": torch.float16, "pin_memory": True}]
-    unpinned = device.host_bytes(5, pinned=False)
+    unpinned = accelerator.host_bytes(5, pinned=False)
     assert (unpinned.shape, unpinned.dtype) == ((5,), torch.uint8)
     assert not unpinned.is_pinned()
 
@@ -146,35 +146,35 @@ def test_copies_to_and_from_a_gpu_go_by_pinned_memory(monkeypatch: pytest.Monkey
 def test_waiting_for_queued_work_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     never, asked = Event(), list[str]()
     monkeypatch.setattr(torch.cuda, "synchronize", never.wait)
-    assert device.finish_queued_work(0.0), "nothing has been queued"
+    assert accelerator.finish_queued_work(0.0), "nothing has been queued"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert not device.finish_queued_work(0.01)
+    assert not accelerator.finish_queued_work(0.01)
     never.set()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
-    assert device.finish_queued_work(60.0)
+    assert accelerator.finish_queued_work(60.0)
     assert asked == ["synchronize"]
 
 
 def test_the_random_state_of_a_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = device.random_state()
+    before = accelerator.random_state()
     assert before[1] is None
-    with device.keep_random_state(CPU):
+    with accelerator.keep_random_state(CPU):
         first = torch.rand(3)
     assert torch.equal(torch.rand(3), first)
-    device.set_random_state(before)
+    accelerator.set_random_state(before)
     assert torch.equal(torch.rand(3), first)
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "of the GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert device.random_state()[1] is None  # it is the graph's
+    assert accelerator.random_state()[1] is None  # it is the graph's
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
-    device.set_random_state(device.random_state())
+    accelerator.set_random_state(accelerator.random_state())
     assert given == ["of the GPU"]
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: given.append(devices))
-    device.keep_random_state(CUDA)
-    device.keep_random_state(CPU)
+    accelerator.keep_random_state(CUDA)
+    accelerator.keep_random_state(CPU)
     assert given[1:] == [[CUDA], []]
 
 
@@ -223,15 +223,15 @@ SETTINGS: list[tuple[str, Any, Any]] = [
 
 
 def test_each_torch_setting_that_changes_results_is_listed_by_name() -> None:
-    before = device.computation_settings()
+    before = accelerator.computation_settings()
     seen = [before]
     for name, change, (value, usual) in SETTINGS:
         try:
             change(value)
-            changed = device.computation_settings()
+            changed = accelerator.computation_settings()
         finally:
             change(usual)
         assert [key for key in before if changed[key] != before[key]] == [name]
         assert changed not in seen, "each option of a name has a place of its own"
         seen.append(changed)
-        assert device.computation_settings() == before
+        assert accelerator.computation_settings() == before

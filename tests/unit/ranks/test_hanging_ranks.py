@@ -14,8 +14,8 @@ import pytest
 
 from plait.errors import CorruptionError, RankError
 from plait.ranks.exchange_with_supervisor import go_on_before, note_restored, variables_of_supervisor
-from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.rank_activity import Activity
+from plait.ranks.failure.rank_failure import RankFailure, from_exception
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervisor import Supervisor
 

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.ranks.launch.elastic.host_agreement import (
+from plait.ranks.launch.elastic.host_quorum import (
     HostWorld,
     KnownWorlds,
     missing_for_majority,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from plait.package import version_of
-from plait.ranks import host_check
-from plait.ranks.host_check import check_host
+from plait.ranks import host_diagnostics
+from plait.ranks.host_diagnostics import check_host
 
 
 def remedies() -> dict[str, str]:
@@ -25,7 +25,7 @@ def good_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, resource.RLIM_INFINITY))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=8e9, free=7e9))
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1")
-    monkeypatch.setattr(host_check, "_SLOW_CLOCK", 1e9)
+    monkeypatch.setattr(host_diagnostics, "_SLOW_CLOCK", 1e9)
 
 
 @pytest.mark.usefixtures("good_host")
@@ -46,15 +46,15 @@ def test_check_host_suggests_nothing_on_a_good_host() -> None:
 @pytest.mark.usefixtures("good_host")
 def test_gpus_are_counted_by_kind_and_extras_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["H100", "A100", "H100"]
-    monkeypatch.setattr(host_check, "version_of", lambda name: "")
-    monkeypatch.setattr(host_check, "name_of", lambda device: names[device.index])
-    monkeypatch.setattr(host_check, "total_memory", lambda device: 79.6e9)
-    monkeypatch.setattr(host_check, "accelerator_versions", lambda: {"driver": "550", "CUDA": "12.6"})
+    monkeypatch.setattr(host_diagnostics, "version_of", lambda name: "")
+    monkeypatch.setattr(host_diagnostics, "name_of", lambda device: names[device.index])
+    monkeypatch.setattr(host_diagnostics, "total_memory", lambda device: 79.6e9)
+    monkeypatch.setattr(host_diagnostics, "accelerator_versions", lambda: {"driver": "550", "CUDA": "12.6"})
     for count, kinds, remedy in (
         (3, "2 × H100 (80 GB), 1 × A100 (80 GB)", "take GPUs of one kind by CUDA_VISIBLE_DEVICES"),
         (1, "1 × H100 (80 GB)", ""),
     ):
-        monkeypatch.setattr(host_check, "visible_accelerators", lambda count=count: count)
+        monkeypatch.setattr(host_diagnostics, "visible_accelerators", lambda count=count: count)
         found = {finding.about: finding for finding in check_host()}
         assert found["devices"].found == kinds
         assert found["devices"].remedy.partition(":")[0] == remedy
@@ -64,7 +64,7 @@ def test_gpus_are_counted_by_kind_and_extras_may_be_missing(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("good_host")
 def test_a_host_with_the_least_resources_needs_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(host_check.os.sched_getaffinity(0))
+    cores = len(host_diagnostics.os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     least = {resource.RLIMIT_NOFILE: 4096, resource.RLIMIT_NPROC: 1024}
@@ -102,9 +102,9 @@ CHANGED: list[tuple[str, tuple[Any, str, Any], str]] = [
         "remove what",
     ),
     ("host name", (socket, "gethostbyname", _no_address), "add it to the hosts file"),
-    ("clock", (host_check, "_SLOW_CLOCK", 0.0), "faster clock source"),
-    ("backends", (host_check.dist, "is_gloo_available", lambda: False), "install a torch with Gloo"),
-    ("backends", (host_check.dist, "is_available", lambda: False), "built with torch.distributed"),
+    ("clock", (host_diagnostics, "_SLOW_CLOCK", 0.0), "faster clock source"),
+    ("backends", (host_diagnostics.dist, "is_gloo_available", lambda: False), "install a torch with Gloo"),
+    ("backends", (host_diagnostics.dist, "is_available", lambda: False), "built with torch.distributed"),
 ]
 
 

@@ -22,7 +22,7 @@ from plait.plan.layout import Box
 from plait.plan.plan import Plan
 from plait.ranks.group import Traffic
 from plait.ranks.handle import GroupOperation
-from plait.ranks.json_values import NotPlainError, decode, encode
+from plait.ranks.json_serialization import NotPlainError, decode, encode
 from plait.schedules.action import Kind
 from plait.verification.step_location import RecordKey
 
@@ -124,8 +124,11 @@ STRANGE: list[tuple[Any, str]] = [
     (["object", [["plaits", "system"], []]], "plaits is not plait's own"),
     (["object", [["plait.__main__", "main"], []]], "'plait.__main__'"),
     (["object", [["plait.plan.plan", "os.system"], []]], "'os'"),
-    (["object", [["plait.ranks.json_values", "Path"], []]], "Path is no class of plait.ranks.json_values"),
-    (["object", [["plait.ranks.json_values", "encode"], []]], "encode is no class of"),
+    (
+        ["object", [["plait.ranks.json_serialization", "Path"], []]],
+        "Path is no class of plait.ranks.json_serialization",
+    ),
+    (["object", [["plait.ranks.json_serialization", "encode"], []]], "encode is no class of"),
     (["object", [["plait.plan.plan", "Plan"], [["pp", 2]]]], "Plan has the fields ['pp', "),
     (["object", [["plait.plan.layout", "Box"], [["low", 1], ["low", 2]]]], "Box"),
     (["named", [["plait.verification.step_location", "RecordKey"], [1, 2, 3, 4]]], "takes"),

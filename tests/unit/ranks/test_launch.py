@@ -16,8 +16,8 @@ from plait.errors import MeshError, RankError
 from plait.ranks.launch import launch as launch_module
 from plait.ranks.launch.launch import launch
 from plait.ranks.launch.world_membership import join_world, leave_world
+from plait.ranks.launcher_environment import World
 from plait.ranks.transport.process_ranks import current_ranks
-from plait.ranks.world import World
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist

@@ -218,7 +218,7 @@ def test_closing_a_mesh_closes_its_connections(rank_pool):
 
 
 def test_the_world_knows_the_groups_of_a_mesh(rank_pool):
-    """What `plait.ranks.world` relies on, to end all groups at the same time: torch has no public list."""
+    """What is relied on to end all groups at the same time: torch has no public list."""
 
     def body():
         import torch.distributed as dist

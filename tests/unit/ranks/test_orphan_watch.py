@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait.ranks import world
+from plait.ranks import launcher_processes
 from plait.ranks.failure import process_watch as orphan_watch
 from plait.ranks.failure.process_watch import OrphanWatch, end_orphan
-from plait.ranks.world import World, parents_up_to_launcher
+from plait.ranks.launcher_environment import World
+from plait.ranks.launcher_processes import parents_up_to_launcher
 
 SCRIPT = """
 import os, time
@@ -81,7 +82,9 @@ def test_the_parents_of_a_process_up_to_its_launcher_are_found() -> None:
     own, parent = os.getpid(), os.getppid()
     assert parents_up_to_launcher("NO_SUCH_VARIABLE") == {own: parent}
     mark = "PLAIT_TEST_MARK"
-    print_line = f"from plait.ranks.world import parents_up_to_launcher as f; print(f('{mark}'))"
+    print_line = (
+        f"from plait.ranks.launcher_environment import parents_up_to_launcher as f; print(f('{mark}'))"
+    )
     command = ["sh", "-c", f'echo $$; {sys.executable} -c "{print_line}"; true']
     done = subprocess.run(command, env=os.environ | {mark: "1"}, capture_output=True, text=True, timeout=60)
     shell, line = done.stdout.splitlines()
@@ -91,21 +94,21 @@ def test_the_parents_of_a_process_up_to_its_launcher_are_found() -> None:
 def test_parents_and_runs_of_launchers_are_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     own, parent = os.getpid(), os.getppid()
     (above,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{parent}/status").read_text())
-    assert [world.parent_of(one) for one in (own, parent, 2**30)] == [parent, int(above), None]
+    assert [launcher_processes.parent_of(one) for one in (own, parent, 2**30)] == [parent, int(above), None]
     started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    assert world.process_of_launcher("NO_SUCH_VARIABLE") == f"{parent}-{started}"
-    read = world._process_file
+    assert launcher_processes.process_of_launcher("NO_SUCH_VARIABLE") == f"{parent}-{started}"
+    read = launcher_processes._process_file
     lines = {parent: "mpirun", int(above): "hydra_pmi_proxy\0--control-port\0host:77\0"}
     monkeypatch.setattr(
-        world,
+        launcher_processes,
         "_process_file",
         lambda process, file: lines.get(process, "") if file == "cmdline" else read(process, file),
     )
-    assert world.run_of_launcher("NO_SUCH_VARIABLE") == "host:77"
+    assert launcher_processes.run_of_launcher("NO_SUCH_VARIABLE") == "host:77"
     lines[parent] = "proxy --upstream-port=5 --rank 1"
-    assert world.run_of_launcher("NO_SUCH_VARIABLE") == "5"
+    assert launcher_processes.run_of_launcher("NO_SUCH_VARIABLE") == "5"
     lines.clear()
-    assert world.run_of_launcher("NO_SUCH_VARIABLE") == ""
+    assert launcher_processes.run_of_launcher("NO_SUCH_VARIABLE") == ""
 
 
 MARKS = {

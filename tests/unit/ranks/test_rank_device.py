@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from plait.errors import MeshError
-from plait.ranks import device, rank_device
+from plait.ranks import accelerator, rank_device
 from plait.ranks.failure.failure_log import FailureTrace
+from plait.ranks.gpu_sharing import explained_sharing, newer_nccl, ranks_that_share, share_gpu
 from plait.ranks.handle import _reason
 from plait.ranks.launch import world_membership
-from plait.ranks.rank_device import explained_sharing, newer_nccl, ranks_that_share, share_gpu
-from plait.ranks.world import World
+from plait.ranks.launcher_environment import World
 
 GPU = torch.device("cuda", 0)
 
@@ -62,7 +62,7 @@ def test_nccl_multicast_is_refused_where_ranks_share_a_gpu(monkeypatch: pytest.M
 
 
 def test_neighbouring_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (device, world_membership):
+    for module in (accelerator, world_membership):
         monkeypatch.setattr(module, "visible_accelerators", lambda: 2)
     worlds = [World(rank, 8, rank, 8, "plait", "file:///x") for rank in range(8)]
     found = [world_membership._accelerator(world, "auto", {}, shared=4) for world in worlds]
@@ -72,7 +72,7 @@ def test_neighbouring_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("clean_environment")
 def test_a_rank_sets_nccl_and_its_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fractions: list[tuple[float, torch.device]] = []
-    monkeypatch.setattr(device, "total_memory", lambda _: 80 * 2**30)
+    monkeypatch.setattr(accelerator, "total_memory", lambda _: 80 * 2**30)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: fractions.append(given))
     monkeypatch.setattr(rank_device, "nccl_version", lambda: (2, 29, 7))
     with pytest.raises(MeshError, match=r'this one is 2\.29\.7: pip install "nvidia-nccl-cu\d+>=2\.30"'):

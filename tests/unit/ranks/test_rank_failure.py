@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from plait.errors import CommunicationError, MeshError, PlaitError, RankError
-from plait.ranks.failure.failure_log import RankFailure, from_exception, from_exit, root_cause
+from plait.ranks.failure.rank_failure import RankFailure, from_exception, from_exit, root_cause
 
 
 def failure(error: BaseException) -> RankFailure:

@@ -21,8 +21,8 @@ from plait.ranks.launch import rank_main_loop
 from plait.ranks.launch.rank_job import RankJob, start_method
 from plait.ranks.launch.rank_main_loop import BECOMES_SPARE, END
 from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.launcher_environment import World
 from plait.ranks.run_kept_in_memory import KeptRun, keep_run
-from plait.ranks.world import World
 
 
 class Ended(BaseException):

@@ -20,7 +20,7 @@ from plait.ranks import run_store
 from plait.ranks.failure.failure_log import FailureLog
 from plait.ranks.launch import rendezvous
 from plait.ranks.launch.rendezvous import Meeting, Participant, meet
-from plait.ranks.world import World
+from plait.ranks.launcher_environment import World
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import CommunicationError, PlaitError
-from plait.ranks.launch import result_exchange
+from plait.ranks.launch import result_all_gather
 from plait.ranks.launch.launch import launch
 from plait.ranks.launch.rank_pool import RankPool
 
@@ -61,7 +61,7 @@ def test_results_of_plain_values_are_sent_without_pickles(rank_pool: RankPool) -
 
 
 def without_folders() -> Any:
-    with patch.object(result_exchange, "_written_secret", lambda: None):
+    with patch.object(result_all_gather, "_written_secret", lambda: None):
         return exchange("mine")
 
 
@@ -95,8 +95,8 @@ def test_a_pickle_with_a_wrong_signature_is_not_read(rank_pool: RankPool, tmp_pa
     """Rank 1 stands for a process that has taken its place, and does not know the secret."""
 
     def run() -> Any:
-        guessed = (lambda *_: bytes(32)) if dist.get_rank() else result_exchange._signature
-        with patch.object(result_exchange, "_signature", guessed):
+        guessed = (lambda *_: bytes(32)) if dist.get_rank() else result_all_gather._signature
+        with patch.object(result_all_gather, "_signature", guessed):
             return str(exchange("opened", tmp_path))
 
     zero, _ = rank_pool.run(run, ranks=2)
@@ -107,7 +107,7 @@ def test_a_pickle_with_a_wrong_signature_is_not_read(rank_pool: RankPool, tmp_pa
 
 def test_a_signature_is_of_the_secret_the_rank_and_every_byte() -> None:
     kinds = [(secret, rank, data) for secret in (b"s", b"t") for rank in (0, 1) for data in (b"", b"d", b"e")]
-    assert len({result_exchange._signature(*kind) for kind in kinds}) == len(kinds)
+    assert len({result_all_gather._signature(*kind) for kind in kinds}) == len(kinds)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_secret_is_read_from_a_private_file_only(tmp_path: Path, about: str) -
     path.write_bytes(b"s" * (32 if about != "of another size" else 31))
     path.chmod(0o600)
     if about != "of another size":
-        assert result_exchange._read_secret(os.fsencode(path)) == b"s" * 32
+        assert result_all_gather._read_secret(os.fsencode(path)) == b"s" * 32
     if about == "of another user":
         if os.getuid():
             pytest.skip("only root gives files to another user")
@@ -131,4 +131,4 @@ def test_a_secret_is_read_from_a_private_file_only(tmp_path: Path, about: str) -
     elif about == "a pipe":
         path = tmp_path / "pipe"
         os.mkfifo(path, 0o600)
-    assert result_exchange._read_secret(os.fsencode(path)) == b""
+    assert result_all_gather._read_secret(os.fsencode(path)) == b""

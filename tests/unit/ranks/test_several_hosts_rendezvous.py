@@ -19,7 +19,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from plait.errors import CommunicationError, MeshError, PlaitError, RankError
-from plait.ranks.failure.failure_log import RankFailure
+from plait.ranks.failure.rank_failure import RankFailure
 from plait.ranks.launch.elastic import several_hosts_rendezvous
 from plait.ranks.launch.elastic.host_hub import HostRun
 from plait.ranks.launch.elastic.host_link import HostLink, Message, connect_to_host

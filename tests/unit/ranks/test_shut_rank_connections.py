@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plait.ranks.launch.shut_rank_connections import RankConnections, shared_socket
-from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
+from plait.ranks.transport.shared_memory.peer_sockets import LISTENER_PREFIX
 
 
 def connected(family: socket.AddressFamily, address: Any) -> tuple[socket.socket, ...]:

@@ -21,7 +21,7 @@ from plait.ranks.launch.elastic import supervised_process
 from plait.ranks.launch.elastic.supervised_process import SupervisedProcess
 from plait.ranks.launch.rank_job import RankJob
 from plait.ranks.launch.rank_main_loop import LEAVES_BY_ENDING
-from plait.ranks.world import World
+from plait.ranks.launcher_environment import World
 
 
 class OfLostServer(SimpleNamespace):

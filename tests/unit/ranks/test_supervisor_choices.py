@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 
 import plait
 from plait.errors import CommunicationError, CorruptionError, MeshError, PlaitError, RankError
-from plait.ranks.failure.failure_log import RankFailure, from_exception
+from plait.ranks.failure.rank_failure import RankFailure, from_exception
 from plait.ranks.launch.elastic import run_elastic
 from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic

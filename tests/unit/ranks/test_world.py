@@ -7,11 +7,12 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the 
 
 from plait.errors import CommunicationError, MeshError
 from plait.plan import axes
-from plait.ranks import world as world_module
+from plait.ranks import launcher_environment as world_module
 from plait.ranks.launch.world_membership import join_world
+from plait.ranks.launcher_environment import World, find_world, without_launcher
+from plait.ranks.launcher_processes import environment_of, parents_up_to_launcher
 from plait.ranks.mesh import Mesh
 from plait.ranks.transport import process_ranks
-from plait.ranks.world import World, environment_of, find_world, parents_up_to_launcher, without_launcher
 from plait.schedules.lowering.messages import channels_of
 from plait.schedules.named_schedules import policy_schedule
 

@@ -14,7 +14,7 @@ from plait.app.cli.ranks_and_signals import importing
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:
-    from plait.ranks.host_check import HostFinding
+    from plait.ranks.host_diagnostics import HostFinding
 
 _ABOUT = """\
 Checks versions, backends, devices, limits, network and clock of this host, then
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     """Check this host and two ranks on it, print the findings, and return 1 if one needs a change, else 0."""
     options = parser().parse_args(argv)
     with importing():
-        from plait.ranks.host_check import check_host
+        from plait.ranks.host_diagnostics import check_host
 
     console = Console(markup=False, highlight=False)
     findings = [*check_host(), *(() if options.no_ranks else _two_ranks())]
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _two_ranks() -> Iterator[HostFinding]:
-    from plait.ranks.host_check import HostFinding
+    from plait.ranks.host_diagnostics import HostFinding
     from plait.ranks.launch.launch import launch
 
     start = time.perf_counter()

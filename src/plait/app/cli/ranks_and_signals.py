@@ -75,7 +75,7 @@ def local_ranks(ranks: int, subject: str, *, of_supervisors: bool = False) -> It
     started a process on each host that starts the ranks. Raises ConfigError for a world of another size, and
     for too many local ranks.
     """
-    from plait.ranks.world import find_world
+    from plait.ranks.launcher_environment import find_world
 
     world = find_world()
     starts_ranks = world is None or of_supervisors
@@ -98,7 +98,7 @@ def local_ranks(ranks: int, subject: str, *, of_supervisors: bool = False) -> It
 
 def end_rank(code: int) -> None:
     """Exit with `code` if this process is a launcher's rank: unloading torch would take another second."""
-    from plait.ranks.world import find_world
+    from plait.ranks.launcher_environment import find_world
 
     if find_world() is not None:
         with suppress(OSError):

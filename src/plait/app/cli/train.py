@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         from plait.app.train.run_data import check_data
         from plait.app.train.train_run import train
         from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
-        from plait.ranks.world import find_world
+        from plait.ranks.launcher_environment import find_world
 
     plan = config.plan()
     local = find_world() is None or config.run.elastic

@@ -33,9 +33,9 @@ from plait.pictures.report.run_record import now
 from plait.plan.axes import AXES, LAYER_AXES
 from plait.plan.layout.layout import Flat, Layout
 from plait.plan.plan import Plan
-from plait.ranks.device import accelerator_versions, is_accelerator, name_of
+from plait.ranks.accelerator import accelerator_versions, is_accelerator, name_of
+from plait.ranks.launcher_environment import find_world
 from plait.ranks.mesh import Mesh
-from plait.ranks.world import find_world
 
 HIDDEN = "…"
 """In place of a value that may be a secret."""

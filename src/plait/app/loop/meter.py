@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from plait.estimate.time.hardware import gpu_peaks
 from plait.plan.decoder_sizes import FLOPS, multiplications
 from plait.plan.plan import Linears, Precision
-from plait.ranks.collectives import all_gather
-from plait.ranks.device import (
+from plait.ranks.accelerator import (
     StreamEvent,
     is_accelerator,
     name_of,
@@ -30,6 +29,7 @@ from plait.ranks.device import (
     read_later,
     sent,
 )
+from plait.ranks.collectives import all_gather
 from plait.ranks.mesh import Mesh
 from plait.tensor.experts.active_parameters import active_elements
 from plait.tensor.experts.router_losses_of_step import ExpertLoad

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from plait.engine.action_times import ActionSeconds
 from plait.engine.engine import Engine
+from plait.ranks.accelerator import read_later, sent
 from plait.ranks.collectives import all_gather
-from plait.ranks.device import read_later, sent
 from plait.schedules.action import Kind
 
 OwnTimes: TypeAlias = Mapping[tuple[int, Kind], float]

@@ -22,10 +22,10 @@ from plait.pictures.report.run_json import RunDescription, read_description, wri
 from plait.pictures.report.run_record import METRICS_FILE, write_event
 from plait.pictures.report.step_json import RecordedRank, RecordedStep, write_step
 from plait.plan.argument_checks import require_flag, require_instance, require_path, require_whole
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
+from plait.ranks.clock_offset import clock_offset
 from plait.ranks.exchange_with_supervisor import WorldChange
 from plait.ranks.group import Counts, Wait
-from plait.ranks.point_to_point import clock_offset
 from plait.ranks.text_collectives import all_gather_text
 
 _SHORTEST = 20_000

@@ -27,7 +27,7 @@ from plait.app.loop.work_division import WorkDivision, agreed_division, why_rows
 from plait.errors import PlanError, listed
 from plait.plan.argument_checks import require_flag, require_whole
 from plait.proof.optimizer_proof import communicating_class
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 from plait.ranks.text_collectives import all_gather_text
 from plait.schedules.action import Kind
 

@@ -21,7 +21,7 @@ from plait.errors import DataError, PlaitError
 from plait.plan.argument_checks import whole
 from plait.plan.axes import index_along
 from plait.ranks.collectives import broadcast, scatter
-from plait.ranks.json_values import NotPlainError, decode, encode
+from plait.ranks.json_serialization import NotPlainError, decode, encode
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_result
 from plait.tensor.nested_values import Value, list_of_tensors, map_tensors

@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from plait.app.data.loader import kept_random_state, seed_all
 from plait.errors import DataError
-from plait.ranks.json_values import NotPlainError, decode, encode
+from plait.ranks.json_serialization import NotPlainError, decode, encode
 from plait.tensor.microbatches import row_count
 from plait.tensor.nested_values import Value
 

@@ -24,7 +24,7 @@ from plait.engine.resharding.reshard import reshard
 from plait.errors import ConfigError, DataError, NonFiniteError, listed, terminal_text
 from plait.plan.argument_checks import require_instance, require_number
 from plait.plan.plan import Plan
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 from plait.tensor.microbatches import Microbatches, counted_microbatches
 from plait.tensor.nested_values import Value, tensors_of
 

@@ -18,8 +18,8 @@ from plait.engine.engine import Engine
 from plait.errors import ConfigError, DataError, NonFiniteError
 from plait.pictures.quantities import duration_text
 from plait.plan.argument_checks import require_instance, require_whole
+from plait.ranks.accelerator import sent
 from plait.ranks.collectives import all_reduce
-from plait.ranks.device import sent
 from plait.tensor.nested_values import map_tensors
 
 

@@ -12,7 +12,7 @@ from plait.app.train.trainer import build_model
 from plait.engine.blueprint import build_blueprint
 from plait.errors import PlaitError
 from plait.plan.axes import PLAN_AXES
-from plait.ranks.device import CPU
+from plait.ranks.accelerator import CPU
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.transport.process_ranks import current_ranks
 

@@ -32,7 +32,7 @@ from plait.pictures.report.metrics import read_metrics
 from plait.pictures.report.run_record import METRICS_FILE
 from plait.pictures.report.step_json import read_step
 from plait.plan.plan import Plan
-from plait.ranks.device import is_accelerator, name_of
+from plait.ranks.accelerator import is_accelerator, name_of
 
 GIGA = 1e9
 SECTIONS = {"microbatches": "train"}

@@ -26,7 +26,7 @@ from plait.checkpoint.save_task import ManifestPart, file_name
 from plait.checkpoint.saving import LocalBox, contents_to_write, manifest_head
 from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder
 from plait.checkpoint.tensor_file import CHUNK, FileLayout
-from plait.ranks.device import StreamEvent, copy_later, is_accelerator
+from plait.ranks.accelerator import StreamEvent, copy_later, is_accelerator
 
 Addresses = list[tuple[str, int, torch.dtype, tuple[int, ...]]]
 """Name, address, dtype and shape of each tensor that a rank holds."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from plait.checkpoint.file_system_calls import Disk, write_text
 from plait.errors import CheckpointError
 from plait.files import owner_of, read_json, try_lock
-from plait.ranks.world import process_identity
+from plait.ranks.launcher_processes import process_identity
 
 HALVES = (0, 1)
 """The halves of the double buffer: one is complete while the other is written."""

@@ -51,11 +51,11 @@ from plait.ranks.exchange_with_supervisor import (
     supervised_run,
     supervisor_of_rank,
 )
-from plait.ranks.failure.failure_log import is_secondary
+from plait.ranks.failure.rank_failure import is_secondary
 from plait.ranks.launch.rank_threads import join_thread
+from plait.ranks.launcher_processes import process_identity, process_of_agent
 from plait.ranks.run_kept_in_memory import KeptRun, keep_run, keeps_runs, take_moved_run
 from plait.ranks.text_collectives import all_gather_text
-from plait.ranks.world import process_identity, process_of_agent
 
 SHARED_MEMORY = Path("/dev/shm")
 """Linux's folder in memory."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from plait.engine.compilation.graphs_and_eager_operations import operations_of
 from plait.engine.compilation.joint_graph_division import JointGraph, divided
-from plait.engine.compilation.layer_call import LayerCall
+from plait.engine.compilation.layer_call_state import LayerCall
 from plait.engine.compilation.layer_operations import LayerOperations, with_strides
 from plait.engine.compilation.torch_compiler import (
     COMPILER_LOCK,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import Node
 
-from plait.engine.compilation.layer_call import LayerCall
+from plait.engine.compilation.layer_call_state import LayerCall
 from plait.engine.compilation.layer_operations import LayerOperation, StoredResult, Values, arguments_of
 from plait.tensor.autograd.eager_operations import AutogradCall, LayerTrace
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN

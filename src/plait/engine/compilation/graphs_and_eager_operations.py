@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from plait.engine.compilation.eager_autograd_calls import autograd_call, autograd_call_backward
-from plait.engine.compilation.layer_call import LayerCall
+from plait.engine.compilation.layer_call_state import LayerCall
 from plait.engine.compilation.layer_operations import (
     LayerOperation,
     LayerOperations,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from plait.engine.compilation.layer_call import LayerCall
+from plait.engine.compilation.layer_call_state import LayerCall
 from plait.engine.compilation.torch_compiler import example_of
 
 Values = list[Any]

@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 
 from plait.errors import PlanError
 from plait.files import owner_of, try_lock, unlock
-from plait.ranks.device import keep_stand_in_for_gpus
+from plait.ranks.accelerator import keep_stand_in_for_gpus
 
 PATIENCE = 600.0
 """Seconds, as torch waits for its own locks."""

@@ -26,7 +26,7 @@ from plait.engine.runner import Runner, Runtime
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.replica_check import check_replicas
 from plait.errors import CorruptionError, ReplicaError
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 from plait.tensor.autograd.private_torch_functions import counts_all_writes
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.corruption.word_checksums import WordChecksums
-from plait.ranks.device import read_later
+from plait.ranks.accelerator import read_later
 from plait.tensor.autograd.regathered_activations import version_of
 
 STATE = "optimizer state"

@@ -18,8 +18,8 @@ from plait.engine.corruption.recorded_checksums import STATE, NamedTensor, Recor
 from plait.engine.sharding.replica_check import salt_of
 from plait.plan.layout.layout import Layout, Shard
 from plait.plan.shard_plan import replica_ranks
+from plait.ranks.accelerator import is_accelerator, moved_later, read_later
 from plait.ranks.collectives import all_gather
-from plait.ranks.device import is_accelerator, moved_later, read_later
 from plait.ranks.mesh import Mesh
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plait.ranks.device import DeviceGraph, GraphStream, graph_pool
+from plait.ranks.accelerator import DeviceGraph, GraphStream, graph_pool
 
 
 class RecordedWork(Protocol):

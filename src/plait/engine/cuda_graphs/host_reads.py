@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.ranks.device import RandomState, is_accelerator, random_state
+from plait.ranks.accelerator import RandomState, is_accelerator, random_state
 from plait.tensor.autograd.private_torch_functions import run_backward_unseen
 from plait.tensor.nested_values import tensors_of
 

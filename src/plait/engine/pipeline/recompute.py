@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ModelError
 from plait.plan.plan import Recompute
-from plait.ranks.device import random_state, set_random_state
+from plait.ranks.accelerator import random_state, set_random_state
 from plait.tensor.autograd.kept_results import KEPT_OPERATIONS, RECOMPUTED_RUN, Tensors
 from plait.tensor.nested_values import Value, list_of_tensors, map_tensors, tensors_of
 

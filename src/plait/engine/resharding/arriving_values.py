@@ -21,7 +21,7 @@ from plait.engine.engine import Engine
 from plait.engine.resharding.planned_transfers import GRADIENT, MovedTensor, Moves, PlacedBlueprint, Round
 from plait.engine.resharding.rank_report import HeldTensor, held_tensors
 from plait.engine.sharding.unit import Unit
-from plait.engine.whole_tensors import TensorLocation
+from plait.engine.tensor_sources import TensorLocation
 from plait.plan.layout.routes import BoxTransfer
 from plait.plan.layout.shards import ShardBox, shard_boxes
 from plait.ranks.box_exchange import LocalBoxes, exchange_boxes

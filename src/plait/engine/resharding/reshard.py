@@ -28,7 +28,7 @@ from plait.engine.resharding.optimizer_of_new_engine import (
 from plait.engine.resharding.planned_transfers import Moves, PlacedBlueprint, plan_moves
 from plait.engine.resharding.rank_report import RankReport
 from plait.engine.resharding.reshard_arguments import ReshardArguments
-from plait.engine.whole_tensors import TensorLocation, locate_tensors
+from plait.engine.tensor_sources import TensorLocation, locate_tensors
 from plait.errors import PlaitError, PlanError
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.argument_checks import require_instance

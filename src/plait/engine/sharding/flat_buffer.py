@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from plait.engine.sharding.float8_matrices import ScaledMatrices
 from plait.errors import PlanError
 from plait.plan.flat_buffer_specs import BufferSpec, Slot
-from plait.ranks.device import copy_later, is_accelerator, moved_later
+from plait.ranks.accelerator import copy_later, is_accelerator, moved_later
 from plait.ranks.gradient_hook_detection import first_gradient_hook
 from plait.ranks.group import Group
 from plait.tensor.dtypes import torch_dtype

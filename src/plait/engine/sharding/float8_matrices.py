@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from plait.plan.flat_buffer_specs import Slot
+from plait.ranks.accelerator import moved_later, sent
 from plait.ranks.collectives import all_reduce
-from plait.ranks.device import moved_later, sent
 from plait.ranks.group import Group
 from plait.tensor.float8.cast import cast_by, factor_of, largest_magnitude
 from plait.tensor.float8.recipes import CastFormat

@@ -14,8 +14,8 @@ from torch import Tensor
 from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage
 from plait.engine.sharding.float8_matrices import ScaledMatrices, scale_together
 from plait.engine.sharding.unit import Unit
+from plait.ranks.accelerator import copy_later, synchronize_stream
 from plait.ranks.collectives import all_gather
-from plait.ranks.device import copy_later, synchronize_stream
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
 from plait.schedules.lowering.program import (

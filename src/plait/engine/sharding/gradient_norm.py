@@ -1,14 +1,9 @@
-"""The gradient norm of the whole model, clipping by it, and the loss scale of half-precision gradients.
-
-A dynamic scale (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2) is halved after
-a step whose gradients are not finite, and doubled after many steps whose gradients are.
-"""
+"""The gradient norm of the whole model, over all ranks, and clipping by it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,8 +13,8 @@ from plait.engine.sharding.unit import Owners, Unit
 from plait.errors import PlanError
 from plait.plan.argument_checks import require_number
 from plait.plan.layout.layout import Layout
+from plait.ranks.accelerator import is_accelerator, sent
 from plait.ranks.collectives import all_reduce
-from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.tensor.autograd.private_torch_functions import multiply_each
@@ -143,57 +138,3 @@ def _gradients(unit: Unit, wanted: Collection[str]) -> list[Tensor]:
     """Return the gradients of the `wanted` optimizer parameters that have elements."""
     gradients = (one for buffer in unit.buffers for one in buffer.current_gradients(wanted))
     return [gradient for gradient in gradients if gradient.numel()]
-
-
-FIRST = 2.0**16
-GROWS_AFTER = 2000
-"""Steps in a row with finite gradients."""
-
-
-@dataclass
-class LossScale:
-    """The loss scale of the next step, and the state by which a dynamic scale adapts."""
-
-    value: float = 1.0
-    dynamic: bool = False
-    good_steps: int = 0
-    checked: bool = True
-    """Whether the gradients of the latest step were checked for finite values."""
-
-    def require_checked(self, *, anew: bool) -> None:
-        """Raise PlanError where gradients begin `anew`, and the last ones were not checked for overflow.
-
-        With a dynamic scale only: the optimizer may have used values that are not finite.
-        """
-        if self.dynamic and anew and not self.checked:
-            raise PlanError(
-                "in fp16 gradients may overflow, and they were not checked: call "
-                "engine.clip_grad_norm_ (with float('inf') to clip nothing) before each optimizer.step()."
-            )
-
-    def end(self) -> None:
-        """End a successful step: mark its gradients as not yet checked for overflow."""
-        self.checked = False
-
-    @property
-    def guards(self) -> bool:
-        """Whether all gradients of a step are set to None if any of them overflowed (is not finite)."""
-        return self.dynamic or self.value != 1
-
-    def update(self, *, finite: bool) -> None:
-        """Adapt a dynamic scale: halve it if gradients were not finite, double it after many finite steps."""
-        self.checked = True
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not self.dynamic:
-            return
-        if not finite:
-            self.value /= 2
-        elif self.good_steps == GROWS_AFTER:
-            self.value, self.good_steps = self.value * 2, 0
-
-
-def loss_scale(given: float | None, *, in_fp16: bool) -> LossScale:
-    """Return the first step's loss scale: `given`, or dynamic if anything is in fp16, or else 1."""
-    if given is not None:
-        return LossScale(given)
-    return LossScale(FIRST, dynamic=True) if in_fp16 else LossScale()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage
 from plait.engine.sharding.unit import Unit
+from plait.ranks.accelerator import moved_later, read_later
 from plait.ranks.collectives import all_reduce, reduce_scatter
-from plait.ranks.device import moved_later, read_later
 from plait.ranks.handle import Handle
 from plait.schedules.lowering.program import (
     AllocateGradient,

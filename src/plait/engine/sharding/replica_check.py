@@ -25,13 +25,13 @@ from plait.errors import ReplicaError
 from plait.plan.axes import PLAN_AXES, STAGE_AXES, index_along
 from plait.plan.layout.layout import Layout
 from plait.plan.shard_plan import replica_ranks
+from plait.ranks.accelerator import moved_later
 from plait.ranks.collectives import all_gather, all_reduce
 from plait.ranks.consistency_check import as_hex, tensor_hash
-from plait.ranks.device import moved_later
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import all_gather_text
-from plait.ranks.transport.buffers import describe
+from plait.ranks.transport.call_description import describe
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 """Types of optimizer state and options that are compared, beside tensors."""

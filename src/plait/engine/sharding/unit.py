@@ -17,8 +17,8 @@ from plait.plan.axes import DATA_AXES, axes_of
 from plait.plan.flat_buffer_specs import BufferSpec, FlatSpec, Slot
 from plait.plan.layout.layout import Layout
 from plait.plan.parameter_units import BufferKind
+from plait.ranks.accelerator import host_zeros
 from plait.ranks.collectives import shared_zeros
-from plait.ranks.device import host_zeros
 from plait.ranks.group import Group
 from plait.ranks.mesh import Mesh
 from plait.tensor.dtypes import torch_dtype

@@ -22,11 +22,17 @@ from plait.estimate.time.hardware import (
     load_hardware,
 )
 from plait.estimate.time.operation_times import Product, product_efficiency
-from plait.ranks.device import is_accelerator, multiprocessors, name_of, total_memory, visible_accelerators
+from plait.ranks.accelerator import (
+    is_accelerator,
+    multiprocessors,
+    name_of,
+    total_memory,
+    visible_accelerators,
+)
 from plait.ranks.launch.launch import launch
+from plait.ranks.launcher_environment import find_world
 from plait.ranks.mesh import GridMesh
 from plait.ranks.transport.process_ranks import current_ranks
-from plait.ranks.world import find_world
 
 SECONDS = 0.4
 """Time spent on each figure."""

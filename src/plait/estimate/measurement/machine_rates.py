@@ -16,8 +16,8 @@ from torch.optim import AdamW
 
 from plait.estimate.measurement.timer import Timer
 from plait.plan.plan import Precision
+from plait.ranks.accelerator import StreamEvent, is_accelerator, synchronize
 from plait.ranks.collectives import all_gather, all_reduce, all_to_all, barrier
-from plait.ranks.device import StreamEvent, is_accelerator, synchronize
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
 from plait.tensor.dtypes import DTYPES

@@ -20,8 +20,8 @@ from plait.models.layers.layer_sequence import buffer_dtype, private_copy
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
+from plait.ranks.accelerator import synchronize
 from plait.ranks.consistency_check import require_same_text
-from plait.ranks.device import synchronize
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
 from plait.schedules.search.stage_cuts import LayerCosts, schedule_and_cut

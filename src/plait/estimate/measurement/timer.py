@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from plait.ranks.device import is_accelerator, synchronize
+from plait.ranks.accelerator import is_accelerator, synchronize
 
 _PRODUCTS, _SIDE = 8, 320
 """Number and side of the products: some milliseconds."""

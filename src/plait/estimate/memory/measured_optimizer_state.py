@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.errors import PlanError
 from plait.optimizers.flattened_state import flat_state
-from plait.ranks.device import keep_random_state
+from plait.ranks.accelerator import keep_random_state
 
 STEPS = 2
 """Some classes allocate a part of their state in the second step."""

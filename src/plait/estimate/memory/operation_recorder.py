@@ -16,8 +16,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from plait.estimate.memory.remembered_results import RememberedResults
 from plait.estimate.memory.aten_operations import Access, accesses_of, operations_of
+from plait.estimate.memory.remembered_results import RememberedResults
 from plait.estimate.time.kernel_fusion import Phase, Range, RecordedOperation, fused
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product

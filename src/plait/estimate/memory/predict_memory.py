@@ -29,7 +29,7 @@ from plait.estimate.memory.whole_parameter_owners import Moments, require_moment
 from plait.plan.argument_checks import require_instance, require_whole
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
-from plait.ranks.device import default_device
+from plait.ranks.accelerator import default_device
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule

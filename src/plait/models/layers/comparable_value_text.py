@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from plait.models.layers.layer_sequence import bits_of
 from plait.models.result_cache import ResultCache
-from plait.ranks.transport.buffers import describe
+from plait.ranks.transport.call_description import describe
 
 DIFFERS_BY_RANK = "differs_by_rank"
 """An attribute of a class, an object or a function: names of its attributes that need not be alike."""

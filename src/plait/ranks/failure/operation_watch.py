@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from plait.errors import CommunicationError
-from plait.ranks.device import StreamEvent
+from plait.ranks.accelerator import StreamEvent
 from plait.ranks.failure.process_watch import end_process
 
 _MOST_PERIOD = 0.5

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn, Self
 
-from plait.ranks.world import World, parent_of, parents_up_to_launcher
+from plait.ranks.launcher_environment import World
+from plait.ranks.launcher_processes import parent_of, parents_up_to_launcher
 
 _MARKS = {
     "torchrun": "TORCHELASTIC_RUN_ID",  # a rank that was started by hand has RANK, and no agent

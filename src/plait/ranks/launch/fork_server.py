@@ -21,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from plait.errors import MeshError
-from plait.ranks.world import environment_of, is_stopped, process_identity
+from plait.ranks.launcher_processes import environment_of, is_stopped, process_identity
 
 _PERIOD = 0.2
 """Seconds between two looks at a fork server that is to start a process, and until the next try."""

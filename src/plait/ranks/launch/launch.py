@@ -13,19 +13,19 @@ import torch
 
 from plait.errors import MeshError
 from plait.plan.argument_checks import require_choice, require_flag, require_number, whole
-from plait.ranks.device import CPU, default_device, finish_queued_work, visible_accelerators
+from plait.ranks.accelerator import CPU, default_device, finish_queued_work, visible_accelerators
 from plait.ranks.exchange_with_supervisor import supervisor_of_rank
 from plait.ranks.failure.process_watch import OrphanWatch, Watchdog
+from plait.ranks.gpu_sharing import explained_sharing
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.run_elastic import run_elastic, run_elastic_host
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.launch.rank_threads import run_threads
-from plait.ranks.launch.result_exchange import all_gather_results
+from plait.ranks.launch.result_all_gather import all_gather_results
 from plait.ranks.launch.world_membership import join_world, leave_world
-from plait.ranks.rank_device import explained_sharing
+from plait.ranks.launcher_environment import World, find_world
 from plait.ranks.transport.interface import RankTransports
 from plait.ranks.transport.process_ranks import current_ranks, joined_processes
-from plait.ranks.world import World, find_world
 
 Result = TypeVar("Result")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
 from plait.ranks.gradient_hook_detection import first_gradient_hook
-from plait.ranks.world import World, without_launcher
+from plait.ranks.launcher_environment import World, without_launcher
 
 
 @dataclass(frozen=True)

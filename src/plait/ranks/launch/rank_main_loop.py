@@ -24,14 +24,14 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from plait.errors import PlaitError
-from plait.ranks.device import finish_queued_work, has_used_accelerator
+from plait.ranks.accelerator import finish_queued_work, has_used_accelerator
 from plait.ranks.exchange_with_supervisor import WorldChange
-from plait.ranks.failure.failure_log import RankFailure, from_exception
 from plait.ranks.failure.process_watch import end_orphan, end_process
+from plait.ranks.failure.rank_failure import RankFailure, from_exception
+from plait.ranks.gpu_sharing import explained_sharing
 from plait.ranks.launch.rank_job import RankJob, dumps_result, loads_call, stack_file
 from plait.ranks.launch.shut_rank_connections import RankConnections
 from plait.ranks.launch.world_membership import join_world, leave_world
-from plait.ranks.rank_device import explained_sharing
 from plait.ranks.run_kept_in_memory import drop_kept_run, forget_connections_of_kept_run
 
 STACK_SIGNAL = signal.SIGUSR2

@@ -18,13 +18,13 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
 from plait.errors import MeshError, RankError
-from plait.ranks.failure.failure_log import RankFailure, from_exit, root_cause
+from plait.ranks.failure.rank_failure import RankFailure, from_exit, root_cause
+from plait.ranks.gpu_sharing import newer_nccl
 from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, stack_file, unpickled_result
 from plait.ranks.launch.rank_main_loop import END, STACK_SIGNAL, serve
 from plait.ranks.launch.temporary_run_folder import run_folder
-from plait.ranks.rank_device import newer_nccl
-from plait.ranks.world import World
+from plait.ranks.launcher_environment import World
 
 Result = TypeVar("Result")
 

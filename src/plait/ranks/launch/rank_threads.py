@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from plait.errors import MeshError
-from plait.ranks.device import keep_stand_in_for_gpus
-from plait.ranks.failure.failure_log import RankFailure, from_exception, root_cause
+from plait.ranks.accelerator import keep_stand_in_for_gpus
+from plait.ranks.failure.rank_failure import RankFailure, from_exception, root_cause
 from plait.ranks.transport.threads.cooperative_scheduler import CooperativeScheduler
 from plait.ranks.transport.threads.operations import GroupOperations
 from plait.ranks.transport.threads.transport import (

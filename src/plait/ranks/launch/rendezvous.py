@@ -24,9 +24,9 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from plait.errors import CommunicationError, listed
+from plait.ranks.launcher_environment import World
 from plait.ranks.run_store import connect, listen, require_known, server_at
-from plait.ranks.transport.shared_memory.group_channels import host_identity
-from plait.ranks.world import World
+from plait.ranks.transport.shared_memory.host_discovery import host_identity
 
 
 @dataclass(frozen=True)

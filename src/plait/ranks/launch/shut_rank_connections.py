@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+from plait.ranks.launcher_processes import parent_of
 from plait.ranks.run_store import plain_address
-from plait.ranks.transport.shared_memory.channel import LISTENER_PREFIX
-from plait.ranks.world import parent_of
+from plait.ranks.transport.shared_memory.peer_sockets import LISTENER_PREFIX
 
 _PROCESSES = Path("/proc")
 _TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import CommunicationError, MeshError
-from plait.ranks.device import accelerator_of_rank, make_current, visible_accelerators
+from plait.ranks.accelerator import accelerator_of_rank, make_current, visible_accelerators
+from plait.ranks.gpu_sharing import ranks_that_share, share_gpu
 from plait.ranks.launch.rendezvous import Meeting, meet
-from plait.ranks.rank_device import ranks_that_share, share_gpu
+from plait.ranks.launcher_environment import World
 from plait.ranks.transport.torch_distributed import torch_timeout
-from plait.ranks.world import World
 
 
 def join_world(

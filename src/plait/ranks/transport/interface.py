@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.ranks.failure.failure_log import FailureLog
-from plait.ranks.transport.buffers import Op
+from plait.ranks.transport.rank_order_reduction import Op
 
 
 class Pending(Protocol):

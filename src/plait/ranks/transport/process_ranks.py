@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.errors import CommunicationError
-from plait.ranks.device import default_device
+from plait.ranks.accelerator import default_device
 from plait.ranks.failure.failure_log import FailureLog, failure_log_of_world
 from plait.ranks.transport.interface import RankTransports, Transport
-from plait.ranks.transport.shared_memory.group_channels import HostRanks, discover_host
+from plait.ranks.transport.shared_memory.host_discovery import HostRanks, discover_host
 from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
 from plait.ranks.transport.threads.transport import current_thread_rank
 from plait.ranks.transport.torch_distributed import (

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.ranks.device import current_accelerator
-from plait.ranks.transport.buffers import Op, as_bytes, dense, divide_mean, fold
+from plait.ranks.accelerator import current_accelerator
+from plait.ranks.transport.buffers import as_bytes, dense
 from plait.ranks.transport.interface import Pending, RangeSizes
+from plait.ranks.transport.rank_order_reduction import Op, divide_mean, fold
 
 EXCHANGE_LIMIT = 2**20
 """Bytes that a rank sends in an exchange, up to which it is preferred to Gloo's ring all-reduce."""

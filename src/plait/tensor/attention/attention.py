@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.plan.context_parallel_heads import heads_of_ranks
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 from plait.tensor.attention.block_attention import (
     AnyDropout,
     Scaling,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.plan.layout.sequence_layout import parts_of
-from plait.ranks.device import sent
+from plait.ranks.accelerator import sent
 from plait.tensor.attention.fused_kernels import Attended, FusedKernel, Gradients, fused_kernel
 from plait.tensor.attention.kernel_calls import BlockCall
 from plait.tensor.dropout import Dropout

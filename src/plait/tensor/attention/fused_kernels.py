@@ -21,7 +21,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from plait.ranks.device import is_accelerator, sent
+from plait.ranks.accelerator import is_accelerator, sent
 from plait.tensor.running_sequence import DocumentBounds
 
 Gradients = tuple[Tensor, Tensor, Tensor]

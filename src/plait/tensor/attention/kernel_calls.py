@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plait.ranks.device import sent
+from plait.ranks.accelerator import sent
 from plait.tensor.attention.visible_keys import Indices
 
 TILE = 256

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plait.plan.layout.sequence_layout import SequenceLayout, parts_of
-from plait.ranks.device import CPU
-from plait.ranks.device import sent as copied
+from plait.ranks.accelerator import CPU
+from plait.ranks.accelerator import sent as copied
 from plait.tensor.attention.fused_kernels import PackedCall
 from plait.tensor.attention.kernel_calls import BlockCall, block_calls, with_intervals_on
 from plait.tensor.attention.visible_keys import needed_keys, visible_indices, visible_range

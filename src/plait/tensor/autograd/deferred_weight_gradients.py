@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.ranks.device import is_accelerator, multiplies_into_float32
+from plait.ranks.accelerator import is_accelerator, multiplies_into_float32
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
 from plait.tensor.autograd.private_torch_functions import apply_function, reshaped_in_place, rows_of

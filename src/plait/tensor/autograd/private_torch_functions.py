@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function
 
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 
 _Function = torch.autograd.Function
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.ranks.device import multiplies_float8_groups
+from plait.ranks.accelerator import multiplies_float8_groups
 from plait.tensor.experts.grouped_products import Groups, batches, parts
 from plait.tensor.float8.cast import ScaledMatrix
 from plait.tensor.float8.scaled_product import product

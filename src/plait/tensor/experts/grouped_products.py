@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.ranks.device import is_accelerator, multiplies_groups
+from plait.ranks.accelerator import is_accelerator, multiplies_groups
 
 ALIGNMENT = 16
 """Bytes to which `grouped_mm` wants the first element, and each row, of its operands aligned."""

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.plan.layout.layout import divide
+from plait.ranks.accelerator import sent
 from plait.ranks.collectives import all_reduce
-from plait.ranks.device import sent
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plait.ranks.device import sent
+from plait.ranks.accelerator import sent
 from plait.tensor.dropout import LocatePart
 from plait.tensor.nested_values import Value, tensors_of
 from plait.tensor.running_sequence import DocumentBounds, LocalSequence, running_sequence

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from plait.plan.layout.layout import divide
+from plait.ranks.accelerator import is_accelerator, sent
 from plait.ranks.collectives import all_gather, all_to_all_uneven
-from plait.ranks.device import is_accelerator, sent
 from plait.ranks.group import Group
 from plait.tensor.autograd.regathered_activations import PendingTensor
 from plait.tensor.experts.copies_of_tokens import TokenRows

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.errors import ModelError
-from plait.ranks.device import is_accelerator
+from plait.ranks.accelerator import is_accelerator
 from plait.tensor.float8.cast import ScaledMatrix
 
 _ONE_SCALE, _SCALE_A_ROW = functional.ScalingType.TensorWise, functional.ScalingType.RowWise

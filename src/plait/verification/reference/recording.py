@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.ranks import json_values
+from plait.ranks import json_serialization
 from plait.ranks.collectives import broadcast
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
@@ -236,6 +236,8 @@ def broadcast_object(thing: Object | None, mesh: Mesh) -> Object:
     Communication: two broadcasts over the world.
     """
     world = mesh.group("world")
-    text = json_values.encode(thing) if world.index == 0 else ""
-    received: Object = json_values.decode(broadcast_text(text, world, world.device_for_text(mesh.device)))
+    text = json_serialization.encode(thing) if world.index == 0 else ""
+    received: Object = json_serialization.decode(
+        broadcast_text(text, world, world.device_for_text(mesh.device))
+    )
     return received

@@ -7,8 +7,8 @@ import pytest
 from plait.app.cli import doctor
 from plait.app.cli.main import main
 from plait.errors import MeshError
-from plait.ranks import host_check
-from plait.ranks.host_check import HostFinding
+from plait.ranks import host_diagnostics
+from plait.ranks.host_diagnostics import HostFinding
 from plait.ranks.launch.rank_pool import RankPool
 
 
@@ -19,7 +19,7 @@ from plait.ranks.launch.rank_pool import RankPool
 def test_doctor_prints_findings_and_remedies_and_exits_with_1_if_any(
     remedy: str, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host_check, "check_host", lambda: [HostFinding("open files", "256", remedy)])
+    monkeypatch.setattr(host_diagnostics, "check_host", lambda: [HostFinding("open files", "256", remedy)])
     assert main(["doctor", "--no-ranks"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["open", "files", "256"]
@@ -55,6 +55,6 @@ def test_doctor_reports_the_start_time_of_two_ranks_or_why_they_failed(
 
     monkeypatch.undo()
     monkeypatch.setattr("plait.ranks.launch.launch.launch", fails)
-    monkeypatch.setattr(host_check, "check_host", lambda: [])
+    monkeypatch.setattr(host_diagnostics, "check_host", lambda: [])
     assert [*doctor._two_ranks()] == [HostFinding("two ranks", "they failed", "no port is free.")]
     assert main(["doctor"]) == 1

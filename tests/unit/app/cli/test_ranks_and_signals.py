@@ -15,7 +15,7 @@ import pytest
 
 from plait.app.cli.ranks_and_signals import end_rank, importing, local_ranks, stoppable
 from plait.errors import ConfigError
-from plait.ranks import world
+from plait.ranks import launcher_environment
 from plait.ranks.launch import fork_server
 from plait.ranks.launch.rank_main_loop import STOP_SIGNAL
 
@@ -33,7 +33,9 @@ def handlers() -> Iterator[None]:
 
 def of_launcher(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
     monkeypatch.setattr(
-        world, "find_world", lambda: SimpleNamespace(rank=rank, world_size=size, launcher="torchrun")
+        launcher_environment,
+        "find_world",
+        lambda: SimpleNamespace(rank=rank, world_size=size, launcher="torchrun"),
     )
 
 
@@ -100,7 +102,7 @@ def test_the_first_signal_to_the_command_is_sent_on_to_the_ranks(
 
 
 def test_more_local_ranks_than_the_hosts_cores_allow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "find_world", lambda: None)
+    monkeypatch.setattr(launcher_environment, "find_world", lambda: None)
     for cores, most in ((1, 64), (None, 64), (9, 72)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         with local_ranks(most, "the plan") as prints:
@@ -129,7 +131,7 @@ def test_more_local_ranks_than_the_hosts_cores_allow_are_refused(monkeypatch: py
 def test_a_terminated_command_ends_with_its_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(world, "find_world", lambda: None)
+    monkeypatch.setattr(launcher_environment, "find_world", lambda: None)
     with pytest.raises(SystemExit) as ended, local_ranks(1, "the plan"):
         signal.raise_signal(signal.SIGTERM)
     assert (ended.value.code, capsys.readouterr().err) == (143, "plait: terminated.\n")
@@ -140,7 +142,7 @@ def test_a_rank_of_a_launcher_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "_exit", told.append)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, SimpleNamespace(flush=lambda name=name: told.append(name)))
-    monkeypatch.setattr(world, "find_world", lambda: None)
+    monkeypatch.setattr(launcher_environment, "find_world", lambda: None)
     end_rank(5)
     assert told == []
     of_launcher(monkeypatch, 1, 2)

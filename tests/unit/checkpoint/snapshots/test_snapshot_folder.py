@@ -12,7 +12,7 @@ import pytest
 
 from plait.checkpoint.snapshots.snapshot_folder import SnapshotFolder
 from plait.errors import CheckpointError
-from plait.ranks.world import process_identity
+from plait.ranks.launcher_processes import process_identity
 
 
 def made(base: Path, name: str, owner: str) -> SnapshotFolder:

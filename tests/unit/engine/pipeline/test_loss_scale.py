@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.engine.sharding.gradient_norm import FIRST, LossScale, loss_scale
+from plait.engine.sharding.loss_scale import FIRST, LossScale, loss_scale
 from plait.errors import PlanError
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import plait
-from plait.engine.whole_tensors import LocalSource, locate_tensors
+from plait.engine.tensor_sources import LocalSource, locate_tensors
 from plait.errors import DataError, ModelError, PlanError
 from plait.models.layers.model_validation import (
     buffers_of_loss,

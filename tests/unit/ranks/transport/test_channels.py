@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from plait.ranks.transport.shared_memory.channel import ChannelMessage, Listener, PeerChannel
-from plait.ranks.transport.shared_memory.group_channels import Channels
+from plait.ranks.transport.shared_memory.group_socket_messages import Channels
+from plait.ranks.transport.shared_memory.peer_sockets import ChannelMessage, Listener, PeerChannel
 
 OWN = ChannelMessage(-1)
 

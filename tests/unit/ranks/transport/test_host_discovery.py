@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plait.ranks.transport.shared_memory.channel import Listener
-from plait.ranks.transport.shared_memory.group_channels import HostRanks
+from plait.ranks.transport.shared_memory.host_discovery import HostRanks
+from plait.ranks.transport.shared_memory.peer_sockets import Listener
 
 
 def test_ranks_that_all_listen_on_one_host_share_memory() -> None:

@@ -16,8 +16,8 @@ from strangers import (
     unix_socket,
 )
 
-from plait.ranks.transport.shared_memory.channel import ChannelMessage, Listener
-from plait.ranks.transport.shared_memory.group_channels import Channels
+from plait.ranks.transport.shared_memory.group_socket_messages import Channels
+from plait.ranks.transport.shared_memory.peer_sockets import ChannelMessage, Listener
 
 pytestmark = NEEDS_TWO_USERS
 OWN = ChannelMessage(-1)

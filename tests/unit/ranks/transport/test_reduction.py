@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.ranks.transport import buffers as reduction
-from plait.ranks.transport.buffers import Op, blocks, fold, reduction_error
+from plait.ranks.transport.rank_order_reduction import Op, blocks, fold, reduction_error
 
 ONE_BY_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.ranks.transport.shared_memory import shared_staging as module
-from plait.ranks.transport.shared_memory.channel import Listener
-from plait.ranks.transport.shared_memory.group_channels import Channels
+from plait.ranks.transport.shared_memory.group_socket_messages import Channels
+from plait.ranks.transport.shared_memory.peer_sockets import Listener
 from plait.ranks.transport.shared_memory.shared_staging import PendingRead, SharedStagingBuffers
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ModelError
-from plait.ranks.device import multiplies_into_float32
+from plait.ranks.accelerator import multiplies_into_float32
 from plait.tensor.autograd import deferred_weight_gradients
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients, linear
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue

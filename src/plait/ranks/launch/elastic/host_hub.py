@@ -35,13 +35,13 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plait.errors import listed, terminal_text
-from plait.ranks.launch.elastic.host_agreement import (
+from plait.ranks.launch.elastic.host_link import HostLink, Message
+from plait.ranks.launch.elastic.host_quorum import (
     HostWorld,
     KnownWorlds,
     missing_for_majority,
     sizes_of_hosts,
 )
-from plait.ranks.launch.elastic.host_link import HostLink, Message
 from plait.ranks.launch.elastic.meeting_address_search import HubPlace, answer_where
 from plait.ranks.run_store import listen
 

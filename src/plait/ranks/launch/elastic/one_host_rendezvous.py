@@ -8,7 +8,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from plait.ranks.failure.failure_log import RankFailure
+from plait.ranks.failure.rank_failure import RankFailure
 from plait.ranks.run_store import listen
 
 _HOST = "127.0.0.1"

@@ -16,6 +16,7 @@ from plait.errors import MeshError, PlaitError, listed
 from plait.ranks.exchange_with_supervisor import removed_at_end, variables_of_supervisor
 from plait.ranks.failure.process_watch import OrphanWatch
 from plait.ranks.failure.rank_activity import variables_of_activity
+from plait.ranks.gpu_sharing import newer_nccl
 from plait.ranks.launch.elastic.host_hub import HostRun
 from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
@@ -26,8 +27,7 @@ from plait.ranks.launch.fork_server import start_process
 from plait.ranks.launch.rank_job import RankJob, pickled_call, unpickled_result
 from plait.ranks.launch.rank_main_loop import serve
 from plait.ranks.launch.temporary_run_folder import run_folder
-from plait.ranks.rank_device import newer_nccl
-from plait.ranks.world import World, derived_ports
+from plait.ranks.launcher_environment import World, derived_ports
 
 Result = TypeVar("Result")
 

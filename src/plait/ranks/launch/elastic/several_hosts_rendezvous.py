@@ -26,10 +26,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from plait.errors import CommunicationError, MeshError, PlaitError, RankError, listed
-from plait.ranks import json_values
-from plait.ranks.failure.failure_log import RankFailure
-from plait.ranks.json_values import NotPlainError
-from plait.ranks.launch.elastic.host_agreement import HostWorld, KnownWorlds
+from plait.ranks import json_serialization
+from plait.ranks.failure.rank_failure import RankFailure
+from plait.ranks.json_serialization import NotPlainError
 from plait.ranks.launch.elastic.host_hub import HostHub, HostRun, known_of, world_of
 from plait.ranks.launch.elastic.host_link import (
     MOST_BYTES,
@@ -39,6 +38,7 @@ from plait.ranks.launch.elastic.host_link import (
     ask_host,
     connect_to_host,
 )
+from plait.ranks.launch.elastic.host_quorum import HostWorld, KnownWorlds
 from plait.ranks.launch.elastic.meeting_address_search import HubPlace, searching
 from plait.ranks.launch.rank_job import unpickled_result
 from plait.ranks.run_store import is_loopback, listening_socket, plain_address, require_known
@@ -160,7 +160,7 @@ class SeveralHostsRendezvous(RendezvousHandler):
     def results(self) -> list[Any]:
         """The results of all ranks, after `finish` has returned True."""
         assert self._end_message is not None, "`finish` returned True"
-        return [json_values.decode(text) for text in self._end_message["results"]]
+        return [json_serialization.decode(text) for text in self._end_message["results"]]
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until the hosts have agreed on the next world; return torch's `RendezvousInfo`.
@@ -535,7 +535,7 @@ def _addresses_of(name: str) -> list[str]:
 
 def _plain(result: object, rank: int) -> str:
     try:
-        return json_values.encode(result)
+        return json_serialization.encode(result)
     except NotPlainError as error:
         raise PlaitError(
             f"rank {rank}'s result is a {error}, which elastic ranks do not send to other hosts: return "

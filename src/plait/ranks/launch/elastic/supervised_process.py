@@ -13,12 +13,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from plait.ranks.failure.failure_log import RankFailure, from_exit
 from plait.ranks.failure.rank_activity import Activity, ActivityFile
+from plait.ranks.failure.rank_failure import RankFailure, from_exit
 from plait.ranks.launch.rank_job import RankJob, stack_file
 from plait.ranks.launch.rank_main_loop import BECOMES_SPARE, END, LEAVES_BY_ENDING, PING, READY, STOP
 from plait.ranks.launch.shut_rank_connections import shared_socket
-from plait.ranks.world import is_stopped
+from plait.ranks.launcher_processes import is_stopped
 
 _GRACE = 1.0
 """Seconds for the exit code of a process that has ended, and for one that is told to end."""

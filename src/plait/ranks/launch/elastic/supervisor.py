@@ -38,7 +38,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from plait.errors import CorruptionError, MeshError, PlaitError
 from plait.plan.argument_checks import whole
 from plait.ranks.exchange_with_supervisor import go_on_before, note_possible_ranks, restored_step
-from plait.ranks.failure.failure_log import RankFailure, root_cause
+from plait.ranks.failure.rank_failure import RankFailure, root_cause
 from plait.ranks.launch.elastic.one_host_rendezvous import OneHostRendezvous
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.several_hosts_rendezvous import SeveralHostsRendezvous

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.ranks.transport.shared_memory.channel import ChannelMessage
-from plait.ranks.transport.shared_memory.group_channels import Channels
+from plait.ranks.transport.shared_memory.group_socket_messages import Channels
+from plait.ranks.transport.shared_memory.peer_sockets import ChannelMessage
 
 CAPACITY = 2**28
 """Bytes a rank for staged tensors; only used bytes take memory. At the limit, pending reads are finished."""

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plait.ranks.transport.buffers import Op, blocks, dtype_name, fold
+from plait.ranks.transport.call_description import dtype_name
 from plait.ranks.transport.interface import Pending, RangeSizes
-from plait.ranks.transport.shared_memory.channel import MOST_CALL_BYTES, ChannelMessage
-from plait.ranks.transport.shared_memory.group_channels import Channels, HostRanks
+from plait.ranks.transport.rank_order_reduction import Op, blocks, fold
+from plait.ranks.transport.shared_memory.group_socket_messages import Channels
+from plait.ranks.transport.shared_memory.host_discovery import HostRanks
+from plait.ranks.transport.shared_memory.peer_sockets import MOST_CALL_BYTES, ChannelMessage
 from plait.ranks.transport.shared_memory.shared_staging import (
     PendingRead,
     SharedSegments,

@@ -14,8 +14,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from plait.ranks.transport.buffers import Op, dense, describe, fold
+from plait.ranks.transport.buffers import dense
+from plait.ranks.transport.call_description import describe
 from plait.ranks.transport.interface import RangeSizes
+from plait.ranks.transport.rank_order_reduction import Op, fold
 
 MessageKey = tuple[int, int, int]
 """Source, destination and tag."""

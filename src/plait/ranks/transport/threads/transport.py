@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.ranks.transport.buffers import Op, describe, dtype_name
+from plait.ranks.transport.call_description import describe, dtype_name
 from plait.ranks.transport.interface import Pending, RangeSizes, RankTransports
+from plait.ranks.transport.rank_order_reduction import Op
 from plait.ranks.transport.threads import operations
 from plait.ranks.transport.threads.cooperative_scheduler import CooperativeScheduler, WaitCondition
 from plait.ranks.transport.threads.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from plait.errors import CommunicationError, PlaitError, listed
-from plait.ranks import json_values
-from plait.ranks.json_values import NotPlainError
+from plait.ranks import json_serialization
+from plait.ranks.json_serialization import NotPlainError
 from plait.ranks.launch.rank_job import dumps_result
 from plait.ranks.transport.interface import Transport
 
@@ -57,14 +57,14 @@ def all_gather_results(
         if number == rank
         else pickles[number]
         if number in pickles
-        else json_values.decode(text[1:].decode())
+        else json_serialization.decode(text[1:].decode())
         for number, text in enumerate(texts)
     ]
 
 
 def _first_message(result: object, rank: int) -> bytes:
     try:
-        return _PLAIN + json_values.encode(result).encode()
+        return _PLAIN + json_serialization.encode(result).encode()
     except NotPlainError as error:
         name = str(error)
     try:

@@ -20,13 +20,13 @@ from torch.optim.optimizer import Optimizer
 
 from plait.engine.fingerprint import settings_lines
 from plait.engine.runner import Runtime
-from plait.engine.sharding.gradient_norm import LossScale
+from plait.engine.sharding.loss_scale import LossScale
 from plait.errors import CommunicationError, PlaitError
 from plait.models.layers.comparable_value_text import ValueTexts
 from plait.plan.axes import STAGE_AXES
 from plait.proof.optimizer_proof import is_free_of_order
 from plait.ranks.consistency_check import all_numbers, different_texts
-from plait.ranks.transport.buffers import shown
+from plait.ranks.transport.call_description import shown
 
 
 class StepAgreement:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from plait.package import version_of
-from plait.ranks.device import accelerator_versions, name_of, total_memory, visible_accelerators
+from plait.ranks.accelerator import accelerator_versions, name_of, total_memory, visible_accelerators
 
 SHARED_MEMORY = Path("/dev/shm")
 _ENOUGH_SHARED = 1_000_000_000
