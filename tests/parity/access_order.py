@@ -254,7 +254,12 @@ def stand_for_gpus(monkeypatch: pytest.MonkeyPatch, order: AccessOrder) -> None:
     for name, new in _device_room(order).items():
         original = getattr(accelerator, name)
         for module in [one for path, one in sys.modules.items() if path.startswith("plait.")]:
-            if getattr(module, name, None) is original and module not in (accelerator, gpu_sharing, mesh, rank_device):
+            if getattr(module, name, None) is original and module not in (
+                accelerator,
+                gpu_sharing,
+                mesh,
+                rank_device,
+            ):
                 monkeypatch.setattr(module, name, new)
     start, join, resize = threading.Thread.start, threading.Thread.join, torch.UntypedStorage.resize_
     after = saving._after

@@ -19,14 +19,14 @@ from parity.tensor_defects import (
     last_row_of_each_shard_lost,
 )
 from plait.engine import parallelize as composer
-from plait.engine import whole_state_dict
+from plait.engine import tensor_sources
 from plait.engine.pipeline.stage_exchange import Exchange
 from plait.engine.runner import Runner
 from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
 from plait.ranks.collectives import all_gather
 from plait.schedules.action import Kind
-from plait.tensor import nested_values as values
+from plait.tensor import microbatches as values
 from plait.tensor.nested_values import map_tensors
 from plait.tensor.parallel import embedding_and_norm as embedding
 from plait.tensor.parallel import linear as region_boundary
@@ -283,24 +283,24 @@ def first_shard_on_every_rank() -> Any:
 
 def other_values_on_one_rank() -> Any:
     """Rank 1 starts from other values, as from another seed."""
-    original = whole_state_dict.initial_value
+    original = tensor_sources.initial_value
 
     def initial_value(*arguments: Any) -> Tensor:
         value = original(*arguments)
         return value * 1.5 if rank() == 1 else value
 
-    return patch.object(whole_state_dict, "initial_value", initial_value)
+    return patch.object(tensor_sources, "initial_value", initial_value)
 
 
 def copy_differs() -> Any:
     """Rank 1's copy of one bias is not the others'."""
-    original = whole_state_dict.initial_value
+    original = tensor_sources.initial_value
 
     def initial_value(layer: Any, path: str, name: str, *others: Any) -> Tensor:
         value = original(layer, path, name, *others)
         return value + 1e-6 if rank() == 1 and name == "up.bias" else value
 
-    return patch.object(whole_state_dict, "initial_value", initial_value)
+    return patch.object(tensor_sources, "initial_value", initial_value)
 
 
 def _row(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.engine import Engine
 from plait.engine.pipeline.loss_stage import LossStage, OverwritingLossStage
-from plait.engine.sharding import gradient_norm as loss_scale
+from plait.engine.sharding import loss_scale
 from plait.engine.sharding.flat_buffer import FlatBuffer
 from plait.engine.sharding.loss_scale import LossScale
 from plait.engine.sharding.reducer import Reducer

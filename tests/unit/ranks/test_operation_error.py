@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.ranks import rank_device
+from plait.ranks import gpu_sharing
 from plait.ranks.failure.failure_log import FailureRecord, FailureTrace
 from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import GroupOperation
@@ -89,7 +89,7 @@ def operation(log: Any, suspects: tuple[int, ...], has_log: bool = True) -> Grou
 def test_a_failed_operations_error_names_the_cause_and_the_first_failed_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(rank_device._COUNT, raising=False)
+    monkeypatch.delenv(gpu_sharing._COUNT, raising=False)
     for cause, suspects, trace, told in REASONS:
         log = Log(trace)
         error = operation(log, suspects).error_of(cause)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from plait.errors import MeshError
-from plait.ranks import accelerator, rank_device
+from plait.ranks import accelerator, gpu_sharing
 from plait.ranks.failure.failure_log import FailureTrace
 from plait.ranks.gpu_sharing import explained_sharing, newer_nccl, ranks_that_share, share_gpu
 from plait.ranks.handle import _reason
@@ -25,7 +25,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_NVLS_ENABLE", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", rank_device._COUNT):
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", gpu_sharing._COUNT):
         monkeypatch.setenv(name, "")  # so that what the test sets is undone
         monkeypatch.delenv(name)
 
@@ -74,16 +74,16 @@ def test_a_rank_sets_nccl_and_its_part_of_the_memory(monkeypatch: pytest.MonkeyP
     fractions: list[tuple[float, torch.device]] = []
     monkeypatch.setattr(accelerator, "total_memory", lambda _: 80 * 2**30)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: fractions.append(given))
-    monkeypatch.setattr(rank_device, "nccl_version", lambda: (2, 29, 7))
+    monkeypatch.setattr(gpu_sharing, "nccl_version", lambda: (2, 29, 7))
     with pytest.raises(MeshError, match=r'this one is 2\.29\.7: pip install "nvidia-nccl-cu\d+>=2\.30"'):
         share_gpu(GPU, 8)
-    monkeypatch.setattr(rank_device, "nccl_version", lambda: (2, 30, 3))
+    monkeypatch.setattr(gpu_sharing, "nccl_version", lambda: (2, 30, 3))
     monkeypatch.setenv("NCCL_MAX_CTAS", "1")
     share_gpu(GPU, 8)
     assert fractions == [(9 / 80, GPU)]
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert os.environ["NCCL_MAX_CTAS"] == "1", "what is set stays"
-    assert rank_device.ranks_per_gpu() == 8
+    assert gpu_sharing.ranks_per_gpu() == 8
 
 
 @pytest.mark.usefixtures("clean_environment")
@@ -92,7 +92,7 @@ def test_errors_of_a_shared_gpu_name_the_ranks_that_share_it(monkeypatch: pytest
         return _reason(TimeoutError("timed out"), 5.0, (1,), FailureTrace({}, (1,)))
 
     assert "share a GPU" not in reason()
-    monkeypatch.setenv(rank_device._COUNT, "4")
+    monkeypatch.setenv(gpu_sharing._COUNT, "4")
     assert re.search(
         r"or give the mesh more time\. 4 ranks share a GPU, and all .* fit on it at once", reason()
     )
@@ -107,17 +107,17 @@ def test_a_newer_nccl_is_taken_only_where_the_loaded_one_is_too_old(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     versions = {"old": (2, 28, 9), "new": (2, 30, 7)}
-    monkeypatch.setattr(rank_device, "_version_of", lambda path: versions[Path(path).name])
-    monkeypatch.setattr(rank_device.ctypes.util, "find_library", lambda _: "old")
-    monkeypatch.setattr(rank_device, "nccl_version", lambda: (2, 29, 7))
-    monkeypatch.delenv(rank_device.LIBRARY, raising=False)
+    monkeypatch.setattr(gpu_sharing, "_version_of", lambda path: versions[Path(path).name])
+    monkeypatch.setattr(gpu_sharing.ctypes.util, "find_library", lambda _: "old")
+    monkeypatch.setattr(gpu_sharing, "nccl_version", lambda: (2, 29, 7))
+    monkeypatch.delenv(gpu_sharing.LIBRARY, raising=False)
     assert newer_nccl() is None
-    monkeypatch.setenv(rank_device.LIBRARY, str(tmp_path / "new"))
+    monkeypatch.setenv(gpu_sharing.LIBRARY, str(tmp_path / "new"))
     with pytest.raises(MeshError, match="where no file is"):
         newer_nccl()
     (tmp_path / "new").touch()
     assert newer_nccl() == str(tmp_path / "new")
-    monkeypatch.setattr(rank_device, "nccl_version", lambda: (2, 30, 7))
+    monkeypatch.setattr(gpu_sharing, "nccl_version", lambda: (2, 30, 7))
     assert newer_nccl() is None
 
 
@@ -132,8 +132,8 @@ def test_the_version_of_a_library_is_asked_in_another_process(monkeypatch: pytes
         return subprocess.CompletedProcess(command, 0, "2 30 7\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert rank_device._version_of("libnccl.so.2") == (2, 30, 7)
-    assert rank_device._version_of("broken") == ()
+    assert gpu_sharing._version_of("libnccl.so.2") == (2, 30, 7)
+    assert gpu_sharing._version_of("broken") == ()
     assert [(command[0], command[-1]) for command in asked] == [
         (sys.executable, "libnccl.so.2"),
         (sys.executable, "broken"),

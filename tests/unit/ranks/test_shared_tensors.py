@@ -13,7 +13,7 @@ import torch
 from plait.errors import RankError
 from plait.ranks.collectives import SMALLEST_SHARED, all_reduce, shared_zeros
 from plait.ranks.mesh import Mesh
-from plait.ranks.transport.shared_memory import group_socket_messages as host_discovery
+from plait.ranks.transport.shared_memory import host_discovery
 
 CPU = torch.device("cpu")
 SIZE = SMALLEST_SHARED  # elements, so enough bytes for every dtype

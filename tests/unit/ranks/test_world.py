@@ -7,7 +7,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the 
 
 from plait.errors import CommunicationError, MeshError
 from plait.plan import axes
-from plait.ranks import launcher_environment as world_module
+from plait.ranks import launcher_processes
 from plait.ranks.launch.world_membership import join_world
 from plait.ranks.launcher_environment import World, find_world, without_launcher
 from plait.ranks.launcher_processes import environment_of, parents_up_to_launcher
@@ -151,7 +151,7 @@ def test_ranks_of_pmi_know_which_launcher_started_them(monkeypatch: pytest.Monke
     world = find_world()
     assert world.job.split("-")[0] == str(parents_up_to_launcher("PMI_RANK")[os.getpid()])
     told = "proxy\0--control-port\0host:77\0"
-    monkeypatch.setattr(world_module, "_process_file", lambda process, file: told)
+    monkeypatch.setattr(launcher_processes, "_process_file", lambda process, file: told)
     assert find_world().job == "host:77"
     assert find_world().init_method != world.init_method
 

@@ -124,7 +124,7 @@ def test_layers_are_measured_on_the_rows_of_each_rank(thread_ranks: RankPool, tm
         mesh = plait.Mesh(plan)
         read = SimpleNamespace(batch=lambda step, rows: (f"inputs of {step}", rows))
         data: Any = SimpleNamespace(vocab=29, training=read)
-        found = trainer.balanced(config, plan, mesh, data)
+        found = trainer.plan_with_measured_cut(config, plan, mesh, data)
         return mesh.index("dp"), found if found != plan else None
 
     def given(model: Any, plan: plait.Plan, mesh: plait.Mesh, *batch: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.ranks.transport import buffers as reduction
+from plait.ranks.transport import rank_order_reduction as reduction
 from plait.ranks.transport.rank_order_reduction import Op, blocks, fold, reduction_error
 
 ONE_BY_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

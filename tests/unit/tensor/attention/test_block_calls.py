@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.tensor.attention import visible_keys
+from plait.tensor.attention import kernel_calls
 from plait.tensor.attention.kernel_calls import BlockCall, block_calls, with_intervals_on
 from plait.tensor.attention.visible_keys import document_bounds, needed_keys, visible_indices, visible_range
 
@@ -89,7 +89,7 @@ def test_block_calls_compute_each_visible_pair_once(
     lo, hi = visible_range(queries.numpy(), length, causal=causal, window=window, documents=bounds)
     if only_needed:
         keys = keys[torch.from_numpy(needed_keys(*visible_indices(lo, hi, keys.numpy()), len(keys)))]
-    with patch.object(visible_keys, "TILE", sizes[0]), patch.object(visible_keys, "SHORT", sizes[1]):
+    with patch.object(kernel_calls, "TILE", sizes[0]), patch.object(kernel_calls, "SHORT", sizes[1]):
         calls = block_calls(*visible_indices(lo, hi, keys.numpy()))
     expected = visible(queries, keys, causal=causal, window=window, ids=ids)
     count = counted(calls, rows, len(queries), len(keys))
@@ -150,7 +150,7 @@ def test_queries_and_keys_cut_at_different_places_give_full_and_causal_calls() -
 def test_missing_keys_split_a_causal_block_into_several_calls() -> None:
     # Queries 1 and 2 see what query 0 sees, then each sees one key more.
     queries, keys = torch.arange(6), torch.tensor([0, 3, 4, 5])
-    with patch.object(visible_keys, "SHORT", 1):
+    with patch.object(kernel_calls, "SHORT", 1):
         calls = calls_of(queries, keys, 6)
     assert shapes(calls) == [("full", 0, 3, 0, 1), ("full", 3, 6, 0, 1), ("causal", 3, 6, 1, 4)]
 
