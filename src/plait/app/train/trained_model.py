@@ -23,7 +23,7 @@ from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.full_tensors import Adapter, FullTensors, MergedTensors
 from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.rank_contents import parameter_key
-from plait.errors import CheckpointError, PlaitError
+from plait.errors import CheckpointError, DataError, PlaitError
 from plait.files import validated
 from plait.models.lora import adapted_weight, adapters_of, is_transposed, weight_with_adapter
 from plait.models.peft_files import save_adapter
@@ -107,7 +107,7 @@ def trained_tokenizer(manifest: Manifest) -> TrainedTokenizer:
         return TrainedTokenizer({})
     try:
         is_recorded = files_hash(name) == manifest.state.get(TOKENIZER)
-    except OSError:
+    except DataError:
         is_recorded = False
     if not is_recorded:
         return TrainedTokenizer({}, None, _OTHER_TOKENIZER.format(name))

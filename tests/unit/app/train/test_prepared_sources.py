@@ -26,6 +26,7 @@ from plait.app.train.run_data import check_data, load_data
 from plait.app.train.trained_model import TOKENIZER, trained_tokenizer
 from plait.checkpoint.manifest import Manifest
 from plait.errors import CheckpointError, ConfigError, DataError
+from plait.files import MOST_BYTES
 
 
 def make(tmp_path: Path, source: Path, timeout: float = 30) -> Config:
@@ -148,12 +149,14 @@ def test_an_export_finds_the_tokenizer_of_the_corpus(
     assert trained_tokenizer(Manifest({}, ())) == ({}, None, "")
 
 
-@pytest.mark.parametrize("tokenizer", [ELSEWHERE, "{}/../{}/secret.json", "{}/link", "{}/folder"])
+@pytest.mark.parametrize("tokenizer", [ELSEWHERE, "{}/../{}/secret.json", "{}/link", "{}/folder", "{}/large"])
 def test_a_file_that_somebody_else_s_checkpoint_names_is_no_tokenizer(tmp_path: Path, tokenizer: str) -> None:
     for name in ("secret.json", "folder/tokenizer.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("secret")
     (tmp_path / "link").symlink_to("secret.json")
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(MOST_BYTES + 1)  # refused, whatever it holds
     named = tokenizer.format(tmp_path, tmp_path.name)
     for known in ({}, {TOKENIZER: ""}, {TOKENIZER: "0" * 16}, {TOKENIZER: None}):
         state = {"config": {"data": {"tokenizer": named}}, **known}
