@@ -21,7 +21,7 @@ from plait.ranks.launch.rank_pool import RankPool
 PLAN = Plan(dp=2, strategy="full", microbatches=2)
 PATIENT = 2.5
 """Seconds of the mesh's timeout; rank 0 waits half of it for a rank whose disk has no room for its error."""
-FULL_DISKS = [(1, 0, True), (0, 1, True), (0, 16, False)]
+FULL_DISKS = [(1, 0, True), (0, 1, True), (0, 8, False)]
 """Which rank, room for how many writes, staged or not: every value. The full run has all."""
 
 
@@ -40,7 +40,7 @@ def save_twice(path: str, full: int, room: int, staged: bool) -> str:
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("full", "room", "staged"), in_quick(product((0, 1), (0, 1, 16), (False, True)), *FULL_DISKS)
+    ("full", "room", "staged"), in_quick(product((0, 1), (0, 1, 8), (False, True)), *FULL_DISKS)
 )
 def test_every_rank_is_told_which_ranks_disk_is_full(
     rank_pool: RankPool, tmp_path: Path, full: int, room: int, staged: bool
