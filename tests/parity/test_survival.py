@@ -154,8 +154,10 @@ def test_runs_on_fewer_ranks_become_larger_again_and_compute_the_same(
         survive.train, tmp_path, case, ranks=4, device="cpu", timeout=LIMIT, elastic=Elastic(replace="later")
     )
     assert [one["ranks"] for one in results] == [4] * 4
-    assert [world for _, world, _ in survive.generations_of(tmp_path)[:4]] == [4, 3, 2, 4]
-    assert {moved for step, _, moved in survive.generations_of(tmp_path) if step == 6} == {True}
+    generations = survive.generations_of(tmp_path)
+    assert [world for _, world, _ in generations[:4]] == [4, 3, 2, 4]
+    larger = generations[3][:2]  # begun after step 6, or later where new processes take long to start
+    assert {moved for *begun, moved in generations if tuple(begun) == larger} == {True}
     assert survive.differences(case, tmp_path, results, *undisturbed(names[0], 10)) == []
 
 

@@ -91,7 +91,7 @@ def _concatenated(outputs: Sequence[Value]) -> Value:
 
 
 def generated(runner: Runner, prompt: Tensor, tokens: int, choice: TokenChoice) -> Tensor:
-    """Return `prompt` `[rows, length]` extended by `tokens` tokens that the model generates."""
+    """Return `prompt` `[rows, length]` and up to `tokens` generated tokens: fewer where all rows stop."""
     require_prompt(prompt, tokens, choice)
     start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
     runner.require_same_call(f"{start}, {tokens} more, {choice}", "model")

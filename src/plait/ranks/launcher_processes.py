@@ -15,9 +15,9 @@ _OPTION_OF_RUN = re.compile(r"--(?:control-port|upstream-port)[ =](\S+)")
 
 
 def run_of_launcher(mark: str) -> str:
-    """Return the address at which the MPICH or Intel `mpiexec` of this rank listens; "" for other launchers.
+    """Return text that identifies this rank's run under MPICH's or Intel's `mpiexec`; "" under others.
 
-    The same for all its ranks, and another for each `mpiexec`, which gives its ranks no job id. From the
+    It is the address at which `mpiexec` listens: the same for all its ranks, which get no job id. From the
     command line of its proxy on this host, a parent of the rank. `mark`: as for `parents_up_to_launcher`.
     """
     process: int | None = _launcher(mark)

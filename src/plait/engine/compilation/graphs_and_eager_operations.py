@@ -48,7 +48,7 @@ def operations_of(
     *,
     generates: bool,
 ) -> LayerOperations:
-    """Return the operations that compute `results` by running `nodes`, given the values of nodes `given`."""
+    """Divide FX `nodes`, which compute `results` from `given`, into compiled graphs and eager operations."""
     slots = {node: number for number, node in enumerate([*given, *nodes])}
     levels = _levels(nodes)
     outside = {node for node in results if node is not None}

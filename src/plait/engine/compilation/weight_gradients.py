@@ -39,10 +39,10 @@ _METHODS: Mapping[object, Callable[..., Tensor]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StridedView:
-    """A view of a whole tensor with another shape and strides, made by one operation."""
+    """Shape and strides of a view (as of `as_strided`), and the strides of the tensor that it is of."""
 
     base: Sequence[int]
-    """The strides of the other one."""
+    """The strides of the tensor."""
     shape: Sequence[int]
     stride: Sequence[int]
 

@@ -65,7 +65,7 @@ class WholeGradients:
     """Whether input gradients add to weight gradients, as those of biases and norms."""
 
     def of_layers(self, kind: Kind) -> float:
-        """Return the bytes of whole gradients during an action of `kind`, before the first backward ends."""
+        """Return the bytes of whole gradients in an action of `kind` up to the end of the first backward."""
         adds = kind in (Kind.W, Kind.B) or (kind is Kind.I and self.inputs_add)
         return self.layer if adds else 0.0
 

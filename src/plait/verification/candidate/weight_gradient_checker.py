@@ -96,9 +96,10 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Record what a layer's backward adds; return the gradient to compare, if all is added by now.
+        """After an action `I`, record what it adds to a gradient; return what to compare, None before `W`.
 
-        `until_weight`: leave the comparison to `W`.
+        `until_weight`: leave the comparison to `W`. Else it is compared where all is added by now: where the
+        gradient is right with this contribution, and not without it.
         """
         own = self.open.setdefault(gradient, {})
         own[use] = Contribution(contribution, tolerance)

@@ -34,7 +34,7 @@ class RoutingCalls:
     """The experts that calls take in place of those they choose, in the order of the calls."""
 
     def begin(self, given: Sequence[Tensor] = ()) -> None:
-        """Begin a run of a layer, whose calls take the experts in `given`, if any."""
+        """Forget the recorded calls; routers use the experts in `given` from now on, one tensor a call."""
         self.calls, self.given = [], given
 
     def note(self, weight: Tensor, logits: Tensor, indices: Tensor, margins: Tensor) -> Tensor:
