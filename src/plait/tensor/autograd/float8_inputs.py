@@ -99,6 +99,8 @@ class InputParts:
     """Starts the gather of a tensor from parts like `part`."""
     saves_part: bool
     """Whether linears save the part, and gather it again for weight gradients."""
+    trace_regathers: bool = False
+    """Whether `start` records gathers in a trace that weight gradients repeat."""
 
     def whole(self, part: Tensor) -> Tensor:
         """Return the tensor that is gathered from parts like `part`. Communication: one all-gather."""
@@ -157,11 +159,13 @@ class CastInput:
         """Return the tensors of `input` to save for the weight gradient: float8 and scale, or as it is.
 
         `source`: this rank's part, from which the input was gathered, and how; None: it is saved whole.
-        `is_traced`: by columns, as the product needs it, so that the layer's graph writes it so.
+        `is_traced`: by columns, as the product needs it, so that the layer's graph writes it so; but not a
+        matrix that is gathered again: a copy of it would be saved, whole, in place of this rank's part.
         """
         if self._saved is None:
             saved = self._to_save(input, source)
-            if is_traced and saved.scale is not None:
+            is_gathered_again = self._parts is not None and self._parts.trace_regathers
+            if is_traced and saved.scale is not None and not is_gathered_again:
                 saved = SavedInput(*by_columns(ScaledMatrix(saved.data, saved.scale)), saved.gather)
             self._saved = saved
         return self._saved

@@ -149,6 +149,7 @@ def _entered_in_float8(
             gather,
             lambda given: partial(trace.gathered, gather, given, regathers=regathers),
             saves_part=False,
+            trace_regathers=regathers,
         )
         carrier = trace.carrier_of(part, shape, backward)
     without_memory = part.detach().new_full([1] * part.dim(), torch.nan).expand(shape)

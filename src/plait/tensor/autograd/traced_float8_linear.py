@@ -84,6 +84,8 @@ class _TracedCall:
     """That of the gradient of a summand."""
     parts: Groups
     """The group whose ranks have parts of the output, if one cast of its gradient serves both products."""
+    regathers: bool
+    """Whether weight gradients gather again the cast that is gathered from `parts`."""
 
     @staticmethod
     def of(
@@ -92,6 +94,7 @@ class _TracedCall:
         """Return a call of a linear that has `casts`; records its communication."""
         shape = [*input.shape[:-1], weight.shape[0]]
         parts: Groups = ()
+        regathers = False
         total = back = None
         output = shape
         if output_sum is not None:
@@ -99,8 +102,9 @@ class _TracedCall:
             output = output_sum.shape(shape)
             if output_sum.is_in_parts and casts.recipe.casts_gradient_once:
                 parts = (output_sum.group,)
+                regathers = output_sum.registry is not None
         own = casts.reducing(TracedReductions(trace, casts.all_groups(parts)))
-        return _TracedCall(own, input.dtype, shape, output, total, back, parts)
+        return _TracedCall(own, input.dtype, shape, output, total, back, parts, regathers)
 
     def cast_gradient(
         self, gradient: Tensor, *, needs_input: bool, trains: bool
@@ -191,7 +195,9 @@ class _TracedLinear(torch.autograd.Function):
             of_input = _product(for_input, by_weight, ctx.wide).view(ctx.shape)
         if for_weight is not None:
             input = ScaledMatrix(kept, kept_scale)
-            of_weight = SCALED_PRODUCT(*transposed(by_columns(for_weight)), *input, weight.dtype)
+            # The queue gathers a gathered tensor again; a copy of one it would keep, whole, until `W`.
+            stored = for_weight if call.regathers else by_columns(for_weight)
+            of_weight = SCALED_PRODUCT(*transposed(stored), *input, weight.dtype)
         elif trains:
             of_weight = rows.t() @ rows_of(kept)
         return of_input, of_weight, *(None,) * 8
