@@ -82,9 +82,7 @@ def test_the_parents_of_a_process_up_to_its_launcher_are_found() -> None:
     own, parent = os.getpid(), os.getppid()
     assert parents_up_to_launcher("NO_SUCH_VARIABLE") == {own: parent}
     mark = "PLAIT_TEST_MARK"
-    print_line = (
-        f"from plait.ranks.launcher_environment import parents_up_to_launcher as f; print(f('{mark}'))"
-    )
+    print_line = f"from plait.ranks.launcher_processes import parents_up_to_launcher as f; print(f('{mark}'))"
     command = ["sh", "-c", f'echo $$; {sys.executable} -c "{print_line}"; true']
     done = subprocess.run(command, env=os.environ | {mark: "1"}, capture_output=True, text=True, timeout=60)
     shell, line = done.stdout.splitlines()

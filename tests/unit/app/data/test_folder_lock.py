@@ -19,8 +19,8 @@ from plait.errors import DataError
 HOLDING = """
 import sys, time
 from pathlib import Path
-from plait.app.data.preparation_folder import locked_folder
-with locked_folder(Path(sys.argv[1]), 0):
+from plait.app.data.preparation_folder import locked_preparation
+with locked_preparation(Path(sys.argv[1]), 0):
     print("locked", flush=True)
     time.sleep(60)
 """

@@ -10,6 +10,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from plait.app.data import text_files
 from plait.app.data import token_safe_cuts as text_cuts_module
 from plait.app.data.text_files import text_ahead
 from plait.app.data.token_safe_cuts import Cut, DocumentEncoder, find_cut, text_cuts
@@ -60,8 +61,9 @@ def test_a_cut_is_after_a_line_end_else_before_a_space_else_behind_one() -> None
 
 @pytest.mark.parametrize("part", [1, 7, 1000])
 def test_the_parts_of_a_document_have_its_tokens(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
-    monkeypatch.setattr(text_cuts_module, "PART", 60)
-    monkeypatch.setattr(text_cuts_module, "AHEAD", 20)
+    for module in (text_cuts_module, text_files):
+        monkeypatch.setattr(module, "PART", 60)
+        monkeypatch.setattr(module, "AHEAD", 20)
     text = "a few words\nof a line " * 20
     for encode in (letters, words):
         encoder, parts = DocumentEncoder(encode, "a.txt"), []
@@ -107,7 +109,8 @@ def test_a_document_that_cannot_be_cut_is_encoded_at_once_up_to_a_limit(
 def test_a_file_is_cut_where_no_token_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(text_cuts_module, "AHEAD", 8)
+    for module in (text_cuts_module, text_files):
+        monkeypatch.setattr(module, "AHEAD", 8)
     monkeypatch.setattr(text_cuts_module, "_WINDOW", 96)
     path, text = tmp_path / "a.txt", "ein Wörtchen, 漢字🙂\nnoch eins " * 30
     path.write_text(text)

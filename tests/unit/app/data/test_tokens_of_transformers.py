@@ -34,7 +34,8 @@ def cut_often(monkeypatch: pytest.MonkeyPatch) -> None:
     in_one_process(monkeypatch)
     for module in ("encoded_documents", "token_safe_cuts"):
         monkeypatch.setattr(f"plait.app.data.{module}.PART", 1000)
-    monkeypatch.setattr("plait.app.data.text_files.AHEAD", 200)
+    for module in ("text_files", "token_safe_cuts"):
+        monkeypatch.setattr(f"plait.app.data.{module}.AHEAD", 200)
     monkeypatch.setattr("plait.app.data.token_safe_cuts._WINDOW", 2400)
 
 

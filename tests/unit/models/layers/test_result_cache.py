@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.fingerprint import structure_of
-from plait.models import rotary as result_cache
+from plait.models import result_cache
 from plait.models.result_cache import ResultCache, result_caches
 
 
