@@ -209,6 +209,7 @@ ALLOWED = {
     "tensor/attention/attention.py": "documents given to `attention` itself, once for each micro-batch",
     "tensor/attention/key_exchange_plan.py": "positions of a layout, once for each layout",
     "tensor/attention/kernel_calls.py": "bounds of documents, which are on the CPU",
+    "tensor/attention/visible_keys.py": "bounds of documents, which are on the CPU",
     "tensor/experts/grouped_products.py": "sizes of groups, where no kernel multiplies them without the host",
     "tensor/experts/router_losses_of_step.py": "counts of the step before, on saves",
     "tensor/experts/token_exchange.py": "rows to send and receive, once a layer and micro-batch",
