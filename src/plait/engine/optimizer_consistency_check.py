@@ -72,7 +72,7 @@ class StepAgreement:
         return False
 
     def compare_at(self, call: str, **options: object) -> None:
-        """Compare what ranks have recorded at the first, second, fourth, eighth … `call` of its kind.
+        """At the 1st, 2nd, 4th, 8th … `call` of a name, check that all ranks have recorded equal settings.
 
         `options`: those of the call. Communication: as `compare`. Raises CommunicationError.
         """
@@ -166,6 +166,6 @@ class StepAgreement:
 
 
 def _lines(options: Mapping[str, object], texts: ValueTexts) -> Iterator[str]:
-    """Yield the options of a parameter group, or the defaults of an optimizer, sorted by name."""
+    """Yield `name = value` of a parameter group's options, or an optimizer's defaults, sorted by name."""
     names = sorted(name for name in options if name not in ("params", "param_names"))
     return (f"{name} = {texts.of(options[name])}" for name in names)

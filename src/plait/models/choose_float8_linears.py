@@ -229,7 +229,7 @@ class RunningLinears:
 
 
 class _OtherReads(TorchFunctionMode):
-    """Records which operation reads the weight of a linear while no linear runs."""
+    """Records operations that read the weight of a linear outside of a linear's forward."""
 
     def __init__(self, linears: Mapping[str, Any]) -> None:
         """`linears`: the modules whose weights are in float8, by the name of the weight."""

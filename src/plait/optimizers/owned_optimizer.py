@@ -153,7 +153,7 @@ class Owned(Optimizer):
                 )
 
     def _hand_over(self) -> None:
-        """Give the owner's optimizer the options of all groups, and the state of the parameters it has."""
+        """Copy options, and the state of parameters that this rank owns, to the inner optimizer."""
         for group, of_owner in zip(self.param_groups, self._of_owner.param_groups, strict=True):
             of_owner.update({key: value for key, value in group.items() if key not in NOT_SHARED})
         self._of_owner.state = defaultdict(dict)
@@ -162,7 +162,7 @@ class Owned(Optimizer):
                 self._of_owner.state[whole] = nested_state(state)
 
     def _take_over(self) -> None:
-        """Take the options that the owner's optimizer has now, such as counts of steps, and its state."""
+        """Copy options, such as counts of steps, and state back from the inner optimizer after its step."""
         for group, of_owner in zip(self.param_groups, self._of_owner.param_groups, strict=True):
             group.update({key: value for key, value in of_owner.items() if key not in NOT_SHARED})
         for shard, whole in self.whole_parameters.items():

@@ -1,4 +1,4 @@
-"""The device of a rank: the GPU of its number on the host, or the CPU."""
+"""Chooses the device of a rank: the one that is given, else its GPU where NCCL is used, else the CPU."""
 
 from __future__ import annotations
 

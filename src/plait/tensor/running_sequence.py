@@ -62,7 +62,7 @@ class ContextParallelism:
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """Where the documents of a micro-batch's rows begin, and which are padding; compares by value."""
+    """First positions of the documents packed in each row of a micro-batch, and which are padding."""
 
     length: int
     """Of each row."""

@@ -15,7 +15,7 @@ from plait.errors import DataError
 from plait.files import open_file as open_regular_file
 
 PART = 1 << 18
-"""Characters that are tokenized at once."""
+"""Bytes that are read, and characters that are tokenized, at once."""
 
 
 AHEAD = 1 << 12

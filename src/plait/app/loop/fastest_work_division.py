@@ -39,7 +39,7 @@ class DivisionMemory:
         return self.limit is None or (self.bytes_of(work) or 0.0) <= self.limit
 
     def allows_order(self, other: WorkDivision, work: WorkDivision) -> bool:
-        """Return whether `other` needs no more memory than the limit, or without one than `work`.
+        """Return whether `other` fits the memory limit; without one, whether it needs no more than `work`.
 
         That is the predicted memory of the rank that needs most; True where it is not known.
         """

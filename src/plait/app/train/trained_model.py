@@ -69,7 +69,7 @@ def vocabulary(config: ModelConfig, manifest: Manifest) -> int:
 
 
 def merged_tensors(tensors: FullTensors, folder: Path | None) -> MergedTensors:
-    """Return the tensors of a checkpoint, with LoRA adapters, if any, added to the weights of their linears.
+    """Return a reader of a checkpoint's tensors that adds LoRA adapters, if any, to the adapted weights.
 
     `folder`: as for `trained_model`. Raises CheckpointError for adapters that no run of `plait train` saved.
     """

@@ -58,7 +58,7 @@ class _RecordedSegment:
 
 @dataclass
 class MicrobatchGraphs:
-    """Recorded graphs of one stage, which micro-batches of one shape replay one after another."""
+    """CUDA graphs of one stage for one slot: micro-batches of equal shape replay them one after another."""
 
     pool: Any
     """The slot's memory: its graphs are always replayed in the order in which they were recorded."""

@@ -1,4 +1,4 @@
-"""Memory of one layer for a micro-batch, from sizes: what it keeps, and what each of its passes allocates."""
+"""Memory of one decoder layer for a micro-batch, by formulas: what it keeps, what each pass allocates."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def hardware_names() -> tuple[str, ...]:
 
 
 def bundled_name(device: str) -> str | None:
-    """Return the name of the bundled hardware file of a GPU, or None.
+    """Return the name of the hardware file that plait ships for a GPU, such as "h100-sxm", or None.
 
     `device`: its product name, such as "NVIDIA H100 80GB HBM3".
     """

@@ -1,4 +1,4 @@
-"""The time that owners of whole parts add to an optimizer's step: iterations, updates, and exchanges.
+"""The time that updates of whole parameters (`Muon`, `Owned`) add to a step: iterations, exchanges.
 
 to the owners, an all-to-all    iterations, or updates, on each owner    back, an all-to-all
 """

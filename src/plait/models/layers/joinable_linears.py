@@ -104,7 +104,7 @@ def recording_readers(layer: nn.Module) -> Iterator[ReaderRecord]:
 
 
 class PartialOutputs:
-    """Finds which linears can run as one product, by a run whose outputs are views of a larger tensor."""
+    """Tries whether linears of equal input can be one product: their outputs are parts of a tensor then."""
 
     def __init__(self, layer: nn.Module, readers: Iterable[Readers]) -> None:
         self._layer, self._readers = layer, tuple(readers)

@@ -1,4 +1,4 @@
-"""The exchange of the results of a launcher's ranks: every rank gets all of them.
+"""All-gather of the results of a launcher's ranks, of any type: every rank gets all of them.
 
 Plain values travel as JSON. Others are pickled, and a pickle runs what its sender chose: ranks accept one
 from each other only with a signature by a secret that no other user knows, from a file that only this user

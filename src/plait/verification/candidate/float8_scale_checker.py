@@ -1,4 +1,4 @@
-"""Comparison of the scales by which operands are cast to float8 with those of the reference run.
+"""Checks the scales by which operands are cast to float8 against those of the reference run.
 
 A value that is cast by another scale may be equal by chance, or nearly so: all powers of two give the same
 numbers but for the smallest. So scales are compared by themselves, after the values of their layer. Where
