@@ -141,6 +141,7 @@ IN_FLOAT8 = {
     "context": half(cp=2, context_parallel="ring", strategy="full", linears="float8"),
     "compiled": half(dp=2, strategy="full", compile="graphs", linears="float8"),
     "compiled-tp": half(tp=2, sequence_parallel="keep", compile="graphs", linears="float8"),
+    "compiled-regather": half(tp=2, sequence_parallel="regather", compile="graphs", linears="float8"),
     "rowwise": half(dp=2, strategy="full", linears="float8-rowwise"),
     "rowwise-gw": half(dp=2, strategy="full", linears="float8-rowwise-gw"),
     "rowwise-tp": half(tp=2, linears="float8-rowwise"),
