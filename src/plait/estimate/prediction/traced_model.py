@@ -106,10 +106,10 @@ class TracedModel(PredictedModel):
             blueprint = self.layers.blueprint(plan)
             if plan.cp > 1:  # whether layers can exchange positions is known when they run
                 self.layers.traces(plan, 1, on_cpu=False)
-        except PlaitError:
+        except PlaitError as refused:
             if plan.tp == plan.cp == 1 and not plan.divides_experts:
                 raise
-            return f"the model allows no {_degrees(plan)}"
+            return f"the model allows no {_degrees(plan)}: {str(refused).removesuffix('.')}"
         return None if plan.tp == 1 or blueprint.module_rules else "no rule divides the model over tp"
 
     def sizes(self, plan: Plan, rows: float, *, on_cpu: bool) -> TracedSizes:
