@@ -22,7 +22,7 @@ from plait.tensor.experts.router import Choose, Router
 
 EXPERTS, TOP_K = 4, 2
 TOLERANCE = 0.01
-"""What is claimed, of the peak."""
+"""What is claimed, of the peak; and of the most that is alive within instructions."""
 CLOSE = 0.001
 """Of the peak, at every moment: what optimizers allocate, scalars of a step."""
 PLANS: dict[str, dict[str, Any]] = {
@@ -86,8 +86,8 @@ def routed(choose: Choose, experts: int, **sizes: int) -> nn.Module:
 
 
 def sparse(choose: Choose, experts: int = EXPERTS) -> Case:
-    # Of two layers: what is not predicted takes the same bytes in any depth, with cp 3.5 KB, and 102 KB
-    # within a recomputed layer's backward. Of one layer's peak that is 0.12 and 2.06 %, of two 0.07 and 1.67.
+    # Of two layers: with cp the documents of tokens are not predicted, which take 3.5 KB in any depth. Of one
+    # layer's peak that is 0.12 %, of two layers' 0.07 %.
     return Case("sparse", partial(routed, choose, experts, layers=2), draw)
 
 
@@ -130,7 +130,7 @@ def check(rank_pool: Any, case: Case, fields: dict[str, Any]) -> None:
     for rank, foreseen in enumerate(ranks):
         found = counted[rank * plan.world // plan.pp]
         assert foreseen.peak == pytest.approx(found.peak, rel=TOLERANCE)
-        assert foreseen.most == pytest.approx(found.most, rel=OF_MOST)
+        assert foreseen.most == pytest.approx(found.most, rel=TOLERANCE)
         assert foreseen.at_rest == pytest.approx(found.at_rest, rel=TOLERANCE)
         assert [name for name, _ in moments[rank]] == [name for name, _ in found.after]
         for (moment, held), (_, alive) in zip(moments[rank], found.after, strict=True):

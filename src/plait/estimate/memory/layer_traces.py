@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossStage
 from plait.engine.pipeline.stage import Gradients, Stage
 from plait.estimate.memory.operation_recorder import OperationRecorder, recording
+from plait.estimate.memory.remembered_results import RememberedResults
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.nested_values import Value, leaf_of, map_tensors, tensors_of
@@ -67,7 +68,7 @@ def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None =
         stage.values[0] = value
         del value
         forward = _PhaseRecorder(tracker)
-        with recording(recorder, "forward"):
+        with recording(recorder, "forward", tracker.see_results):
             stage.forward(0, 0)
         output_is_read = stage.output_is_read(0)
         output = stage.values.pop(0)
@@ -84,7 +85,7 @@ def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None =
         backward = _trace_backward(tracker, stage, next_inputs, recorder)
         weights = _PhaseRecorder(tracker)
         if backward is not None:
-            with recording(recorder, "weights"):
+            with recording(recorder, "weights", tracker.see_results):
                 stage.backward_weight(0, 0)
         elif recorder is not None:
             recorder.assume_backward()
@@ -103,7 +104,7 @@ def whole_backward_peak(stage: Stage, given: Value) -> int | None:
     Weight gradients run during collectives. None where the backward does not run on the meta device.
     """
     tracker = StorageTracker()
-    with tracker.tracking():
+    with tracker.tracking(), RememberedResults(tracker.see_results):
         stage.values[0] = map_tensors(meta_leaf, given)
         stage.forward(0, 0)
         outputs = tensors_of(stage.values.pop(0))
@@ -160,7 +161,7 @@ def _trace_backward(
     """Run the backward for input gradients, and record its memory; None where it fails on the meta device."""
     backward = _PhaseRecorder(tracker)
     try:
-        with recording(recorder, "backward"):
+        with recording(recorder, "backward", tracker.see_results):
             stage.backward_input(0, 0)
     except Exception:
         return None
@@ -193,13 +194,13 @@ def _trace_loss(
         inputs = _numbers(tracker, tensors_of(output))
         end.begin([targets], torch.ones((), dtype=torch.float64))
         forward = _PhaseRecorder(tracker)
-        with recording(recorder, "forward"):
+        with recording(recorder, "forward", tracker.see_results):
             end.compute(0, output)
         forward.end(())
         del output
         forward.saved = tracker.live()
         backward = _PhaseRecorder(tracker)
-        with recording(recorder, "backward"):
+        with recording(recorder, "backward", tracker.see_results):
             gradients = end.seed(0)
         backward.end(gradients)
         del gradients

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.estimate.memory.aten_operations import Access, accesses_of, operations_of
-from plait.estimate.memory.remembered_results import RememberedResults
+from plait.estimate.memory.remembered_results import Observer, RememberedResults
 from plait.estimate.time.kernel_fusion import Phase, Range, RecordedOperation, fused
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product
@@ -46,11 +46,11 @@ class OperationRecorder:
         """The storages of which the backward has gathered the other ranks' parts."""
 
     @contextmanager
-    def recording(self, phase: Phase) -> Iterator[None]:
-        """Record all operations within the context as those of a phase."""
+    def recording(self, phase: Phase, *others: Observer) -> Iterator[None]:
+        """Record all operations within the context as those of a phase; call `others` after each, too."""
         self._phase = phase
         try:
-            with RememberedResults(self._record):
+            with RememberedResults(self._record, *others):
                 yield
         finally:
             self._phase = None
@@ -163,9 +163,14 @@ def group_on_meta(axis: str, size: int, index: int, recorder: OperationRecorder 
     return Group(axis, tuple(range(size)), index, None, Traffic(), 0.0, on_skip=on_skip)
 
 
-def recording(recorder: OperationRecorder | None, phase: Phase) -> AbstractContextManager[None]:
-    """Return the context in which `recorder`, unless None, records a phase (forward or backward)."""
-    return RememberedResults() if recorder is None else recorder.recording(phase)
+def recording(
+    recorder: OperationRecorder | None, phase: Phase, *others: Observer
+) -> AbstractContextManager[None]:
+    """Return the context in which `recorder`, unless None, records a phase (forward or backward).
+
+    `others` are called after each operation, too.
+    """
+    return RememberedResults(*others) if recorder is None else recorder.recording(phase, *others)
 
 
 def with_loss(layer: LayerWork, loss: LayerWork) -> LayerWork:

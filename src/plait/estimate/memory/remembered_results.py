@@ -24,10 +24,10 @@ Observer: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], Non
 class RememberedResults(TorchDispatchMode):
     """Context in which equal operations on the meta device run once, and give results like the first's."""
 
-    def __init__(self, observe: Observer | None = None) -> None:
-        """`observe`: is called after each operation."""
+    def __init__(self, *observers: Observer) -> None:
+        """`observers`: are called after each operation."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._observe = observe
+        self._observers = observers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the result of `func`, an ATen operation."""
@@ -35,8 +35,8 @@ class RememberedResults(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # a `StorageTracker` has seen the call from outside
             outcome = _outcome_of(func, args, kwargs)
             result = func(*args, **kwargs) if outcome is None else outcome.result(args, kwargs)
-            if self._observe is not None:
-                self._observe(func, args, kwargs, result)
+            for observe in self._observers:
+                observe(func, args, kwargs, result)
         return result
 
 

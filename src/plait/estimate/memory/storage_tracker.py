@@ -59,6 +59,16 @@ class StorageTracker(TorchFunctionMode):
         self._live.add(number)
         return number
 
+    def see_results(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Number the new storages of an ATen operation's result.
+
+        Of a function that composes some, it is the only report of what a recomputed layer saves: its own
+        hooks take it.
+        """
+        for tensor in tensors_of(result):
+            if tensor.is_meta:
+                self.number(tensor)
+
     def live(self) -> frozenset[int]:
         """Return the numbers of the storages that are alive."""
         return frozenset(self._live)

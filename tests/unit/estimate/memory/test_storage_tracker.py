@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from plait.estimate.memory.remembered_results import RememberedResults
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.tensor.autograd.private_torch_functions import run_backward
 
@@ -41,6 +43,21 @@ def test_tensors_saved_inside_autograd_functions_are_tracked(tracker: StorageTra
         del given
         assert live(tracker) == [16, 16, 128, 128]
         del output
+        assert live(tracker) == []
+
+
+def test_what_others_save_inside_of_a_function_is_tracked_where_its_operations_are_seen(
+    tracker: StorageTracker,
+) -> None:
+    kept: list[Tensor] = []
+    inner = saved_tensors_hooks(kept.append, lambda saved: saved)  # as of a layer that is recomputed
+    with tracker.tracking(), RememberedResults(tracker.see_results), inner:
+        given = torch.empty(2, 8, requires_grad=True)
+        last = torch.empty(3, 5, requires_grad=True)
+        output = torch.linalg.multi_dot([given, torch.empty(8, 3), last])
+        assert live(tracker) == [24, 40, 60, 64, 96]  # the first product, too
+        kept.clear()
+        del output, given, last
         assert live(tracker) == []
 
 
