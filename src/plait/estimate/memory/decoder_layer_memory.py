@@ -111,7 +111,7 @@ def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     if joined and not decoder.rotary:  # their gradients side by side, beside the input's
         backward = max(backward, given + shape.activation + query + 4 * key - 2 * shared - statistics)
     backward += _bias(shape)
-    again = 0.0 if recompute == "none" else whole - norm - kept
+    again = 0.0 if recompute == "none" else whole - kept
     later = 2 * region + 2 * query + 2 * key
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
 
@@ -151,7 +151,7 @@ def _mlp(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     if plan.cuts_sequence:
         backward = max(backward, given + 2 * shape.activation + shape.outside)
     backward += _bias(shape)
-    again = 0.0 if recompute == "none" else whole - norm - kept
+    again = 0.0 if recompute == "none" else whole - kept
     later = 2 * region + (inputs + 1) * wide
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
 

@@ -55,13 +55,15 @@ class Trace:
     """Whether the backward reads the output."""
 
 
-def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None = None) -> tuple[Trace, Value]:
+def trace_layer(
+    stage: Stage, given: Value, recorder: OperationRecorder | None = None, *, on_cpu: bool = True
+) -> tuple[Trace, Value]:
     """Return the memory that a one-layer stage allocates and saves for the input `given`, and its output.
 
     It runs on the meta device; `recorder` records its operations. A layer whose backward does not run there
-    is assumed to save for `W` all that it saves for `I`.
+    is assumed to save for `W` all that it saves for `I`. `on_cpu`: whether it would run on a CPU.
     """
-    tracker = StorageTracker()
+    tracker = StorageTracker(on_cpu=on_cpu)
     with tracker.tracking():
         value = map_tensors(meta_leaf, given)
         inputs = _numbers(tracker, tensors_of(value))
@@ -98,12 +100,12 @@ def trace_layer(stage: Stage, given: Value, recorder: OperationRecorder | None =
     return Trace(inputs, numbers, first, second, peak, output_is_read=output_is_read), following
 
 
-def whole_backward_peak(stage: Stage, given: Value) -> int | None:
+def whole_backward_peak(stage: Stage, given: Value, *, on_cpu: bool = True) -> int | None:
     """Return the peak bytes of a one-layer stage's backward of inputs and weights, minus those at its start.
 
     Weight gradients run during collectives. None where the backward does not run on the meta device.
     """
-    tracker = StorageTracker()
+    tracker = StorageTracker(on_cpu=on_cpu)
     with tracker.tracking(), RememberedResults(tracker.see_results):
         stage.values[0] = map_tensors(meta_leaf, given)
         stage.forward(0, 0)

@@ -99,6 +99,7 @@ def trace_model(
     known: KnownTraces | None = None,
     *,
     takes_all: bool = False,
+    on_cpu: bool = True,
 ) -> ModelTraces:
     """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
@@ -107,12 +108,13 @@ def trace_model(
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
     `known`: traces of plans that differ in `ep`, `etp`, `recompute` and rows only; those of layers that run
     alike, and of losses of equal outputs, are taken from it, and others added. `takes_all`: whether all
-    tokens have the experts of this rank; else as many as under uniform routing.
+    tokens have the experts of this rank; else as many as under uniform routing. `on_cpu`: whether layers
+    would run on a CPU.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = _tensor_parallel(blueprint, recorder, takes_all=takes_all)
     layers = blueprint.sequence.layers
-    copies = MetaCopies(blueprint, tensor_parallel, queue, recorder)
+    copies = MetaCopies(blueprint, tensor_parallel, queue, recorder, on_cpu)
     vocabulary = tensor_parallel.vocabulary_of(layers[-1])
     end = build_loss_stage(blueprint, loss, vocabulary, copies.layer(len(layers) - 1), queue)
     share = context_share(
@@ -238,21 +240,21 @@ def _traced_layer(
 
     `run`: a run of it before; `info`: its own, as a stage needs it.
     """
-    recorder, sequence = copies.recorder, share.new_sequence()
+    recorder, on_cpu, sequence = copies.recorder, copies.on_cpu, share.new_sequence()
     stage = Stage(0, [layer], copies.queue, [[info]], [recompute], sequences=[sequence])
     by_graphs = compiled is not None and _run_compiled(stage, compiled, value)
     if recompute == "selective" and not by_graphs:
-        trace_layer(stage, value)  # what to keep is known from the first backward
+        trace_layer(stage, value, on_cpu=on_cpu)  # what to keep is known from the first backward
     kept = [one for *_, one in _caches(layer) if isinstance(one, MatrixCasts) and one.keeps_weights]
     _forget(kept)
-    trace, output = trace_layer(stage, value, recorder)
+    trace, output = trace_layer(stage, value, recorder, on_cpu=on_cpu)
     first_work = work = None if recorder is None else recorder.take(recompute)
     if kept and recorder is not None:
-        trace_layer(stage, value, recorder)  # with the casts of the first run
+        trace_layer(stage, value, recorder, on_cpu=on_cpu)  # with the casts of the first run
         work = recorder.take(recompute)
     if any(experts_in(layer.module)):  # whose operands and gradients are large
         _forget(kept)
-        trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value))
+        trace = replace(trace, whole_backward_peak=whole_backward_peak(stage, value, on_cpu=on_cpu))
     # Graphs compute what eager layers cache, but for factors of weights.
     cached = [
         CachedBytes(module, name, 0 if by_graphs and isinstance(cache, ResultCache) else cache.nbytes)
@@ -339,6 +341,8 @@ class MetaCopies:
     tensor_parallel: TensorParallelism
     queue: WeightGradientQueue
     recorder: OperationRecorder | None
+    on_cpu: bool
+    """Whether layers would run on a CPU."""
     _copies: dict[int, NamedLayer] = field(default_factory=dict)
 
     def layer(self, number: int) -> NamedLayer:

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from plait.tensor.attention.fused_kernels import CPU, Attended, cpu_attention
+from plait.estimate.memory.fused_operations import fused_operation
 from plait.tensor.nested_values import tensors_of
 
 
 class StorageTracker(TorchFunctionMode):
     """Numbers new storages; records which are alive after each torch operation and backward node."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_cpu: bool = True) -> None:
+        """`on_cpu`: whether layers would run on a CPU: see `fused_operations`."""
         super().__init__()
+        self._on_cpu = on_cpu
         self.sizes: list[int] = []
         """The bytes of each storage, by number."""
         self.samples: list[frozenset[int]] = []
@@ -82,7 +83,8 @@ class StorageTracker(TorchFunctionMode):
             self._track_backward(args[0])
         if func is Tensor.__bool__ and args[0].is_meta:
             return True  # there are no values: checks of them pass
-        if func is functional.scaled_dot_product_attention and fuses(*args, **kwargs):
+        fused = fused_operation(func, args, kwargs, on_cpu=self._on_cpu)
+        if fused is not None:
             with self:  # a mode is off within its own hook
                 result = fused(*args, **kwargs)
         else:
@@ -135,56 +137,3 @@ class StorageTracker(TorchFunctionMode):
     def _forget(self, key: int) -> None:
         _, number = self._numbers.pop(key)
         self._live.remove(number)
-
-
-def fuses(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    *_: Any,
-    **__: Any,
-) -> bool:
-    """Return whether real devices have a fused kernel for this call of `scaled_dot_product_attention`."""
-    sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    learns_mask = attn_mask is not None and attn_mask.requires_grad
-    return all(tensor.dim() == 4 for tensor in (query, key, value)) and not (
-        len(sizes) > 1 or dropout_p or learns_mask
-    )
-
-
-def fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
-    """Return attention's output `[batch, heads, length, size]`; save what a fused backward needs."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
-    mixed: Tensor = _Fused.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
-    return mixed
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        ctx.causal = causal
-        output, normalisers = cpu_attention(query, key, value, causal=causal)
-        ctx.save_for_backward(query, key, value, mask, output, normalisers)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, _, output, normalisers = ctx.saved_tensors
-        # Called for those who count operations; its results have the strides that only CPUs give them.
-        attended = Attended(query, key, value, output, normalisers)
-        CPU.backward(gradient, attended, None, ctx.causal, 1.0)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

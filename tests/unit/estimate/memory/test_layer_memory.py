@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from itertools import product
 from typing import Any
 
@@ -53,8 +53,21 @@ def test_layers_keep_and_allocate_what_their_trace_does(name: str, division: str
         assert found.forward == pytest.approx(expected.forward, abs=1.1 * shape.activation)
 
 
-def _traces(model: Any, plan: Plan) -> Any:
-    estimator = MemoryEstimator(model, rows=4)
+@pytest.mark.parametrize(
+    ("division", "mode"), in_quick(product(("alone", "bf16", "tp", "keep"), MODES), ("bf16", "none"))
+)
+def test_on_a_gpu_an_rms_norm_keeps_its_input_and_a_number_a_row(division: str, mode: str) -> None:
+    model = plait.models.llama(**SIZES)
+    plan = Plan(microbatches=2, recompute=mode, **DIVISIONS[division])
+    shape = MicrobatchShape(decoder_of(model), plan, rows=2)
+    found, trace = layer_memory("mlp", mode, shape), _traces(model, plan, device="cuda")[2]
+    for name, value in asdict(_of(trace, shape.outside)).items():
+        if name != "weights":
+            assert getattr(found, name) == pytest.approx(value, abs=0.03 * shape.activation), name
+
+
+def _traces(model: Any, plan: Plan, device: str = "cpu") -> Any:
+    estimator = MemoryEstimator(model, rows=4, device=device)
     traces = estimator.known_traces(build_blueprint(model, plan, None, estimator.order_of))
     assert traces is not None
     return traces.layers
@@ -98,8 +111,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(LLAMA, on_cpu=True, recompute="selective", precision="bf16"),
         {
             "embedding": (2048, 2048, 2048, 0, 0, 2048),
-            "attention": (8704, 10240, 13824, 10240, 0, 2048),
-            "mlp": (8192, 13312, 14336, 17408, 0, 2048),
+            "attention": (8704, 10240, 13824, 18560, 0, 2048),
+            "mlp": (8192, 13312, 14336, 25728, 0, 2048),
             "head": (3840, 5888, 11520, 14464, 0, 0),
         },
     ),
@@ -107,8 +120,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(LLAMA, on_cpu=True, recompute="full", tp=2, sequence_parallel="keep", precision="bf16"),
         {
             "embedding": (1024, 2304, 3328, 4096, 0, 1024),
-            "attention": (1024, 7168, 12288, 12288, 0, 1024),
-            "mlp": (1024, 8704, 8704, 15360, 0, 1024),
+            "attention": (1024, 7168, 12288, 16448, 0, 1024),
+            "mlp": (1024, 8704, 8704, 19520, 0, 1024),
             "head": (1920, 3968, 5760, 11328, 0, 0),
         },
     ),
@@ -134,8 +147,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(GPT, recompute="full", tp=2, sequence_parallel="regather"),
         {
             "embedding": (2048, 6656, 8704, 14336, 0, 2048),
-            "attention": (2048, 12288, 22528, 20608, 16384, 2048),
-            "mlp": (2048, 20480, 22528, 34944, 16384, 2048),
+            "attention": (2048, 12288, 22528, 20736, 16384, 2048),
+            "mlp": (2048, 20480, 22528, 35072, 16384, 2048),
             "head": (3840, 5888, 9984, 12416, 8192, 0),
         },
     ),
@@ -143,8 +156,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(GPT, recompute="selective", tp=2, sequence_parallel="keep"),
         {
             "embedding": (2048, 6656, 8704, 14336, 0, 2048),
-            "attention": (10496, 16384, 22784, 18304, 0, 2048),
-            "mlp": (10240, 24576, 26624, 32896, 0, 2048),
+            "attention": (10496, 16384, 22784, 18432, 0, 2048),
+            "mlp": (10240, 24576, 26624, 33024, 0, 2048),
             "head": (3840, 7936, 7936, 14464, 0, 0),
         },
     ),
@@ -152,8 +165,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(GPT, recompute="full", precision="bf16"),
         {
             "embedding": (2048, 3328, 5376, 4096, 0, 2048),
-            "attention": (2048, 12288, 12288, 19008, 0, 2048),
-            "mlp": (2048, 20480, 16384, 34880, 0, 2048),
+            "attention": (2048, 12288, 12288, 19264, 0, 2048),
+            "mlp": (2048, 20480, 16384, 35136, 0, 2048),
             "head": (3840, 5888, 11520, 6400, 0, 0),
         },
     ),
@@ -170,8 +183,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(LLAMA, on_cpu=True, recompute="full", cp=4, context_parallel="ulysses"),
         {
             "embedding": (1024, 1024, 1024, 0, 0, 1024),
-            "attention": (1024, 5120, 10368, 14464, 0, 1024),
-            "mlp": (1024, 6656, 5632, 11776, 0, 1024),
+            "attention": (1024, 5120, 10368, 15520, 0, 1024),
+            "mlp": (1024, 6656, 5632, 12832, 0, 1024),
             "head": (1920, 2944, 2944, 4128, 0, 0),
         },
     ),
@@ -179,8 +192,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(GPT, recompute="selective", cp=2, context_parallel="ulysses", precision="bf16"),
         {
             "embedding": (1024, 1664, 2688, 2048, 0, 1024),
-            "attention": (5376, 6144, 11520, 13376, 0, 1024),
-            "mlp": (5120, 10240, 9216, 13376, 0, 1024),
+            "attention": (5376, 6144, 11520, 13504, 0, 1024),
+            "mlp": (5120, 10240, 9216, 13504, 0, 1024),
             "head": (1920, 2944, 5760, 3200, 0, 0),
         },
     ),
@@ -188,8 +201,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(GPT, recompute="full", cp=2, context_parallel="ring"),
         {
             "embedding": (2048, 3200, 5248, 4096, 0, 2048),
-            "attention": (2048, 12288, 18944, 36224, 0, 2048),
-            "mlp": (2048, 20480, 16384, 34944, 0, 2048),
+            "attention": (2048, 12288, 18944, 36352, 0, 2048),
+            "mlp": (2048, 20480, 16384, 35072, 0, 2048),
             "head": (3840, 5888, 5888, 6272, 0, 0),
         },
     ),
@@ -206,8 +219,8 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(GPT, recompute="full", loss_rows=100, tp=2, sequence_parallel="keep"),
         {
             "embedding": (2048, 6656, 8704, 14336, 0, 2048),
-            "attention": (2048, 16384, 20480, 26752, 0, 2048),
-            "mlp": (2048, 24576, 18432, 41088, 0, 2048),
+            "attention": (2048, 16384, 20480, 26880, 0, 2048),
+            "mlp": (2048, 24576, 18432, 41216, 0, 2048),
             "head": (4096, 0, 4096, 14464, 0, 0),
         },
     ),

@@ -1,0 +1,130 @@
+"""Operations that one kernel computes on real devices, run on meta so that they save what it saves.
+
+Attention has such a kernel on every device, an RMS norm on GPUs (`aten::_fused_rms_norm`): it saves its input
+and a number for each row. On CPUs, and on meta, torch composes the norm of several operations, which keep
+another tensor of the input's shape, and of one in 16 bits two in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plait.tensor.attention.fused_kernels import CPU, Attended, cpu_attention
+
+
+def fused_operation(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, on_cpu: bool
+) -> Callable[..., Tensor] | None:
+    """Return what to call in place of `func` with the same arguments; None where no kernel computes it.
+
+    `on_cpu`: whether layers would run on a CPU, in place of a GPU.
+    """
+    if func is functional.scaled_dot_product_attention:
+        return _attention if _has_attention_kernel(*args, **kwargs) else None
+    if not on_cpu and (func is functional.rms_norm or func is torch.rms_norm):
+        return _rms_norm if _has_rms_norm_kernel(*args, **kwargs) else None
+    return None
+
+
+def _has_attention_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Return whether real devices have a fused kernel for this call of `scaled_dot_product_attention`."""
+    sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+    learns_mask = attn_mask is not None and attn_mask.requires_grad
+    return all(tensor.dim() == 4 for tensor in (query, key, value)) and not (
+        len(sizes) > 1 or dropout_p or learns_mask
+    )
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """Return attention's output `[batch, heads, length, size]`; save what a fused backward needs."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    mixed: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        ctx.causal = causal
+        output, normalisers = cpu_attention(query, key, value, causal=causal)
+        ctx.save_for_backward(query, key, value, mask, output, normalisers)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, _, output, normalisers = ctx.saved_tensors
+        # Called for those who count operations; its results have the strides that only CPUs give them.
+        attended = Attended(query, key, value, output, normalisers)
+        CPU.backward(gradient, attended, None, ctx.causal, 1.0)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+
+
+def _has_rms_norm_kernel(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
+) -> bool:
+    """Return whether a GPU has a kernel for this call of `rms_norm`."""
+    return input.is_floating_point() and (weight is None or weight.dtype == input.dtype)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Return the norm of `input`; save it, the weight, and a number for each row."""
+    result: Tensor = _RMSNorm.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Its operations are those of the composed norm, for those who count them; no storage of theirs stays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, normalized: list[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
+        ctx.outer = [*range(given.dim() - len(normalized))]
+        ctx.inner = [*range(len(ctx.outer), given.dim())]
+        with torch._C.DisableTorchFunction():
+            output = torch.rms_norm(given, normalized, weight, eps)
+        wide = torch.promote_types(given.dtype, torch.float32)
+        rows = given.new_empty([*given.shape[: len(ctx.outer)], *[1 for _ in normalized]], dtype=wide)
+        ctx.save_for_backward(given, weight, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        given, weight, rows = ctx.saved_tensors
+        of_given = of_weight = None
+        with torch._C.DisableTorchFunction():
+            of_normal = gradient.to(rows.dtype) if weight is None else gradient.to(rows.dtype) * weight
+            normal = given.to(rows.dtype) * rows
+            if ctx.needs_input_grad[0]:
+                mean = (of_normal * normal).mean(ctx.inner, keepdim=True)
+                of_given = ((of_normal - normal * mean) * rows).to(given.dtype)
+            if ctx.needs_input_grad[2]:
+                of_weight = (gradient * normal).sum(ctx.outer).to(gradient.dtype)
+        return of_given, None, of_weight, None
