@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.tensor.attention.fused_kernels import CPU, Attended, cpu_attention
+from plait.tensor.attention.fused_kernels import CPU, Attended, cpu_attention, repeated_heads
 
 
 def fused_operation(
@@ -25,7 +25,9 @@ def fused_operation(
     `on_cpu`: whether layers would run on a CPU, in place of a GPU.
     """
     if func is functional.scaled_dot_product_attention:
-        return _attention if _has_attention_kernel(*args, **kwargs) else None
+        if not _has_attention_kernel(*args, **kwargs):
+            return None
+        return _attention if on_cpu else _attention_of_gpu
     if not on_cpu and (func is functional.rms_norm or func is torch.rms_norm):
         return _rms_norm if _has_rms_norm_kernel(*args, **kwargs) else None
     return None
@@ -63,6 +65,13 @@ def _attention(
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
     return mixed
+
+
+def _attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return attention, whose kernels for more than 16 bits take as many heads of keys as of queries."""
+    if query.itemsize > 2 and query.shape[1] != key.shape[1]:
+        key, value = (repeated_heads(one, query) for one in (key, value))
+    return _attention(query, key, value, *args, **kwargs)
 
 
 class _Attention(torch.autograd.Function):

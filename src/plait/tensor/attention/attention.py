@@ -36,6 +36,7 @@ from plait.tensor.attention.block_attention import (
     attention_with_dropout,
     is_active,
 )
+from plait.tensor.attention.fused_kernels import grouped_attention
 from plait.tensor.attention.key_exchange_plan import Mask
 from plait.tensor.attention.ring import KeyBlocks, KeyExchange, attend_to_all, share
 from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, method_choice, to_heads
@@ -225,9 +226,10 @@ def attend(
         given = query, keys.key, keys.value, keys.mask.causal, scale, dropout
         return with_kept_operations(lambda: attention_with_dropout(*given))
     if sequence is None:
-        causal, groups = keys.mask.causal, heads != keys.key.shape[1]
-        plain = partial(functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=groups)
-        return with_kept_operations(lambda: plain(query, keys.key, keys.value, scale=scale))
+        compute = functional.scaled_dot_product_attention
+        plain = partial(compute if heads == keys.key.shape[1] else grouped_attention, scale=scale)
+        causal = keys.mask.causal
+        return with_kept_operations(lambda: plain(query, keys.key, keys.value, is_causal=causal))
     rows = keys.key.shape[0]
     if query.shape[:3] != (rows, keys.query_heads, sequence.size):
         raise ModelError(

@@ -65,6 +65,8 @@ def fused_kernel(
     choice = _chosen_backend(query, key, value, mask, causal)
     if query.device.type == "cpu":
         return CPU if choice == SDPBackend.FLASH_ATTENTION else None
+    if choice == SDPBackend.MATH and _needs_repeated_heads(query, key, value, mask, causal):
+        return EFFICIENT  # which repeats them
     if choice == SDPBackend.FLASH_ATTENTION:
         return FLASH if query.shape[-1] % 8 == 0 else None
     if choice == SDPBackend.CUDNN_ATTENTION:
@@ -79,6 +81,33 @@ def _chosen_backend(
     query, groups = query.detach().requires_grad_(), query.shape[1] != key.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=groups)
     return SDPBackend(choice)
+
+
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None
+) -> Tensor:
+    """Return `scaled_dot_product_attention` for key and value that have fewer heads than the query.
+
+    Of the kernels of GPUs only those for 16 bits take fewer heads: for others each is repeated, where torch
+    would compute, and save, the scores of all pairs.
+    """
+    repeats = is_accelerator(query) and _needs_repeated_heads(query, key, value, None, is_causal)
+    if repeats:
+        key, value = repeated_heads(key, query), repeated_heads(value, query)
+    return functional.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=not repeats
+    )
+
+
+def _needs_repeated_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> bool:
+    """Return whether a GPU has a fused kernel only if key and value have as many heads as the query."""
+    if query.shape[1] == key.shape[1]:
+        return False
+    with_fewer = _chosen_backend(query, key, value, mask, causal)
+    key, value = (one[:, :1].expand(-1, query.shape[1], -1, -1) for one in (key, value))
+    return with_fewer == SDPBackend.MATH != _chosen_backend(query, key, value, mask, causal)
 
 
 def cpu_attention(
@@ -171,7 +200,7 @@ def _cudnn_backward(
 def _efficient_forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    key, value = (_repeated(one, query) for one in (key, value))
+    key, value = (repeated_heads(one, query) for one in (key, value))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, causal, scale=scale
     )
@@ -185,7 +214,7 @@ def _efficient_backward(
     heads = key.shape[1]
     lse = functional.pad(lse, (0, -lse.shape[2] % LSE_MULTIPLE), value=math.inf).contiguous()
     seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
-    key, value = (_repeated(one, query) for one in (key, value))
+    key, value = (repeated_heads(one, query) for one in (key, value))
     of_query, of_key, of_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         *(gradient, query, key, value, bias, out, lse, seed, offset, 0.0),
         *([True, True, True, False], causal),
@@ -194,9 +223,10 @@ def _efficient_backward(
     return of_query, _summed(of_key, heads), _summed(of_value, heads)
 
 
-def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+def repeated_heads(tensor: Tensor, query: Tensor) -> Tensor:
     """Return keys or values with a head for each query head."""
-    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
+    times = query.shape[1] // tensor.shape[1]
+    return tensor.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,6 @@ linears. The row linear's bias is added once, after the sum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional
 from plait.errors import PlanError
 from plait.ranks.group import Group
 from plait.tensor.attention.attention import heads_of
+from plait.tensor.attention.fused_kernels import grouped_attention
 from plait.tensor.autograd.deferred_weight_gradients import linear
 from plait.tensor.autograd.kept_results import with_kept_operations
 from plait.tensor.autograd.paired_collectives import copy
@@ -132,8 +132,8 @@ class TensorParallelAttention(nn.Module):
         if self.rotate is not None:
             query, key = self.rotate(query, key)
         groups = query.shape[1] != key.shape[1]
-        attend = partial(functional.scaled_dot_product_attention, is_causal=self.causal, enable_gqa=groups)
-        mixed = with_kept_operations(lambda: attend(query, key, value))
+        attend = grouped_attention if groups else functional.scaled_dot_product_attention
+        mixed = with_kept_operations(lambda: attend(query, key, value, is_causal=self.causal))
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 

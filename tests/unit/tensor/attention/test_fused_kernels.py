@@ -25,6 +25,7 @@ from plait.tensor.attention.fused_kernels import (
     Attended,
     FusedKernel,
     fused_kernel,
+    grouped_attention,
 )
 
 SCALE = 0.4
@@ -56,6 +57,10 @@ def test_no_fused_kernel_is_chosen_for_empty_tensors(sizes: dict[str, int]) -> N
     assert fused_kernel(*random_inputs(**sizes), None, False) is None  # type: ignore[arg-type]
 
 
+class OnGpu(Tensor):
+    device = torch.device("cuda")
+
+
 @pytest.mark.parametrize(
     ("choice", "masked", "size", "expected"),
     [
@@ -70,13 +75,37 @@ def test_no_fused_kernel_is_chosen_for_empty_tensors(sizes: dict[str, int]) -> N
 def test_a_gpu_has_the_fused_kernel_that_torch_chooses_for_mask_and_size(
     choice: SDPBackend, masked: bool, size: int, expected: FusedKernel | None
 ) -> None:
-    class OnGpu(Tensor):
-        device = torch.device("cuda")
-
     query = torch.empty(1, 2, 3, size).as_subclass(OnGpu)
     mask = torch.ones(3, 3, dtype=torch.bool) if masked else None
     with patch.object(fused_kernels, "_chosen_backend", lambda *_: choice):
         assert fused_kernel(query, query, query, mask, False) is expected
+
+
+@pytest.mark.parametrize(
+    ("with_fewer", "with_all", "repeats", "kernel"),
+    [
+        (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, True, EFFICIENT),
+        (SDPBackend.FLASH_ATTENTION, SDPBackend.FLASH_ATTENTION, False, FLASH),
+        (SDPBackend.MATH, SDPBackend.MATH, False, None),
+    ],
+)
+def test_heads_of_keys_are_repeated_where_only_so_a_gpu_has_a_fused_kernel(
+    with_fewer: SDPBackend, with_all: SDPBackend, repeats: bool, kernel: FusedKernel | None
+) -> None:
+    def chosen(query: Tensor, key: Tensor, *_: Any) -> SDPBackend:
+        return with_all if key.shape[1] == query.shape[1] else with_fewer
+
+    query, key, value = (torch.randn(2, heads, 5, 8).as_subclass(OnGpu) for heads in (4, 2, 2))
+    attend = functional.scaled_dot_product_attention
+    with (
+        patch.object(fused_kernels, "_chosen_backend", chosen),
+        patch.object(functional, "scaled_dot_product_attention", wraps=attend) as called,
+    ):
+        assert fused_kernel(query, key, value, None, True) is kernel
+        found = grouped_attention(query, key, value, is_causal=True, scale=SCALE)
+    assert called.call_args.kwargs["enable_gqa"] is not repeats
+    expected = attend(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def reference(inputs: Any, mask: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
