@@ -128,7 +128,7 @@ def _attention(recompute: Recompute, shape: MicrobatchShape, framework: Framewor
         forward -= query + statistics if recompute == "full" and plan.cp == 1 else 0.0
     passes = 2 * shape.activation + (shape.outside if plan.cuts_sequence else 0.0) - statistics
     backward = max(2 * query + 2 * key, passes, ring_backward) + _bias(shape)
-    again = 0.0 if recompute == "none" else whole - norm - kept
+    again = 0.0 if recompute == "none" else whole - kept
     later = 2 * region + 2 * query + 2 * key
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
 
@@ -160,7 +160,7 @@ def _mlp(recompute: Recompute, shape: MicrobatchShape, framework: Framework) -> 
     backward = (inside - 1 if decoder.gated else 2) * wide
     if plan.cuts_sequence:
         backward = max(backward, 2 * shape.activation + shape.outside)
-    again = 0.0 if recompute == "none" else whole - norm - kept
+    again = 0.0 if recompute == "none" else whole - kept
     later = 2 * region + (inputs + 1) * wide
     return LayerMemory(kept, later, forward, backward + _bias(shape) + again, _gathered(shape), shape.outside)
 
