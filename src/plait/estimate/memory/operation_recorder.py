@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.estimate.memory.aten_operations import Access, accesses_of, operations_of
-from plait.estimate.memory.remembered_results import Observer, RememberedResults
+from plait.estimate.memory.remembered_results import Observer, RememberedResults, operation_name
 from plait.estimate.time.kernel_fusion import Phase, Range, RecordedOperation, fused
 from plait.estimate.time.layer_work import LayerWork, Recomputation
 from plait.estimate.time.operation_times import AxisTransfer, DeviceOperation, FusedAttention, Product
@@ -116,7 +116,7 @@ class OperationRecorder:
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record what an ATen operation computes; arguments as of `operations_of`."""
-        name = func.overloadpacket.__name__
+        name = operation_name(func)
         recorded, accesses = self._operations[self._current()], accesses_of(name, args, kwargs, result)
         last = recorded[-1].operation if recorded else None
         if name == "add_" and isinstance(last, Product) and _is_result(last, args[0], args[1]):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+META = torch.device("meta")
 MOST = 2**14
 """Operations of which results are remembered; a search of plans of an 8 B model has 4,600."""
 
@@ -23,6 +24,8 @@ Observer: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], Non
 
 class RememberedResults(TorchDispatchMode):
     """Context in which equal operations on the meta device run once, and give results like the first's."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, *observers: Observer) -> None:
         """`observers`: are called after each operation."""
@@ -35,6 +38,8 @@ class RememberedResults(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # a `StorageTracker` has seen the call from outside
             outcome = _outcome_of(func, args, kwargs)
             result = func(*args, **kwargs) if outcome is None else outcome.result(args, kwargs)
+            if _writes_to_a_list(func):  # which torch does not count below a mode
+                torch.autograd.graph.increment_version(args[0])
             for observe in self._observers:
                 observe(func, args, kwargs, result)
         return result
@@ -74,21 +79,29 @@ class _Outcome(NamedTuple):
 
 
 def _outcome_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outcome | None:
-    """Return the results of an operation; None for views, and for arguments that are not on meta."""
-    if func.is_view:
+    """Return the results of an operation; None where it must run.
+
+    So for views, for what gives a tensor other memory, for operators that call others, and for tensors that
+    are not on meta.
+    """
+    calls_others = not hasattr(func, "overloadpacket")
+    if calls_others or func.is_view or torch.Tag.inplace_view in func.tags:
         return None
     try:
-        named = tuple([(name, _key(one)) for name, one in kwargs.items()])
-        return _remembered(func, tuple(map(_key, args)), named)
+        given, named = [*map(_key, args)], [(name, _key(one)) for name, one in kwargs.items()]
     except _UnknownKindError:
         return None
+    on_meta = kwargs.get("device") == META or any(map(_has_tensors, (*given, *(key for _, key in named))))
+    return _remembered(func, tuple(given), tuple(named), torch.get_default_dtype()) if on_meta else None
 
 
 @lru_cache(MOST)
-def _remembered(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> _Outcome | None:
+def _remembered(
+    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], default: torch.dtype
+) -> _Outcome | None:
     """Run an operation on new tensors, and return its results; None where they are not to be had again.
 
-    Such as parts of the arguments' memory.
+    Such as parts of the arguments' memory. `default`: torch's default dtype, which some results have.
     """
     given: dict[int | str, Any] = {number: _argument(key) for number, key in enumerate(args)}
     given |= {name: _argument(key) for name, key in kwargs}
@@ -129,6 +142,25 @@ def _key(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return (list, *map(_key, argument))
     return type(argument), argument  # 1, 1.0 and True are equal, but not what is computed with them
+
+
+def _has_tensors(key: Any) -> bool:
+    """Return whether an argument with this key is a tensor, or a list with some."""
+    return isinstance(key, _TensorKind) or (
+        isinstance(key, tuple) and key[0] is list and any(map(_has_tensors, key[1:]))
+    )
+
+
+def operation_name(func: Any) -> str:
+    """Return the name of an operation, without that of its overload, or of an operator that calls others."""
+    name: str = getattr(func, "overloadpacket", func).__name__
+    return name
+
+
+def _writes_to_a_list(func: Any) -> bool:
+    """Return whether an operation writes to the tensors of the list that is its first argument."""
+    name = operation_name(func)
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _argument(key: Any) -> Any:

@@ -1,8 +1,9 @@
 """Tracking of live storages while layers run on the meta device, where storages have no memory.
 
-Three public hooks report tensors: the results of each function (`TorchFunctionMode`), what autograd saves
-(`saved_tensors_hooks`), and the input and output gradients of each node of a graph. A weak reference to each
-storage determines how long it is alive: in autograd, a closure or a list.
+Public hooks report tensors: the results of each function (`TorchFunctionMode`), what autograd saves
+(`saved_tensors_hooks`), and the input and output gradients of each node of a graph; and a caller's mode the
+results of the operations that functions are composed of. A weak reference to each storage determines how long
+it is alive: in autograd, a closure or a list.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class StorageTracker(TorchFunctionMode):
     def see_results(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Number the new storages of an ATen operation's result.
 
-        Of a function that composes some, it is the only report of what a recomputed layer saves: its own
-        hooks take it.
+        Where a function composes several operations within a layer that is recomputed, nothing else reports
+        what autograd saves of them: the layer has hooks of its own.
         """
         for tensor in tensors_of(result):
             if tensor.is_meta:

@@ -102,6 +102,10 @@ class TracedModel(PredictedModel):
 
         Raises PlanError or ModelError for what is wrong without a division, too.
         """
+        if plan.cp > 1 and not plan.divides_experts:
+            without_cp = self.undivided(replace(plan, cp=1))
+            if without_cp is not None:
+                return without_cp
         try:
             blueprint = self.layers.blueprint(plan)
             if plan.cp > 1:  # whether layers can exchange positions is known when they run

@@ -113,10 +113,10 @@ def search(
     known = predicted_model(model, base, {})
     found, impossible = divisions(known, ranks, batch, base)
     if not found:
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in impossible.most_common())
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in impossible.most_common())
         raise PlanError(
-            f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
-            "ranks, the batch or the sizes."
+            f"{ranks} ranks cannot be divided for this model and a batch of {batch}; change the ranks, the "
+            f"batch or the sizes. Why, with the number of divisions: {reasons}."
         )
     bounds = Bounds(known, hardware, batch)
     queue = _PlanQueue(bounds, PlanSteps(bounds), base, choices)

@@ -160,7 +160,8 @@ class CastInput:
 
         `source`: this rank's part, from which the input was gathered, and how; None: it is saved whole.
         `is_traced`: by columns, as the product needs it, so that the layer's graph writes it so; but not a
-        matrix that is gathered again: a copy of it would be saved, whole, in place of this rank's part.
+        matrix that was gathered in float8 and is gathered again: a copy of it would be saved, whole, in place
+        of this rank's part.
         """
         if self._saved is None:
             saved = self._to_save(input, source)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch.nn import functional
 
 from plait.estimate.memory.remembered_results import RememberedResults
@@ -89,6 +92,51 @@ def test_an_operation_that_reshapes_its_argument_runs_each_time() -> None:
             two = made((0,))
             torch.mul(made(X), 2, out=two)
             assert two.shape == X
+
+
+def test_an_operation_that_gives_its_argument_other_memory_runs_each_time() -> None:
+    with RememberedResults():
+        for _ in range(2):
+            one, two = made(X), made(X)
+            one.set_(two)  # type: ignore[call-overload]
+            assert shared([one, two]) == [[True, True], [True, True]]
+            part = made((100,))[:8]
+            part.as_strided_((8,), (1,), 16)
+            assert part.storage_offset() == 16
+
+
+def test_results_have_the_default_dtype_of_their_call(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    with RememberedResults():
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            found = torch.ones(3, device="meta"), made(N, torch.int32) * 2.0
+            assert [one.dtype for one in found] == [dtype, dtype]
+
+
+def test_random_numbers_of_a_cpu_are_drawn_once() -> None:
+    drawn = []
+    for mode in (nullcontext(), RememberedResults()):
+        torch.manual_seed(0)
+        with mode:
+            drawn.append(torch.randperm(97).tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_writes_to_the_tensors_of_a_list_are_counted() -> None:
+    with RememberedResults():
+        for _ in range(2):
+            one = made(X)
+            torch._foreach_mul_([one], 2.0)
+            assert one._version == 1
+
+
+def test_operators_that_call_others_run() -> None:
+    with RememberedResults():
+        product = out_dtype(
+            torch.ops.aten.mm.default, torch.int32, made((4, 4), torch.int8), made((4, 4), torch.int8)
+        )
+    assert product.dtype == torch.int32
 
 
 def test_errors_are_those_of_the_operation_and_other_devices_compute() -> None:

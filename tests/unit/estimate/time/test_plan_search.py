@@ -169,7 +169,7 @@ def test_no_plan_is_both_faster_and_smaller_than_one_of_the_frontier() -> None:
 def test_divisions_that_are_impossible_are_counted_by_reason() -> None:
     _, impossible = divisions(DecoderModel(GPT2), 8, 4, Plan())
     assert impossible["tp does not divide the heads"] == 4  # tp 4 with 3 divisions of 2 ranks, and tp 8
-    message = r"7919 ranks cannot be divided for this model and a batch of 4: .+ \(\d+\), .+: change"
+    message = r"7919 ranks cannot be divided for this model and a batch of 4; change .+: .+ \(\d+\); .+"
     with pytest.raises(PlanError, match=message):
         search(GPT2, H100, 7919, 4)
 
