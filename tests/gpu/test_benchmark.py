@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from benchmark_modules import find_modules_of
 from plait.plan.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -31,7 +32,7 @@ sys.stdin.readline()
 
 @pytest.fixture(autouse=True)
 def _modules_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
+    find_modules_of(FOLDER, monkeypatch)
 
 
 def small_work() -> Any:

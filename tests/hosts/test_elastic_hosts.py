@@ -33,7 +33,7 @@ def supervisor(host: Host, number: int, of: int, folder: Path, *words: str) -> s
     place = {"MASTER_ADDR": "host-0", "MASTER_PORT": 29511, "OMP_NUM_THREADS": 1}
     program = (sys.executable, elastic_training.__file__, folder, "--limit", str(LIMIT), *words)
     given = (f"{name}={value}" for name, value in (variables | place).items())
-    return host.start_program("env", *given, *program)
+    return host.start_program("env", "--unset", "GLOO_SOCKET_IFNAME", *given, *program)
 
 
 def supervisors(machines: Sequence[Host], folder: Path, *words: str) -> list[subprocess.Popen[str]]:

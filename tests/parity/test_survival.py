@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import plait
+from benchmark_modules import find_modules_of
 from plait.errors import PlaitError
 from plait.ranks.launch.elastic.options import Elastic
 from plait.ranks.launch.elastic.supervisor import Supervisor
@@ -46,7 +47,7 @@ def cases(turns: int, quick: Collection[str], quick_turn: int = 0) -> list[Any]:
 def survive() -> Iterator[Any]:
     """The names of the benchmark's modules."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+        find_modules_of(FOLDER, patch)
         found = SimpleNamespace()
         for name in ("injections", "injected_run"):
             vars(found).update(vars(import_module(name)))

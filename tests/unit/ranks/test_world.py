@@ -200,9 +200,10 @@ def test_several_hosts_need_an_address():
 
 
 def test_a_rank_that_does_not_join_is_reported_in_one_sentence(tmp_path):
-    world = World(0, 2, 0, 2, "plait", f"file://{tmp_path}/store")
+    world, before = World(0, 2, 0, 2, "plait", f"file://{tmp_path}/store"), dict(os.environ)
     with pytest.raises(CommunicationError, match="rank 0 of 2 could not join the world of plait"):
         join_world(world, timeout=0.3, device="cpu")
+    assert dict(os.environ) == before
 
 
 def test_joining_a_world_refuses_an_unknown_device():

@@ -17,6 +17,11 @@ from plait.ranks.launch.rendezvous import Meeting, meet
 from plait.ranks.launcher_environment import World
 from plait.ranks.transport.torch_distributed import torch_timeout
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable by which Gloo is told where to listen, each time when it makes a group."""
+_IS_SET_HERE = "PLAIT_SET_GLOO_SOCKET_IFNAME"
+"""The variable that says that `join_world` has set `_INTERFACE`."""
+
 
 def join_world(
     world: World, timeout: float = 600.0, device: str = "auto", ranks_per_gpu: int = 1
@@ -53,6 +58,7 @@ def join_world(
         # A rank that goes on, and leaves, while a peer still connects would end that peer's rendezvous.
         dist.all_reduce(torch.zeros(1))
     except (RuntimeError, ValueError) as error:
+        _unset_interface()
         raise CommunicationError(
             f"rank {world.rank} of {world.world_size} could not join the world of {world.launcher} at "
             f"{world.init_method}: {str(error).splitlines()[0]} (start all ranks, and see what they print)"
@@ -66,8 +72,14 @@ def _communicate_within_host() -> None:
     Gloo would look up the host's name, and listen at its address.
     """
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    if loopback and _INTERFACE not in os.environ:
+        os.environ |= {_INTERFACE: loopback[0], _IS_SET_HERE: "1"}
+
+
+def _unset_interface() -> None:
+    """Unset what `_communicate_within_host` has set: a later world, or a program, may be of several hosts."""
+    if os.environ.pop(_IS_SET_HERE, None) is not None:
+        os.environ.pop(_INTERFACE, None)
 
 
 def _accelerator(
@@ -102,6 +114,7 @@ def leave_world(patience: float = 10.0) -> bool:
 
     A thread does it, since ending waits for pending operations, which never complete when a peer is gone.
     """
+    _unset_interface()
     if not dist.is_initialized():
         return True
     closing = threading.Thread(target=_end_groups, name="plait-leave", daemon=True)

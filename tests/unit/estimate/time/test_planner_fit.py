@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from benchmark_modules import find_modules_of
+
 FOLDER = Path(__file__).parents[4] / "benchmarks" / "planner"
 
 
 @pytest.fixture
 def fit(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
+    find_modules_of(FOLDER, monkeypatch)
     return import_module("fit")
 
 

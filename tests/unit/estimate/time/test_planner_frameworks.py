@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from one_second_kernels import DECODER, HARDWARE
 
+from benchmark_modules import find_modules_of
 from plait.estimate.memory.decoder_layer_memory import LayerMemory
 from plait.estimate.prediction.prediction import predict
 from plait.estimate.time.decoder_operations import MicrobatchShape, layer_work
@@ -34,7 +35,7 @@ BF16 = {"precision": "bf16", "overlap": True}
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The names of the benchmark's modules."""
-    monkeypatch.syspath_prepend(str(FOLDER))
+    find_modules_of(FOLDER, monkeypatch)
     found = SimpleNamespace()
     for name in ("frameworks", "framework_times", "framework_memory", "runs"):
         vars(found).update(vars(import_module(name)))
