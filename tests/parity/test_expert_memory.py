@@ -100,7 +100,7 @@ def test_predicted_memory_of_a_sparse_model_is_what_ranks_allocate(rank_pool: An
 def test_predicted_memory_of_experts_in_float8_is_what_ranks_allocate(rank_pool: Any, name: str) -> None:
     """Of matrices beside which factors of weights, of which each step makes its own, are small."""
     build = partial(routed, every_choice, EXPERTS, hidden=192, inner=192)
-    check(rank_pool, Case("sparse of 192", build, draw), IN_FLOAT8[name])
+    check(rank_pool, Case("sparse of 192", build, draw), IN_FLOAT8[name], OF_MOST)
 
 
 def test_plans_that_free_weights_share_no_trace_with_those_that_keep_casts_of_experts() -> None:
@@ -122,7 +122,7 @@ def test_predicted_memory_of_adapted_experts_is_what_ranks_allocate(rank_pool: A
     check(rank_pool, Case("adapted", adapted, draw), PLANS[name])
 
 
-def check(rank_pool: Any, case: Case, fields: dict[str, Any]) -> None:
+def check(rank_pool: Any, case: Case, fields: dict[str, Any], of_most: float = TOLERANCE) -> None:
     """Each rank's tokens are a multiple of the choices, or nearly."""
     plan, rows = Plan(**{"microbatches": 2, "precision": "fp32", **fields}), 12
     counted = rank_pool.run(count_in_a_rank, case, plan, adamw, rows, ranks=plan.world)
@@ -130,7 +130,7 @@ def check(rank_pool: Any, case: Case, fields: dict[str, Any]) -> None:
     for rank, foreseen in enumerate(ranks):
         found = counted[rank * plan.world // plan.pp]
         assert foreseen.peak == pytest.approx(found.peak, rel=TOLERANCE)
-        assert foreseen.most == pytest.approx(found.most, rel=TOLERANCE)
+        assert foreseen.most == pytest.approx(found.most, rel=of_most)
         assert foreseen.at_rest == pytest.approx(found.at_rest, rel=TOLERANCE)
         assert [name for name, _ in moments[rank]] == [name for name, _ in found.after]
         for (moment, held), (_, alive) in zip(moments[rank], found.after, strict=True):

@@ -217,7 +217,10 @@ def kill_hub(host: SeveralHostsRendezvous) -> None:
     """End the connections to a host as the end of its process does, without a last message."""
     host._hub._listener.shutdown(socket.SHUT_RDWR)
     host._hub._listener.close()
-    for link in [*host._hub._links]:
+    links = [*host._hub._links]
+    for link in links:  # else it could tell one that another, which is gone, knows of the end
+        link.send = lambda message: None  # type: ignore[method-assign]
+    for link in links:
         link._end()
 
 

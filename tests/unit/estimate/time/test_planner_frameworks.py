@@ -188,7 +188,7 @@ RECORDED: tuple[tuple[str, Decoder, dict[str, Any], dict[str, tuple[float, ...]]
         {"recompute": "selective", "tp": 2, "sequence_parallel": "regather"},
         {
             "embedding": (1024, 3584, 4608, 7168, 0, 1024),
-            "attention": (6272, 6144, 17408, 10176, 8192, 1024),
+            "attention": (6272, 6144, 17408, 10304, 8192, 1024),
             "mlp": (10368, 10240, 15360, 8128, 8192, 1024),
             "head": (6912, 2944, 6912, 3200, 4096, 0),
         },
