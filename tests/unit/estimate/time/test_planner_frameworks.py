@@ -189,7 +189,7 @@ RECORDED: tuple[tuple[str, Decoder, dict[str, Any], dict[str, tuple[float, ...]]
         {
             "embedding": (1024, 3584, 4608, 7168, 0, 1024),
             "attention": (6272, 6144, 17408, 10304, 8192, 1024),
-            "mlp": (10368, 10240, 15360, 8128, 8192, 1024),
+            "mlp": (10368, 10240, 15360, 8256, 8192, 1024),
             "head": (6912, 2944, 6912, 3200, 4096, 0),
         },
     ),
@@ -199,8 +199,8 @@ RECORDED: tuple[tuple[str, Decoder, dict[str, Any], dict[str, tuple[float, ...]]
         {"recompute": "full"},
         {
             "embedding": (2048, 2048, 2048, 0, 0, 2048),
-            "attention": (0, 10240, 10240, 14848, 0, 2048),
-            "mlp": (2048, 13312, 11264, 34432, 0, 2048),
+            "attention": (0, 10240, 10240, 14976, 0, 2048),
+            "mlp": (2048, 13312, 11264, 34560, 0, 2048),
             "head": (13696, 5888, 21376, 15360, 0, 0),
         },
     ),
@@ -210,8 +210,8 @@ RECORDED: tuple[tuple[str, Decoder, dict[str, Any], dict[str, tuple[float, ...]]
         {"recompute": "selective", "cp": 2, "context_parallel": "ring"},
         {
             "embedding": (1024, 1024, 1024, 0, 0, 1024),
-            "attention": (4352, 5120, 9728, 12800, 0, 1024),
-            "mlp": (4096, 6656, 6656, 5632, 0, 1024),
+            "attention": (4352, 5120, 9728, 12864, 0, 1024),
+            "mlp": (4096, 6656, 6656, 5696, 0, 1024),
             "head": (3008, 2944, 3008, 3968, 0, 0),
         },
     ),
