@@ -100,8 +100,8 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees what reads a tensor, also within autograd functions: likewise",
     (
-        "estimate/memory/remembered_results.py",
-        "__torch_dispatch__",
+        "tensor/autograd/private_torch_functions.py",
+        "hidden_from_function_modes",
         "_C",
     ): "an operation within another is no call that a TorchFunctionMode is to see: documented",
     (

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.tensor.attention.fused_kernels import CPU, Attended, cpu_attention, repeated_heads
+from plait.tensor.autograd.private_torch_functions import hidden_from_function_modes
 
 
 def fused_operation(
@@ -63,7 +64,7 @@ def _attention(
     """Return attention's output `[batch, heads, length, size]`; save what a fused backward needs."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
-    mixed: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
+    mixed: Tensor = _SavingAttention.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
     return mixed
 
 
@@ -74,7 +75,7 @@ def _attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **k
     return _attention(query, key, value, *args, **kwargs)
 
 
-class _Attention(torch.autograd.Function):
+class _SavingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
@@ -104,11 +105,11 @@ def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Return the norm of `input`; save it, the weight, and a number for each row."""
-    result: Tensor = _RMSNorm.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]
+    result: Tensor = _SavingRMSNorm.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]
     return result
 
 
-class _RMSNorm(torch.autograd.Function):
+class _SavingRMSNorm(torch.autograd.Function):
     """Its operations are those of the composed norm, for those who count them; no storage of theirs stays."""
 
     @staticmethod
@@ -117,7 +118,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.outer = [*range(given.dim() - len(normalized))]
         ctx.inner = [*range(len(ctx.outer), given.dim())]
-        with torch._C.DisableTorchFunction():
+        with hidden_from_function_modes():
             output = torch.rms_norm(given, normalized, weight, eps)
         wide = torch.promote_types(given.dtype, torch.float32)
         rows = given.new_empty([*given.shape[: len(ctx.outer)], *[1 for _ in normalized]], dtype=wide)
@@ -128,7 +129,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         given, weight, rows = ctx.saved_tensors
         of_given = of_weight = None
-        with torch._C.DisableTorchFunction():
+        with hidden_from_function_modes():
             of_normal = gradient.to(rows.dtype) if weight is None else gradient.to(rows.dtype) * weight
             normal = given.to(rows.dtype) * rows
             if ctx.needs_input_grad[0]:

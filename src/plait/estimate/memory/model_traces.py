@@ -108,8 +108,7 @@ def trace_model(
     Without `targets` there is a class for each row of the output. `recorder`: records operations, too.
     `known`: traces of plans that differ in `ep`, `etp`, `recompute` and rows only; those of layers that run
     alike, and of losses of equal outputs, are taken from it, and others added. `takes_all`: whether all
-    tokens have the experts of this rank; else as many as under uniform routing. `on_cpu`: whether layers
-    would run on a CPU.
+    tokens have the experts of this rank, or as uniform routing gives it. `on_cpu`: layers would run on CPUs.
     """
     queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = _tensor_parallel(blueprint, recorder, takes_all=takes_all)
@@ -123,8 +122,7 @@ def trace_model(
     known = KnownTraces() if known is None else known
     traced = _trace_layers(copies, share, known)
     value = traced[-1].output
-    traces = [one.trace for one in traced]
-    is_copied = end.writes_output and traces[-1].output_is_read
+    is_copied = end.writes_output and traced[-1].trace.output_is_read
     classes = share.targets
     if classes is None:
         classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
@@ -138,7 +136,7 @@ def trace_model(
     if loss_work is not None:
         works[-1], first_works[-1] = (with_loss(each[-1], loss_work) for each in (works, first_works))
     return ModelTraces(
-        traces,
+        [one.trace for one in traced],
         [one.run.info for one in traced],
         of_loss,
         sum(_bytes(value)) if is_copied else 0,

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.tensor.autograd.private_torch_functions import hidden_from_function_modes
+
 META = torch.device("meta")
 MOST = 2**14
 """Operations of which results are remembered; a search of plans of an 8 B model has 4,600."""
@@ -35,7 +37,7 @@ class RememberedResults(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the result of `func`, an ATen operation."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # a `StorageTracker` has seen the call from outside
+        with hidden_from_function_modes():  # a `StorageTracker` has seen the call from outside
             outcome = _outcome_of(func, args, kwargs)
             result = func(*args, **kwargs) if outcome is None else outcome.result(args, kwargs)
             if _writes_to_a_list(func):  # which torch does not count below a mode

@@ -9,6 +9,7 @@ of torch build on them. `test_private_torch_functions.py` and `test_many_tensors
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ def zero_each(tensors: list[Tensor]) -> None:
         torch._foreach_zero_(tensors)
         if _dispatch_modes():
             torch.autograd.graph.increment_version(tensors)
+
+
+def hidden_from_function_modes() -> AbstractContextManager[None]:
+    """Return a context in which no `TorchFunctionMode` sees calls of torch."""
+    hidden: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return hidden
 
 
 def counts_all_writes() -> bool:

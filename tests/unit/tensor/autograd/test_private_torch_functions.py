@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
-from plait.tensor.autograd.private_torch_functions import apply_function, reshaped_in_place, run_backward
+from plait.tensor.autograd.private_torch_functions import (
+    apply_function,
+    hidden_from_function_modes,
+    reshaped_in_place,
+    run_backward,
+)
 from plait.verification.reference.integer_mode import IntegerMode
 
 
@@ -73,3 +79,16 @@ def test_a_tensor_in_another_shape_is_no_view_of_the_first() -> None:
     reshaped = reshaped_in_place(given, (2, 3))
     assert (reshaped.tolist(), reshaped._is_view()) == ([[0, 1, 2], [3, 4, 5]], False)
     assert reshaped.data_ptr() == given.data_ptr()
+
+
+class Refusing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError(func)
+
+
+def test_calls_are_hidden_from_function_modes() -> None:
+    with Refusing():
+        with pytest.raises(AssertionError):
+            torch.ones(2)
+        with hidden_from_function_modes():
+            assert (torch.ones(2) + 1).tolist() == [2.0, 2.0]
