@@ -15,7 +15,7 @@ from .network import Host, hosts, why_not
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
-TIMEOUT = 12.0
+TIMEOUT = 20.0
 """Seconds: long enough for the end of four processes on a busy machine to count for little."""
 HERE = Path(__file__).parent
 
