@@ -72,7 +72,7 @@ class StepAgreement:
         return False
 
     def compare_at(self, call: str, **options: object) -> None:
-        """At the 1st, 2nd, 4th, 8th … `call` of a name, check that all ranks have recorded equal settings.
+        """Count calls of `call`; at the 1st, 2nd, 4th, 8th … raise where settings differ between ranks.
 
         `options`: those of the call. Communication: as `compare`. Raises CommunicationError.
         """

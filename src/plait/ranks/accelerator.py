@@ -1,4 +1,4 @@
-"""The GPU of a rank: copies to and from it, streams, events, graphs. No other module asks torch for them.
+"""The GPU of a rank: copies to and from it, streams, events, graphs; the only module that calls `torch.cuda`.
 
 An *accelerator* is a device that computes by itself (CUDA): calls return before their work is done, streams
 and events order it, and copies from pinned memory overlap with it. The CPU is none: its calls return when
@@ -220,7 +220,7 @@ class StreamEvent:
     """An event on a device's current stream that the host can wait for; on a CPU it is always done."""
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
-        """Record the event behind all work submitted so far. `timed`: allow `milliseconds_since`."""
+        """Record an event on the current stream of `device`; `timed`: for `milliseconds_since`, too."""
         self._device = device
         self.seconds = time.perf_counter()
         """When the event was recorded, on the host's clock."""

@@ -1,4 +1,4 @@
-"""Memory of one decoder layer for a micro-batch, by formulas: what it keeps, what each pass allocates."""
+"""Formulas for the activation memory of a decoder layer: kept for the backward, and at most in each pass."""
 
 from __future__ import annotations
 

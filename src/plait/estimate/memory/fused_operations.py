@@ -1,4 +1,4 @@
-"""Operations that one kernel computes on real devices, run on meta so that they save what it saves.
+"""Attention and RMS norms on the meta device that save for the backward what fused kernels of devices save.
 
 Attention has such a kernel on every device, an RMS norm on GPUs (`aten::_fused_rms_norm`): it saves its input
 and a number for each row. On CPUs, and on meta, torch composes the norm of several operations, which keep
@@ -21,7 +21,7 @@ from plait.tensor.autograd.private_torch_functions import hidden_from_function_m
 def fused_operation(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, on_cpu: bool
 ) -> Callable[..., Tensor] | None:
-    """Return what to call in place of `func` with the same arguments; None where no kernel computes it.
+    """Return the function of this file to call in place of `func`, as a kernel computes it; else None.
 
     `on_cpu`: whether layers would run on a CPU, in place of a GPU.
     """
@@ -43,7 +43,7 @@ def _has_attention_kernel(
     *_: Any,
     **__: Any,
 ) -> bool:
-    """Return whether real devices have a fused kernel for this call of `scaled_dot_product_attention`."""
+    """Return whether devices have a fused kernel for these arguments of torch's attention."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     return all(tensor.dim() == 4 for tensor in (query, key, value)) and not (
@@ -61,7 +61,7 @@ def _attention(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Return attention's output `[batch, heads, length, size]`; save what a fused backward needs."""
+    """Return attention's output `[batch, heads, length, size]`; save what a fused kernel saves."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _SavingAttention.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ def _attention(
 
 
 def _attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention, whose kernels for more than 16 bits take as many heads of keys as of queries."""
+    """Return attention; repeat keys and values for each query head if they have more than 16 bits."""
     if query.itemsize > 2 and query.shape[1] != key.shape[1]:
         key, value = (repeated_heads(one, query) for one in (key, value))
     return _attention(query, key, value, *args, **kwargs)
@@ -97,20 +97,20 @@ class _SavingAttention(torch.autograd.Function):
 def _has_rms_norm_kernel(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
 ) -> bool:
-    """Return whether a GPU has a kernel for this call of `rms_norm`."""
+    """Return whether GPUs have a fused kernel for these arguments of `torch.rms_norm`."""
     return input.is_floating_point() and (weight is None or weight.dtype == input.dtype)
 
 
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Return the norm of `input`; save it, the weight, and a number for each row."""
+    """Return the RMS norm of `input`; save `input`, `weight` and a number for each row."""
     result: Tensor = _SavingRMSNorm.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]
     return result
 
 
 class _SavingRMSNorm(torch.autograd.Function):
-    """Its operations are those of the composed norm, for those who count them; no storage of theirs stays."""
+    """RMS norm that runs the operations of torch's composed norm, but saves what a GPU's kernel saves."""
 
     @staticmethod
     def forward(

@@ -47,7 +47,7 @@ class OperationRecorder:
 
     @contextmanager
     def recording(self, phase: Phase, *others: Observer) -> Iterator[None]:
-        """Record all operations within the context as those of a phase; call `others` after each, too."""
+        """Context in which operations are recorded as those of `phase`; `others` are called after each."""
         self._phase = phase
         try:
             with RememberedResults(self._record, *others):
@@ -166,7 +166,7 @@ def group_on_meta(axis: str, size: int, index: int, recorder: OperationRecorder 
 def recording(
     recorder: OperationRecorder | None, phase: Phase, *others: Observer
 ) -> AbstractContextManager[None]:
-    """Return the context in which `recorder`, unless None, records a phase (forward or backward).
+    """Return a context in which `recorder`, unless None, records operations as those of `phase`.
 
     `others` are called after each operation, too.
     """

@@ -30,7 +30,7 @@ class RememberedResults(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, *observers: Observer) -> None:
-        """`observers`: are called after each operation."""
+        """`observers`: functions that are called after each operation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._observers = observers
 
@@ -81,13 +81,13 @@ class _Outcome(NamedTuple):
 
 
 def _outcome_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outcome | None:
-    """Return the results of an operation; None where it must run.
+    """Return what is known of the results of an operation with these arguments; None where it must run.
 
-    So for views, for what gives a tensor other memory, for operators that call others, and for tensors that
-    are not on meta.
+    So for views, for what gives a tensor other memory, for higher-order operators, and for tensors that are
+    not on meta.
     """
-    calls_others = not hasattr(func, "overloadpacket")
-    if calls_others or func.is_view or torch.Tag.inplace_view in func.tags:
+    is_higher_order = not hasattr(func, "overloadpacket")
+    if is_higher_order or func.is_view or torch.Tag.inplace_view in func.tags:
         return None
     try:
         given, named = [*map(_key, args)], [(name, _key(one)) for name, one in kwargs.items()]
@@ -154,7 +154,7 @@ def _has_tensors(key: Any) -> bool:
 
 
 def operation_name(func: Any) -> str:
-    """Return the name of an operation, without that of its overload, or of an operator that calls others."""
+    """Return the name of an ATen operation without its overload, or of a higher-order operator."""
     name: str = getattr(func, "overloadpacket", func).__name__
     return name
 

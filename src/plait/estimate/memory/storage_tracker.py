@@ -62,7 +62,7 @@ class StorageTracker(TorchFunctionMode):
         return number
 
     def see_results(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Number the new storages of an ATen operation's result.
+        """Track the storages that an ATen operation has allocated for its `result`.
 
         Where a function composes several operations within a layer that is recomputed, nothing else reports
         what autograd saves of them: the layer has hooks of its own.

@@ -104,7 +104,7 @@ def recording_readers(layer: nn.Module) -> Iterator[ReaderRecord]:
 
 
 class PartialOutputs:
-    """Tries whether linears of equal input can be one product: their outputs are parts of a tensor then."""
+    """Runs a layer as if linears with the same input were one matrix product, to check that it can be so."""
 
     def __init__(self, layer: nn.Module, readers: Iterable[Readers]) -> None:
         self._layer, self._readers = layer, tuple(readers)

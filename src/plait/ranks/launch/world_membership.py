@@ -18,9 +18,9 @@ from plait.ranks.launcher_environment import World
 from plait.ranks.transport.torch_distributed import torch_timeout
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable by which Gloo is told where to listen, each time when it makes a group."""
+"""The environment variable that names the network interface on which Gloo listens."""
 _IS_SET_HERE = "PLAIT_SET_GLOO_SOCKET_IFNAME"
-"""The variable that says that `join_world` has set `_INTERFACE`."""
+"""The environment variable that is set where `join_world` has set `_INTERFACE`."""
 
 
 def join_world(
@@ -77,7 +77,7 @@ def _communicate_within_host() -> None:
 
 
 def _unset_interface() -> None:
-    """Unset what `_communicate_within_host` has set: a later world, or a program, may be of several hosts."""
+    """Unset the variable that `_communicate_within_host` has set, for later worlds of several hosts."""
     if os.environ.pop(_IS_SET_HERE, None) is not None:
         os.environ.pop(_INTERFACE, None)
 

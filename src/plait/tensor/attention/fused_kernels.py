@@ -86,7 +86,7 @@ def _chosen_backend(
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
-    """Return `scaled_dot_product_attention` for key and value that have fewer heads than the query.
+    """Return `scaled_dot_product_attention` of key and value with fewer heads than the query (GQA).
 
     Of the kernels of GPUs only those for 16 bits take fewer heads: for others each is repeated, where torch
     would compute, and save, the scores of all pairs.
@@ -103,11 +103,10 @@ def _needs_repeated_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> bool:
     """Return whether a GPU has a fused kernel only if key and value have as many heads as the query."""
-    if query.shape[1] == key.shape[1]:
+    if query.shape[1] == key.shape[1] or _chosen_backend(query, key, value, mask, causal) != SDPBackend.MATH:
         return False
-    with_fewer = _chosen_backend(query, key, value, mask, causal)
     key, value = (one[:, :1].expand(-1, query.shape[1], -1, -1) for one in (key, value))
-    return with_fewer == SDPBackend.MATH != _chosen_backend(query, key, value, mask, causal)
+    return _chosen_backend(query, key, value, mask, causal) != SDPBackend.MATH
 
 
 def cpu_attention(

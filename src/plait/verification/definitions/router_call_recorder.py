@@ -34,7 +34,7 @@ class RoutingCalls:
     """The experts that calls take in place of those they choose, in the order of the calls."""
 
     def begin(self, given: Sequence[Tensor] = ()) -> None:
-        """Forget the recorded calls; routers use the experts in `given` from now on, one tensor a call."""
+        """Clear the recorded calls; later calls of routers return the tensors `given`, one after another."""
         self.calls, self.given = [], given
 
     def note(self, weight: Tensor, logits: Tensor, indices: Tensor, margins: Tensor) -> Tensor:
