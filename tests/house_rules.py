@@ -312,6 +312,11 @@ PRIVATE_USES = {
     ): "new_group reuses the names of destroyed groups, or needs every rank of the world",
     ("ranks/transport/torch_distributed.py", "new_process_group", "_world"): "likewise",
     ("ranks/transport/torch_distributed.py", "_nccl_options", "_timeout"): "torch warns where it differs",
+    (
+        "ranks/transport/torch_distributed.py",
+        "timeout_of_world",
+        "_get_backend",
+    ): "no public way to a group's timeout",
     ("ranks/failure/operation_watch.py", "write_flight_record", "_C"): "no public way to the flight record",
     ("ranks/failure/operation_watch.py", "write_flight_record", "_distributed_c10d"): "likewise",
     (

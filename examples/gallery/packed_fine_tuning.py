@@ -1,6 +1,6 @@
 """A model of Hugging Face with LoRA, on packed documents of unequal length, each cut over two ranks (`cp`).
 
-.venv/bin/python examples/gallery/packed_fine_tuning.py       needs plait[huggingface]
+.venv/bin/python examples/gallery/packed_fine_tuning.py       needs transformers
 
 Short documents fill rows of a fixed length. Attention stays within a document, and positions begin anew in
 each. The documents: numbers that go up by equal steps. A trained model would come from `from_pretrained`.

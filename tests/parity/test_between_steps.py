@@ -192,6 +192,14 @@ def test_a_model_in_half_precision_has_a_loss_scale(thread_ranks: Any) -> None:
     assert thread_ranks.run(half_model, Plan(master_precision="fp32"), ranks=1) == [(2.0**16, True)]
 
 
+def test_a_model_in_half_precision_is_refused_without_wider_masters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).half()
+    told = r"the model's 0\.weight is float16, .* set plan\.master_precision to 'fp32'"
+    with pytest.raises(PlanError, match=told):
+        plait.memory(model, Plan())
+    assert plait.memory(model.requires_grad_(False), Plan()).peak < 4 * (16 + 4), "it is not trained"
+
+
 def test_memory_refuses_a_gradient_precision_that_bf16_masters_cannot_add_up_in() -> None:
     formats = {"precision": "bf16", "master_precision": "bf16", "gradient_precision": "fp32"}
     plan = Plan(dp=2, strategy="full", reduce="each", **formats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +54,32 @@ def test_optimizers_that_need_whole_parameters_are_refused_before_they_change_an
 ) -> None:
     for refused in thread_ranks.run(step_by, plan, kind, kind == "Muon", ranks=2):
         assert refused.startswith(f"{kind} {told}")
+
+
+def test_an_optimizer_of_the_models_parameters_is_refused_as_it_would_train_nothing(
+    thread_ranks: Any,
+) -> None:
+    def refused() -> list[str]:
+        case = gpt2()
+        model = case.build()
+        engine = plait.parallelize(model, Plan(), plait.Mesh(), case.loss)
+        engine.forward_backward(*case.batches(2, 1, torch.float32)[0])
+        wrong = torch.optim.SGD(model.parameters())
+        told = []
+        for use in (partial(engine.step, wrong, 1.0), partial(engine.check_optimizer, wrong)):
+            with pytest.raises(PlanError) as caught:
+                use()
+            told.append(str(caught.value))
+        batches: Any = plait.Loader(case.batches(2, 1, torch.float32), batch=2)
+        with pytest.raises(PlanError) as caught:
+            plait.fit(model, Plan(), batches, steps=1, optimizer=lambda groups: wrong)
+        return [*told, str(caught.value)]
+
+    (told,) = thread_ranks.run(refused, ranks=1)
+    assert set(told) == {
+        "SGD has none of the engine's parameters, which are not those of the model: make it of "
+        "engine.parameters()."
+    }
 
 
 def test_the_engine_refuses_a_non_elementwise_optimizer_before_it_clips(thread_ranks: Any) -> None:

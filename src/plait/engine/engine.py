@@ -183,7 +183,7 @@ class Engine:
         temperature: float = 1.0,
         top_k: int | None = None,
         seed: int = 0,
-        stop: Sequence[int] = (),
+        stop: int | Sequence[int] = (),
     ) -> Tensor:
         """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on all ranks of a model.
 
@@ -192,7 +192,8 @@ class Engine:
         Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
         regions and 16 bytes a row over `tp` (with `top_k` 8 · k more), with `stop` 4 bytes over `shard`.
         """
-        return generated(self._runner, prompt, tokens, TokenChoice(temperature, top_k, seed, tuple(stop)))
+        stops = (stop,) if isinstance(stop, int) else tuple(stop)
+        return generated(self._runner, prompt, tokens, TokenChoice(temperature, top_k, seed, stops))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -331,7 +331,7 @@ class Runner:
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
     def loss_weights(self) -> tuple[Tensor, Tensor]:
-        """Return each micro-batch's weight in the last step's loss, such as its tokens, and their sum."""
+        """Return the weights in the last loss, such as tokens, of this rank's micro-batches, and of all."""
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         return self._weights

@@ -73,6 +73,8 @@ class LoraLinear(nn.Module):
         self.up = nn.Linear(rank, self.out_features, bias=False, **like)
         self.dropout = Dropout(dropout) if dropout > 0 else None
         self.train(base.training)
+        if self.dropout is not None:
+            self.dropout.train()  # a model that is read from files is in evaluation mode
 
     @property
     def weight(self) -> nn.Parameter:

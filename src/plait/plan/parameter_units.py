@@ -180,7 +180,8 @@ def resolve_units(
     """Return by name how each unit (parameters gathered together) is sharded, gathered and reduced.
 
     `members`: the parameters of each unit. `users`: the numbers of the layers that use each unit. Raises
-    PlanError where sharded gradients would be accumulated in less precision than the plan asks.
+    PlanError where a parameter would be trained in fp16, and where sharded gradients would be accumulated in
+    less precision than the plan asks.
     """
     timing = timing_of(plan)
     units = {}
@@ -188,9 +189,20 @@ def resolve_units(
         kinds = {name: kind_of(plan, parameters[name]) for name in names}
         scales = any(kind.scaled for kind in kinds.values())
         units[unit] = UnitSpec(unit, kinds, tuple(users[unit]), replace(timing, scales=scales))
+        _require_wide_masters(units[unit])
         if timing.scatters == "each":
             _check_accumulation_dtype(units[unit])
     return units
+
+
+def _require_wide_masters(unit: UnitSpec) -> None:
+    """Raise PlanError where an optimizer would update parameters in fp16: small updates would be lost."""
+    narrow = [name for name, kind in unit.kinds.items() if kind.trains and kind.master == PRECISIONS["fp16"]]
+    if narrow:
+        raise PlanError(
+            f"the model's {narrow[0]} is float16, in which small steps of an optimizer are lost: set "
+            "plan.master_precision to 'fp32', which keeps a copy for the optimizer."
+        )
 
 
 def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:

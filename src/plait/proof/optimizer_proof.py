@@ -350,7 +350,8 @@ class OptimizerGuard:
         note_step: Callable[[Optimizer], None] = lambda optimizer: None,
     ) -> None:
         """`shards`: the parameters that this rank's optimizer updates. `note_step` is called before steps."""
-        self._partitioning = partitioning
+        shards = list(shards)
+        self._partitioning, self._has_shards = partitioning, bool(shards)
         self.note_step = note_step
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many parameter groups each optimizer had when it was checked."""
@@ -359,7 +360,10 @@ class OptimizerGuard:
             setattr(shard, _ATTRIBUTE, reference)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold."""
+        """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold.
+
+        Also if `optimizer` has parameters, and none of the engine's.
+        """
         if isinstance(optimizer, Sequence):
             raise PlanError(
                 f"the optimizer is a {type(optimizer).__name__}: give one; with several call "
@@ -367,6 +371,11 @@ class OptimizerGuard:
             )
         if self in _guards_of(optimizer):
             self.check_once(optimizer)
+        elif self._has_shards and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
+            raise PlanError(
+                f"{type(optimizer).__name__} has none of the engine's parameters, which are not those of the "
+                "model: make it of engine.parameters()."
+            )
 
     def check_once(self, optimizer: Optimizer) -> None:
         """Raise PlanError as `check` does, but test each optimizer once, and again after new groups."""

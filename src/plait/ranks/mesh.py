@@ -62,7 +62,7 @@ class GridMesh:
         self,
         *,
         device: str | torch.device | None = None,
-        timeout: float = 600.0,
+        timeout: float | None = None,
         alone: bool = False,
         guarded: bool = False,
         ranks: Sequence[int] | None = None,
@@ -70,7 +70,8 @@ class GridMesh:
     ) -> None:
         """Make a group along every axis. All ranks of the world call it, with the same sizes.
 
-        `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
+        `timeout` is in seconds and holds for every wait; by default that of the world, as given to
+        `plait.launch` or torch, or 600 where there is none. `device` is this rank's, by default
         `cuda:LOCAL_RANK` where the backend is NCCL, the CPU where it is not, and the current GPU, if there is
         one, where the process is no rank of a world. `alone` makes a mesh of this rank only, without the
         other ranks of its world. `ranks`: those of the world that are in the mesh, in order; None: all.
@@ -89,7 +90,8 @@ class GridMesh:
                 f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
                 "world, which combines all."
             )
-        require_number("the mesh's timeout", timeout, MeshError, positive=True, infinite="no limit")
+        if timeout is not None:
+            require_number("the mesh's timeout", timeout, MeshError, positive=True, infinite="no limit")
         require_flag("the mesh's alone", alone, MeshError)
         require_flag("the mesh's guarded", guarded, MeshError)
         self.sizes = dict(sizes)
@@ -105,7 +107,7 @@ class GridMesh:
         self.has_default_device = device is None
         """Whether nobody has chosen the device."""
         make_current(self.device)
-        self.timeout = float(timeout)
+        self.timeout = _timeout_of(self._ranks) if timeout is None else float(timeout)
         self.guarded = guarded
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank) if self.has_this_rank else {}
@@ -370,7 +372,7 @@ class Mesh(GridMesh):
         ep: int = 1,
         etp: int = 1,
         device: str | torch.device | None = None,
-        timeout: float = 600.0,
+        timeout: float | None = None,
         alone: bool = False,
         guarded: bool = False,
         ranks: Sequence[int] | None = None,
@@ -439,6 +441,11 @@ def _ranks_of(everyone: RankTransports | None, members: tuple[int, ...]) -> Rank
     """Return the ranks of a mesh, numbered from 0: `members` of `everyone`; None for one rank alone."""
     is_some = everyone is not None and members != tuple(range(everyone.size))
     return RankSubset(everyone, members) if everyone is not None and is_some else everyone
+
+
+def _timeout_of(ranks: RankTransports | None) -> float:
+    limit = None if ranks is None else ranks.timeout
+    return 600.0 if limit is None else limit
 
 
 def _members(ranks: Sequence[int] | None, started: int) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.errors import DataError, ModelError
+from plait.errors import ConfigError, DataError, ModelError
+from plait.plan.argument_checks import require_number
 from plait.ranks.accelerator import is_accelerator
 from plait.ranks.collectives import all_reduce
 from plait.tensor.autograd.paired_collectives import gather
@@ -244,10 +245,20 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a share that is not from 0 to 1, or a negative factor."""
+        require_number("CrossEntropy's label_smoothing", self.label_smoothing)
+        require_number("CrossEntropy's z_loss", self.z_loss)
+        if self.label_smoothing > 1:
+            raise ConfigError(
+                f"CrossEntropy's label_smoothing is {self.label_smoothing!r}: give a number from 0 to 1."
+            )
+
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy summed over all targets not ignored, 0-d, in at least float32.
 
-        Raises ModelError unless the output is a tensor, DataError (on a CPU) for a target that is no class.
+        Raises ModelError unless the output is a tensor, DataError for targets that are not one number for
+        each row of logits, and (on a CPU) for one that is no class.
         """
         if not isinstance(output, Tensor):
             raise ModelError(
@@ -255,7 +266,8 @@ class CrossEntropy:
                 "[..., classes]: let the last layer return one, as those of a model of transformers do after "
                 "plait.models.from_huggingface(model)."
             )
-        logits, numbers = wide(output.reshape(-1, output.shape[-1])), targets.reshape(-1)
+        require_target_of_each_row(targets, output.shape)
+        logits, numbers = wide(output.reshape(-1, output.shape[-1])), targets.reshape(-1).long()
         options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
         with naming_unknown_targets(numbers, logits.shape[1], self.ignore_index):
             total = functional.cross_entropy(logits, numbers, **options, reduction="sum")  # type: ignore[arg-type]
@@ -279,7 +291,7 @@ class CrossEntropy:
 
     def weight(self, targets: Tensor) -> Tensor:
         """Return the number of targets that are not `ignore_index`, 0-d."""
-        return (targets != self.ignore_index).sum()
+        return (targets.long() != self.ignore_index).sum()  # as uint8 it would be taken modulo 256
 
 
 def token_losses_over_vocabulary(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.errors import DataError, NonFiniteError
+from plait.plan.argument_checks import require_instance, require_number, require_whole
 from plait.ranks.collectives import all_gather
 from plait.tensor.parallel.partition import Vocabulary
 
@@ -52,15 +53,19 @@ class TokenChoice:
 
 def require_prompt(prompt: Tensor, tokens: int, choice: TokenChoice) -> None:
     """Raise DataError for a prompt or a choice with which sampling is not possible."""
-    temperature, top_k = choice.temperature, choice.top_k
-    if prompt.dim() != 2 or prompt.shape[1] == 0:
-        raise DataError(f"the prompt has shape {list(prompt.shape)}: give [rows, length], length at least 1.")
-    if tokens < 0:
-        raise DataError(f"{tokens} tokens were asked for: give at least 0.")
-    if temperature < 0:
-        raise DataError(f"the temperature is {temperature}: give at least 0 (the likeliest token).")
-    if top_k is not None and top_k < 1:
-        raise DataError(f"top_k is {top_k}: give at least 1, or None for all tokens.")
+    require_instance("the prompt", prompt, Tensor, "give a tensor of tokens, [rows, length]", DataError)
+    require_whole("tokens", tokens, DataError, least=0)
+    require_number("the temperature", choice.temperature, DataError)
+    require_whole("the seed", choice.seed, DataError, least=0)
+    if choice.top_k is not None:
+        require_whole("top_k, unless it is None for all tokens,", choice.top_k, DataError)
+    for token in choice.stop:
+        require_whole("a token of stop", token, DataError, least=0)
+    if prompt.dim() != 2 or prompt.shape[1] == 0 or prompt.is_floating_point():
+        dtype = str(prompt.dtype).removeprefix("torch.")
+        raise DataError(
+            f"the prompt is {dtype}{list(prompt.shape)}: give tokens [rows, length], length at least 1."
+        )
 
 
 def next_token(

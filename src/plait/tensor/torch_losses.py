@@ -193,6 +193,7 @@ class ClassLoss(TorchLoss):
                 "CrossEntropy of plait.tensor, which take them as the last dim."
             )
         classes, ignored = output.shape[:2][-1], self.options.get("ignore_index", -100)
+        targets = targets if targets.is_floating_point() else targets.long()
         with naming_unknown_targets(targets.reshape(-1), classes, ignored):
             return super().total(output, targets)
 
@@ -204,6 +205,7 @@ class ClassLoss(TorchLoss):
         if targets.is_floating_point():
             classes = targets.shape[1] if targets.dim() > 1 else targets.shape[0]
             return torch.full((), targets.numel() // max(classes, 1), device=targets.device)
+        targets = targets.long()  # as uint8 the number to ignore would be taken modulo 256
         counted: Tensor = targets != self.options.get("ignore_index", -100)
         weights = self.options.get("weight")
         if weights is None:

@@ -254,3 +254,10 @@ def test_lora_refuses_parametrized_weights_without_values_naming_the_remedy() ->
 def test_lora_refuses_a_model_without_a_linear_before_its_last_layer() -> None:
     with pytest.raises(ModelError, match="no linear before its last layer"):
         plait.lora(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
+
+
+def test_adapters_of_a_model_in_evaluation_mode_drop_out() -> None:
+    """As models are that transformers reads from files."""
+    model = plait.lora(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).eval(), rank=2, dropout=0.5)
+    assert [one.dropout.training for one in model if isinstance(one, LoraLinear) and one.dropout] == [True]
+    assert not any(one.training for one in model.eval().modules())

@@ -143,6 +143,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Checkpoints(3), "Checkpoints' folder is 3: give a path"),  # type: ignore[arg-type]
     (lambda: Checkpoints(""), "Checkpoints' folder is '': give a path"),
     (lambda: Checkpoints(TINY, state=0), "state is an object of int: give a dictionary"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, state={"step": 3}), "state has step, which a run saves itself"),
     (lambda: Checkpoints(TINY, check=True), "check is True: give a function"),  # type: ignore[arg-type]
     (lambda: Report(None), "Report's folder is None: give a path"),  # type: ignore[arg-type]
     (lambda: Report(TINY, locks=0), "Report's locks is 0: give True"),  # type: ignore[arg-type]

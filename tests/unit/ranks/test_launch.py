@@ -264,6 +264,10 @@ def test_a_failure_under_a_launcher_leaves_the_world_within_a_share_of_its_timeo
             launch(lambda: 1 / 0, device="cpu", timeout=timeout)
         assert launch(size_and_interface, device="cpu", timeout=timeout) == [(1, "lo")]
         assert "GLOO_SOCKET_IFNAME" not in os.environ, "a later world may be of several hosts"
+        monkeypatch.setenv("PLAIT_SET_GLOO_SOCKET_IFNAME", "lo")  # as a program has it that a rank started
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+        leave_world()
+        assert os.environ.pop("GLOO_SOCKET_IFNAME") == "eth0", "it was set to something else since"
         assert not dist.is_initialized()
         watches = ["rank 0", "torchrun"]
         assert noted == [*watches, patience, *watches, ("finish", timeout)]

@@ -1,3 +1,7 @@
+import math
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +12,7 @@ from plait.errors import CommunicationError, MeshError
 from plait.plan import axes
 from plait.plan.plan import Plan
 from plait.ranks import Mesh, all_reduce
+from plait.ranks.transport.torch_distributed import timeout_of_world, torch_timeout
 from plait.schedules.action import Kind
 
 degrees = some.integers(1, 3)
@@ -227,3 +232,23 @@ def test_the_world_knows_the_groups_of_a_mesh(rank_pool):
         return group in dist.distributed_c10d._world.pg_names and dist.group.WORLD is not group
 
     assert rank_pool.run(body, ranks=2) == [True, True]
+
+
+def test_a_mesh_has_the_timeout_of_its_world_unless_it_is_given_one(rank_pool):
+    def body():
+        return [Mesh(dp=2).timeout, Mesh(dp=2, timeout=5).timeout, Mesh(alone=True).timeout]
+
+    assert rank_pool.run(body, ranks=2) == [[60.0, 5.0, 600.0]] * 2, "60 s is the pool's"
+    assert Mesh().timeout == 600.0
+
+
+def test_the_timeout_of_a_world_is_none_where_its_backend_does_not_tell(monkeypatch):
+    for options, expected in (
+        ({}, None),
+        ({"options": SimpleNamespace(_timeout=timedelta(seconds=33))}, 33.0),
+        ({"options": SimpleNamespace(_timeout=torch_timeout(math.inf))}, math.inf),
+    ):
+        backend = SimpleNamespace(**options)
+        group = SimpleNamespace(_get_backend=lambda device, backend=backend: backend)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda group=group: group)
+        assert timeout_of_world(torch.device("cpu")) == expected

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.errors import DataError, ModelError
+from plait.errors import ConfigError, DataError, ModelError
 from plait.ranks import Count, Group, Mesh, Traffic
+from plait.tensor import as_loss
 from plait.tensor.losses import CrossEntropy, Loss, LossOverVocabulary, PiecewiseLoss, cross_entropy
 from plait.tensor.parallel.partition import Vocabulary
 
@@ -144,3 +145,31 @@ def test_an_output_that_is_no_tensor_is_refused() -> None:
     told = r"was given a dict, but takes a tensor of logits .*plait.models.from_huggingface\(model\)"
     with pytest.raises(ModelError, match=told):
         cross_entropy.total({"logits": torch.randn(2, 5)}, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_targets_of_any_integer_dtype_count_as_those_of_int64(dtype: torch.dtype) -> None:
+    """As uint8, torch takes -100 for 156, a byte of which text has many."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(4, 200, generator=generator), torch.tensor([156, 156, 156, 3])
+    for loss in (CrossEntropy(), CrossEntropy(z_loss=0.1), as_loss(nn.CrossEntropyLoss())):
+        narrow = targets.to(dtype)
+        assert int(loss.weight(narrow)) == 4
+        assert torch.equal(loss.total(logits, narrow), loss.total(logits, targets))
+    weights = torch.rand(200, generator=generator)
+    weighted = as_loss(nn.CrossEntropyLoss(weight=weights))
+    assert torch.equal(weighted.weight(targets.to(dtype)), weighted.weight(targets))
+
+
+def test_targets_that_are_no_class_numbers_and_terms_out_of_range_are_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"the targets are float32\[2\] and the logits \[2, 5\]: give one class"
+    ):
+        cross_entropy.total(torch.randn(2, 5), torch.zeros(2))
+    for options, told in (
+        ({"label_smoothing": 1.5}, r"label_smoothing is 1\.5: give a number from 0 to 1"),
+        ({"label_smoothing": -0.2}, r"label_smoothing is -0\.2: give a number of at least 0"),
+        ({"z_loss": -1}, "z_loss is -1: give a number of at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            CrossEntropy(**options)  # type: ignore[arg-type]

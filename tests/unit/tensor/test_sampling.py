@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,14 +26,19 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
 def test_sampling_refuses_invalid_prompts_counts_and_temperatures() -> None:
     prompt = torch.zeros(2, 3, dtype=torch.int64)
     for given, tokens, choice, told in (
-        (prompt[0], 1, {}, r"the prompt has shape \[3\]: give \[rows, length\]"),
-        (prompt[:, :0], 1, {}, r"shape \[2, 0\]: .* length at least 1"),
-        (prompt, -1, {}, "-1 tokens were asked for"),
-        (prompt, 1, {"temperature": -0.1}, r"the temperature is -0\.1: give at least 0"),
-        (prompt, 1, {"top_k": 0}, "top_k is 0: give at least 1, or None"),
+        (prompt[0], 1, {}, r"the prompt is int64\[3\]: give tokens \[rows, length\]"),
+        (prompt[:, :0], 1, {}, r"int64\[2, 0\]: .* length at least 1"),
+        (prompt.float(), 1, {}, r"the prompt is float32\[2, 3\]: give tokens"),
+        (prompt.tolist(), 1, {}, "the prompt is an object of list: give a tensor"),
+        (prompt, -1, {}, "tokens is -1: give a whole number of at least 0"),
+        (prompt, 2.0, {}, r"tokens is 2\.0: give a whole number"),
+        (prompt, 1, {"temperature": -0.1}, r"the temperature is -0\.1: give a number of at least 0"),
+        (prompt, 1, {"temperature": math.nan}, "the temperature is nan"),
+        (prompt, 1, {"top_k": 0}, "top_k, unless it is None for all tokens, is 0: give a whole number"),
+        (prompt, 1, {"stop": (1.5,)}, r"a token of stop is 1\.5"),
     ):
         with pytest.raises(DataError, match=told):
-            require_prompt(given, tokens, TokenChoice(**choice))
+            require_prompt(given, tokens, TokenChoice(**choice))  # type: ignore[arg-type]
     require_prompt(prompt[:1, :1], 0, TokenChoice(temperature=0, top_k=1))
     assert TokenChoice() == TokenChoice(temperature=1.0, top_k=None, seed=0, stop=())
 

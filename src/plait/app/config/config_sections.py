@@ -194,7 +194,7 @@ class RunConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """threads a rank; none: the cores divided by the local ranks, or as the launcher set them"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one"""
+    """auto: cuda where every rank of a host has a GPU, its own or shared by `run.ranks_per_gpu`"""
     ranks_as: Literal["processes", "threads"] = "processes"
     """processes; or threads of one process that run in turns, to debug on the CPU"""
     ranks_per_gpu: int = Field(default=1, ge=1)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from plait.app.loop.builtin_callbacks import watched_validation
 from plait.app.loop.run_folder import locked_folder
-from plait.app.loop.run_state import Check, resume_from, run_state, tell_differences
+from plait.app.loop.run_state import OWN_KEYS, Check, resume_from, run_state, tell_differences
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import LowestLoss, Validation
 from plait.checkpoint.checkpoint_manager import CheckpointManager
@@ -405,6 +405,12 @@ def _require_arguments(
     require_instance("Checkpoints' resume", resume, (str, Path), 'give "auto", "no" or a folder')
     if state is not None:
         require_instance("Checkpoints' state", state, Mapping, "give a dictionary of JSON values")
+        assert isinstance(state, Mapping)
+        if own := [key for key in OWN_KEYS if key in state]:
+            raise ConfigError(
+                f"Checkpoints' state has {listed(own)}, which a run saves itself to go on from: give it "
+                "another name."
+            )
     if check is not None and not callable(check):
         raise ConfigError(f"Checkpoints' check is {check!r}: give a function of state and path.")
     require_instance("Checkpoints' start_over", start_over, str, "give the words of an option")

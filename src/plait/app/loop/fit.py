@@ -20,7 +20,8 @@ from plait.app.loop.validation import LowestLoss, Metric, Validation
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
 from plait.errors import ConfigError
-from plait.optimizers.optimizer_makers import MakeOptimizer, optimizer_for
+from plait.optimizers.muon import Muon
+from plait.optimizers.optimizer_makers import MakeOptimizer, class_of, optimizer_for
 from plait.plan.argument_checks import require_instance, require_number, require_whole, whole
 from plait.plan.plan import Plan
 from plait.plan.rules import Rules
@@ -41,7 +42,8 @@ class FitResult:
     loss: float
     """Loss of the last step; NaN where a resumed run had no steps left."""
     validation_loss: float | None
-    """Latest validation loss, of the first of several; None without `validation`."""
+    """Latest validation loss, of the first of several; None without `validation`, or if a callback ended the
+    run before the first."""
     validation_losses: Mapping[str, float | None]
     """Latest loss of each validation, by name; that of a single one without a name is called ""."""
     lowest: LowestLoss | None
@@ -207,9 +209,24 @@ def _made(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `make` makes. Raises `ConfigError` where it returns something else."""
     groups = engine.parameter_groups(weight_decay) if make_groups is None else make_groups(engine)
+    if class_of(make) is Muon:
+        given = make.keywords.get("others") if isinstance(make, partial) else None
+        groups = [_with_decay_of_others(group, given or {}) for group in groups]
     made = optimizer_for(engine, make, groups)
     require_instance("what optimizer returns", made, torch.optim.Optimizer, "return one of torch.optim")
+    engine.check_optimizer(made)
     return made
+
+
+def _with_decay_of_others(group: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of `Muon` whose weight decay is also that of parameters which AdamW updates.
+
+    Unless the group's `others`, or the optimizer's, have one.
+    """
+    of_group = group.get("others") or {}
+    if "weight_decay" not in group or "weight_decay" in {**others, **of_group}:
+        return group
+    return {**group, "others": {**of_group, "weight_decay": group["weight_decay"]}}
 
 
 def _refuse_twice(name: str, value: object, option: str, optimizer: object) -> None:

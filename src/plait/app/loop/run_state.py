@@ -14,6 +14,8 @@ from plait.checkpoint.manifest import section
 from plait.checkpoint.optimizer_options import option_line
 from plait.errors import CheckpointError, DataError, listed
 
+OWN_KEYS = ("step", "batches", "callbacks", "position")
+"""Keys of `run_state` that say where a run stands."""
 Check = Callable[[Mapping[str, Any], Path], None]
 """Raises an error where a run cannot go on from a saved state, given also where that was found."""
 

@@ -34,6 +34,8 @@ DATA_FIELDS = (
     "data.validation_source",
 )
 """Fields that decide which tokens a step trains on; a resumed run has the same."""
+MODEL_FIELDS = ("model.heads", "model.kv_heads", "model.top_k", "model.lora.alpha")
+"""Fields that change what a model computes, but no shape of its parameters; a resumed run has the same."""
 
 
 def run_checkpoints(config: Config) -> Checkpoints:
@@ -49,7 +51,7 @@ def run_checkpoints(config: Config) -> Checkpoints:
         watch=config.train.watch if run.keep_best else None,
         resume=run.resume,
         state={"config": json.loads(config.model_dump_json()), TOKENIZER: files_hash(tokenizer)},
-        check=partial(_require_same_data, config),
+        check=partial(_require_same_fields, config),
         start_over="--run.resume no",
         snapshots=partial(
             Snapshots, every=run.snapshot_steps, name=str(run.dir.resolve()), folder=run.snapshot_folder
@@ -73,14 +75,15 @@ def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
     return build_blueprint(model, config.plan()).shard_plan
 
 
-def _require_same_data(config: Config, state: Mapping[str, Any], path: Path) -> None:
-    """Raise `ConfigError` where a field that decides the training data differs from the checkpoint's."""
-    now = json.loads(config.model_dump_json())
-    for field in DATA_FIELDS:
-        part, _, name = field.partition(".")
-        was = section(state, "config", part).get(name)
-        if was is not None and was != now[part][name]:
+def _require_same_fields(config: Config, state: Mapping[str, Any], path: Path) -> None:
+    """Raise `ConfigError` where a field of `DATA_FIELDS` or `MODEL_FIELDS` differs from the checkpoint's."""
+    now = {"config": json.loads(config.model_dump_json())}
+    for field in (*DATA_FIELDS, *MODEL_FIELDS):
+        *parts, name = field.split(".")
+        was, given = (section(one, "config", *parts).get(name) for one in (state, now))
+        if was is not None and was != given:
+            what = "data" if field in DATA_FIELDS else "model"
             raise ConfigError(
-                f"{field} is {now[part][name]!r}, and was {was!r} when {path} was written: a "
-                "resumed run needs the same data; give the same, or start over without run.resume."
+                f"{field} is {given!r}, and was {was!r} when {path} was written: a resumed run needs the "
+                f"same {what}; give the same, or start over without run.resume."
             )

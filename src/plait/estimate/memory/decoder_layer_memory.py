@@ -87,11 +87,14 @@ def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     shared = unit * keys_read(shape)
     statistics = 4 * shape.tokens * decoder.heads / plan.tp
     core = 2 * query + 2 * shared + statistics
+    repeats = _repeats_heads(shape) and key < query
+    # A single head is repeated by a view.
+    repeated = 2 * (query - key) if repeats and shape.key_features > decoder.head_size else 0.0
     turned = key if shape.composes and decoder.rotary else 0.0  # not yet turned
     joined = plan.cp == 1  # query, key and value are one product
     copied = query if turned and plan.cp == 1 else 0.0  # heads' outputs, side by side
     norm, region = _norm(shape), _region(shape)
-    whole = shape.outside + norm + region + core + copied
+    whole = shape.outside + norm + region + core + copied + repeated
     kept = {"none": whole, "selective": shape.outside + core, "full": shape.outside}[recompute]
     if turned and joined and recompute != "selective":
         turned += query + key
@@ -104,7 +107,7 @@ def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
         forward -= query + statistics if recompute == "full" and plan.cp == 1 else 0.0
     given = shape.activation if plan.sequence_parallel == "keep" else 0.0
     backward = max(
-        given + 2 * query + 2 * key,
+        given + 2 * query + 2 * (query if repeats else key),
         given + 2 * shape.activation + (shape.outside if plan.cuts_sequence else 0.0) - statistics - copied,
         ring_backward,
     )
@@ -114,6 +117,11 @@ def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
     again = 0.0 if recompute == "none" else whole - kept
     later = 2 * region + 2 * query + 2 * key
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
+
+
+def _repeats_heads(shape: MicrobatchShape) -> bool:
+    """Return whether keys get a head for each query head: of GPUs' kernels those in 16 bits take fewer."""
+    return not shape.on_cpu and shape.plan.cp == 1 and shape.item > 2
 
 
 def _exchanged(

@@ -26,7 +26,7 @@ def fused_operation(
     `on_cpu`: whether layers would run on a CPU, in place of a GPU.
     """
     if func is functional.scaled_dot_product_attention:
-        if not _has_attention_kernel(*args, **kwargs):
+        if not _has_attention_kernel(*args, **kwargs, on_cpu=on_cpu):
             return None
         return _attention if on_cpu else _attention_of_gpu
     if not on_cpu and (func is functional.rms_norm or func is torch.rms_norm):
@@ -41,9 +41,12 @@ def _has_attention_kernel(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     *_: Any,
+    on_cpu: bool,
     **__: Any,
 ) -> bool:
-    """Return whether devices have a fused kernel for these arguments of torch's attention."""
+    """Return whether there is a fused kernel for these arguments of torch's attention."""
+    if query.dtype == torch.float64 and not on_cpu:
+        return False
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     return all(tensor.dim() == 4 for tensor in (query, key, value)) and not (
@@ -136,5 +139,6 @@ class _SavingRMSNorm(torch.autograd.Function):
                 mean = (of_normal * normal).mean(ctx.inner, keepdim=True)
                 of_given = ((of_normal - normal * mean) * rows).to(given.dtype)
             if ctx.needs_input_grad[2]:
-                of_weight = (gradient * normal).sum(ctx.outer).to(gradient.dtype)
+                product = gradient * normal  # a sum over no dims would be one over all
+                of_weight = (product.sum(ctx.outer) if ctx.outer else product).to(gradient.dtype)
         return of_given, None, of_weight, None

@@ -115,7 +115,10 @@ class OperationRecorder:
         self._transfers[phase].append(AxisTransfer(name, axis, nbytes))
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record what an ATen operation computes; arguments as of `operations_of`."""
+        """Record what an ATen operation computes; arguments as of `operations_of`.
+
+        One that calls others, such as `out_dtype`, counts as element-wise.
+        """
         name = operation_name(func)
         recorded, accesses = self._operations[self._current()], accesses_of(name, args, kwargs, result)
         last = recorded[-1].operation if recorded else None

@@ -72,7 +72,8 @@ def memory(
     momentum. For `plait.Muon`, or "muon", that is 1 for hidden matrices and 2 for others, with the buffers
     of their exchanges; for a `partial` of `plait.Owned` the owners' whole parameters, the state of the class
     for them, which a step of each shape on the meta device shows, and buffers. `device` is where layers run,
-    by default CUDA where that is available; on a GPU a `torch.nn.RMSNorm` keeps less than on a CPU.
+    by default CUDA where that is available; on a GPU a `torch.nn.RMSNorm` of an eager layer keeps less than
+    on a CPU.
 
     Layers run once, on the meta device, and ranks do not communicate. Not counted: temporaries of the
     optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are

@@ -18,7 +18,7 @@ from plait.pictures.report.run_json import RunDescription, read_description, rea
 from plait.pictures.report.step_json import RecordedStep, read_step
 
 METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
-EventKind = Literal["start", "warning", "note", "sample", "resized", "finished", "stopped", "failed"]
+EventKind = Literal["start", "warning", "sample", "resized", "finished", "stopped", "failed"]
 ENDS: tuple[EventKind, ...] = ("finished", "stopped", "failed")
 _STILL = 120.0
 """Seconds since the last metrics after which a run without an end counts as one that died."""

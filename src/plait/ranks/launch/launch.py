@@ -54,7 +54,7 @@ def launch(
         function: called by every rank, with the `arguments`.
         ranks: by default as many as the GPUs take, or 1 without any; under a launcher the world's size.
         threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
-        timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
+        timeout: seconds that a rank waits for its peers, also in a `Mesh` that is given none of its own.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
         ranks_as: `processes`, or `threads` of this process that run one at a time, for debugging: one
             debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.

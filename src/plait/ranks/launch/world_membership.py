@@ -20,7 +20,7 @@ from plait.ranks.transport.torch_distributed import torch_timeout
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the network interface on which Gloo listens."""
 _IS_SET_HERE = "PLAIT_SET_GLOO_SOCKET_IFNAME"
-"""The environment variable that is set where `join_world` has set `_INTERFACE`."""
+"""The environment variable that has the value which `join_world` has given to `_INTERFACE`."""
 
 
 def join_world(
@@ -49,6 +49,8 @@ def join_world(
         meeting = meet(world, timeout)
     if meeting.on_one_host:
         _communicate_within_host()
+    else:
+        _unset_interface()
     limit = torch_timeout(timeout)
     meeting.store.set_timeout(limit)
     try:
@@ -73,13 +75,17 @@ def _communicate_within_host() -> None:
     """
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback and _INTERFACE not in os.environ:
-        os.environ |= {_INTERFACE: loopback[0], _IS_SET_HERE: "1"}
+        os.environ |= {_INTERFACE: loopback[0], _IS_SET_HERE: loopback[0]}
 
 
 def _unset_interface() -> None:
-    """Unset the variable that `_communicate_within_host` has set, for later worlds of several hosts."""
-    if os.environ.pop(_IS_SET_HERE, None) is not None:
-        os.environ.pop(_INTERFACE, None)
+    """Unset the variable that `_communicate_within_host` has set, here or in the process that started this.
+
+    For worlds of several hosts. It stays where it was set to something else since.
+    """
+    value = os.environ.pop(_IS_SET_HERE, None)
+    if value is not None and os.environ.get(_INTERFACE) == value:
+        del os.environ[_INTERFACE]
 
 
 def _accelerator(

@@ -120,6 +120,11 @@ class RankTransports(Protocol):
         return False
 
     @property
+    def timeout(self) -> float | None:
+        """Seconds that an operation over all ranks may take; None where nobody has set a limit."""
+        return None
+
+    @property
     def failure_log(self) -> FailureLog | None:
         """The log in which all ranks record failures; None where they have no shared store for it."""
         return None

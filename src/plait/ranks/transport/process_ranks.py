@@ -21,6 +21,7 @@ from plait.ranks.transport.torch_distributed import (
     new_process_group,
     set_timeout,
     splits_communicators,
+    timeout_of_world,
 )
 
 
@@ -42,6 +43,11 @@ class Processes:
     def uses_nccl(self) -> bool:
         """Whether the world's default group has NCCL."""
         return "nccl" in backends_of(None)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that an operation of the default group may take; None where its backend does not tell."""
+        return timeout_of_world(default_device())
 
     def world(self) -> Transport | None:
         """Return a transport over the default process group; None for one rank alone."""

@@ -27,6 +27,11 @@ class RankSubset(RankTransports):
         return self.everyone.uses_nccl
 
     @property
+    def timeout(self) -> float | None:
+        """Seconds that an operation over all ranks may take."""
+        return self.everyone.timeout
+
+    @property
     def failure_log(self) -> FailureLog | None:
         """The failure log of all ranks; None where ranks have other numbers there than in the subset."""
         return self.everyone.failure_log if self.members == tuple(range(self.size)) else None

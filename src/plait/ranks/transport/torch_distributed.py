@@ -7,6 +7,7 @@ each choice).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -277,6 +278,15 @@ def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds:
     backend = process_group._get_backend(device)
     change = getattr(backend, "set_timeout", None) or backend._set_default_timeout  # since 2.13, and before
     change(torch_timeout(seconds))
+
+
+def timeout_of_world(device: torch.device) -> float | None:
+    """Return the timeout, in seconds, of the default group by its backend for `device`, if that tells it."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+    if limit is None:
+        return None
+    return math.inf if limit >= torch_timeout(math.inf) else float(limit.total_seconds())
 
 
 def _single(name: str, older: _Single) -> _Single:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from plait.ranks.accelerator import is_accelerator, sent
+from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.running_sequence import DocumentBounds
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -103,7 +104,11 @@ def _needs_repeated_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> bool:
     """Return whether a GPU has a fused kernel only if key and value have as many heads as the query."""
-    if query.shape[1] == key.shape[1] or _chosen_backend(query, key, value, mask, causal) != SDPBackend.MATH:
+    if query.shape[1] == key.shape[1]:
+        return False
+    if TRACE.get() is not None:  # torch does not know the device of a traced tensor, and would say MATH
+        return query.dtype == torch.float32
+    if _chosen_backend(query, key, value, mask, causal) != SDPBackend.MATH:
         return False
     key, value = (one[:, :1].expand(-1, query.shape[1], -1, -1) for one in (key, value))
     return _chosen_backend(query, key, value, mask, causal) != SDPBackend.MATH

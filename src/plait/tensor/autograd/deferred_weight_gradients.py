@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.errors import DataError
 from plait.ranks.accelerator import is_accelerator, multiplies_into_float32
 from plait.tensor.autograd.eager_operations import TRACE
 from plait.tensor.autograd.kept_results import RECOMPUTED_RUN
@@ -131,10 +132,20 @@ def linear(
 def embedding(
     input: Tensor, weight: Tensor, padding: int | None, queue: WeightGradientQueue | None
 ) -> Tensor:
-    """Return the result of `functional.embedding`; with `queue`, its backward queues the weight gradient."""
-    if queue is None or not defers(input):
-        return functional.embedding(input, weight, padding)
-    output: Tensor = apply_function(_Embedding, input, weight, padding, queue)
+    """Return the result of `functional.embedding`; with `queue`, its backward queues the weight gradient.
+
+    Raises DataError (on the CPU) for a number that has no row.
+    """
+    try:
+        if queue is None or not defers(input):
+            return functional.embedding(input, weight, padding)
+        output: Tensor = apply_function(_Embedding, input, weight, padding, queue)
+    except IndexError:
+        least, most = (int(bound) for bound in input.aminmax())
+        raise DataError(
+            f"numbers from {least} to {most} were looked up in an embedding of {len(weight)} rows: give "
+            "tokens of the vocabulary, and positions within the context."
+        ) from None
     return output
 
 

@@ -159,6 +159,27 @@ def test_weight_decay_is_the_optimizers_own_unless_fit_is_given_one(
 
 
 @pytest.mark.parametrize(
+    ("others", "decay", "used"),
+    [
+        (None, 0.3, {(True, 0.3), (False, 0.3), (False, 0.0)}),
+        (None, 0.0, {(True, 0.0), (False, 0.0)}),
+        ({"weight_decay": 0.2}, 0.3, {(True, 0.3), (False, 0.2), (False, 0.0)}),
+        (None, None, {(True, 0.1), (False, 0.01), (False, 0.0)}),
+    ],
+)
+def test_weight_decay_that_fit_is_given_is_that_of_all_matrices_under_muon(
+    others: dict[str, float] | None, decay: float | None, used: set[tuple[bool, float]]
+) -> None:
+    optimizer = partial(plait.Muon, others=others)
+    llama = plait.models.llama(layers=1, hidden=8, heads=2, vocab=11, context=6)
+    tokens = TensorDataset(torch.zeros(4, 6, dtype=torch.int64), torch.zeros(4, 6, dtype=torch.int64))
+    loader = plait.Loader(tokens, batch=4)
+    result = plait.fit(llama, Plan(), loader, steps=1, optimizer=optimizer, weight_decay=decay)
+    groups = [group for group in result.optimizer.param_groups if group["params"]]
+    assert {(group["algorithm"] == "muon", group["weight_decay"]) for group in groups} == used
+
+
+@pytest.mark.parametrize(
     ("options", "given", "told"),
     [
         ({"weight_decay": 0.3}, {"weight_decay": 0.1}, "weight_decay is 0.1, .* given weight_decay = 0.3"),

@@ -15,7 +15,7 @@ import pytest
 from plait.app.cli.main import main
 from plait.app.config.config import Config
 from plait.app.loop import checkpoint_callback as checkpoints
-from plait.app.train.run_checkpoints import run_checkpoints
+from plait.app.train.run_checkpoints import _require_same_fields, run_checkpoints
 from plait.app.train.train_run import TrainingResult, train
 from plait.checkpoint.loading import Loaded
 from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RankError
@@ -222,6 +222,26 @@ def test_keep_last_and_keep_every_decide_which_checkpoints_are_kept(
     ], "those of the run before are not this run's, and are not removed"
     run(thread_ranks, make(tmp_path / "none", save_every=None))
     assert not (tmp_path / "none" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "before", "now"),
+    [("model", "heads", 2, 4), ("model", "top_k", 1, 2), ("lora", "alpha", 16.0, 8.0)],
+)
+def test_a_run_whose_model_would_compute_otherwise_is_refused(
+    tmp_path: Path, section: str, field: str, before: Any, now: Any
+) -> None:
+    config = make(tmp_path)
+    part = config.model.lora if section == "lora" else config.model
+    changed = part.model_copy(update={field: now})
+    model = config.model.model_copy(update={"lora": changed}) if section == "lora" else changed
+    state = json.loads(config.model_dump_json())
+    (state["model"]["lora"] if section == "lora" else state["model"])[field] = before
+    name = f"{'model.lora' if section == 'lora' else 'model'}.{field}"
+    told = rf"{name} is {now}, and was {before} when old was written: a resumed run needs the same model"
+    with pytest.raises(ConfigError, match=told):
+        _require_same_fields(config.model_copy(update={"model": model}), {"config": state}, Path("old"))
+    _require_same_fields(config, {"config": json.loads(config.model_dump_json())}, Path("old"))
 
 
 def test_a_run_whose_data_would_be_another_is_refused(

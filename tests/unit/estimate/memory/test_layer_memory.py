@@ -66,6 +66,24 @@ def test_on_a_gpu_an_rms_norm_keeps_its_input_and_a_number_a_row(division: str, 
             assert getattr(found, name) == pytest.approx(value, abs=0.03 * shape.activation), name
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_heads_of_keys_are_repeated_in_fp32(mode: str, precision: str) -> None:
+    """By as much as a layer with fewer heads takes less, or more, than one with all, in both."""
+    plan, found, expected = Plan(microbatches=2, recompute=mode, precision=precision), [], []
+    for heads in (8, 2, 1):
+        model = plait.models.llama(**SIZES, kv_heads=heads)
+        shape = MicrobatchShape(decoder_of(model), plan, rows=2)
+        found.append(layer_memory("attention", mode, shape))
+        expected.append(_of(_traces(model, plan, device="cuda")[1], shape.outside))
+    for name in ("until_inputs", "until_weights", "backward"):
+        sizes, traced = ([getattr(one, name) for one in each] for each in (found, expected))
+        few = 0.15 * shape.activation
+        assert [one - sizes[0] for one in sizes] == pytest.approx(
+            [one - traced[0] for one in traced], abs=few
+        )
+
+
 def _traces(model: Any, plan: Plan, device: str = "cpu") -> Any:
     estimator = MemoryEstimator(model, rows=4, device=device)
     traces = estimator.known_traces(build_blueprint(model, plan, None, estimator.order_of))
@@ -102,7 +120,7 @@ RECORDED: tuple[tuple[MicrobatchShape, dict[LayerKind, tuple[float, ...]]], ...]
         shape_of(LLAMA, recompute="none"),
         {
             "embedding": (4096, 4096, 4096, 0, 0, 4096),
-            "attention": (21120, 20480, 25216, 12288, 0, 4096),
+            "attention": (25216, 20480, 29312, 16384, 0, 4096),
             "mlp": (32896, 26624, 36992, 18432, 0, 4096),
             "head": (11904, 11776, 11904, 8192, 0, 0),
         },

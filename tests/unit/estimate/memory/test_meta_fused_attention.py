@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.estimate.memory.fused_operations import fused_operation
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.models.gpt2 import Attention as OfGPT2
 from plait.models.llama import Attention as OfLlama
@@ -102,3 +103,23 @@ def test_fused_attention_on_meta_does_not_keep_the_attention_weights() -> None:
     """PyTorch's own way on meta keeps it twice."""
     fused, parts = (kept_bytes(CASES[name], "meta", torch.float32) for name in ("causal", "dropping"))
     assert parts - fused > 2 * 4 * 16 * 16 * 4  # rows, heads, queries, keys, bytes
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_an_rms_norm_of_a_gpu_has_gradients_of_its_weight_for_any_outer_dims(dims: int) -> None:
+    """Of a vector too, whose sum over no dims torch takes for one over all."""
+    given = torch.randn([3, 8][-dims:], dtype=torch.float64, device="meta", requires_grad=True)
+    weight = torch.ones(8, dtype=torch.float64, device="meta", requires_grad=True)
+    norm = fused_operation(functional.rms_norm, (given, [8], weight), {}, on_cpu=False)
+    assert norm is not None
+    norm(given, [8], weight).sum().backward()
+    for one in (given, weight):
+        assert one.grad is not None
+        assert one.grad.shape == one.shape
+
+
+def test_no_fused_kernel_of_a_gpu_computes_attention_in_float64() -> None:
+    call = tuple(torch.empty(1, 2, 4, 8, dtype=torch.float64, device="meta") for _ in range(3))
+    for on_cpu in (True, False):
+        fused = fused_operation(functional.scaled_dot_product_attention, call, {}, on_cpu=on_cpu)
+        assert (fused is not None) is on_cpu

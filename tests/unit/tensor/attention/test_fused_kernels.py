@@ -27,6 +27,7 @@ from plait.tensor.attention.fused_kernels import (
     fused_kernel,
     grouped_attention,
 )
+from plait.tensor.autograd.eager_operations import TRACE, LayerTrace
 
 SCALE = 0.4
 
@@ -106,6 +107,24 @@ def test_heads_of_keys_are_repeated_where_only_so_a_gpu_has_a_fused_kernel(
     assert called.call_args.kwargs["enable_gqa"] is not repeats
     expected = attend(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "repeats"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_in_a_traced_layer_heads_are_repeated_in_fp32_without_a_question_to_torch(
+    dtype: torch.dtype, repeats: bool
+) -> None:
+    """torch says MATH of all traced tensors."""
+    query, key, value = (torch.randn(2, heads, 5, 8).to(dtype).as_subclass(OnGpu) for heads in (4, 2, 2))
+    attend, trace = functional.scaled_dot_product_attention, TRACE.set(LayerTrace({}))
+    try:
+        with (
+            patch.object(fused_kernels, "_chosen_backend", side_effect=AssertionError),
+            patch.object(functional, "scaled_dot_product_attention", wraps=attend) as called,
+        ):
+            grouped_attention(query, key, value, is_causal=True)
+    finally:
+        TRACE.reset(trace)
+    assert called.call_args.kwargs["enable_gqa"] is not repeats
 
 
 def reference(inputs: Any, mask: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.errors import ModelError
+from plait.errors import DataError, ModelError
 from plait.ranks.accelerator import multiplies_into_float32
 from plait.tensor.autograd import deferred_weight_gradients
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients, linear
@@ -456,3 +456,10 @@ def test_the_output_of_a_deferred_linear_may_be_modified_in_place(shape: tuple[i
     torch.testing.assert_close(input.grad, other.grad)
     for got, wanted in zip(layer.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_token_without_a_row_is_told_with_the_size_of_the_table(learns: bool) -> None:
+    table, _ = deferred(nn.Embedding(5, 3).requires_grad_(learns))
+    with pytest.raises(DataError, match="numbers from 1 to 7 were looked up in an embedding of 5 rows"):
+        table(torch.tensor([1, 7]))
