@@ -314,7 +314,7 @@ PRIVATE_USES = {
     ("ranks/transport/torch_distributed.py", "_nccl_options", "_timeout"): "torch warns where it differs",
     (
         "ranks/transport/torch_distributed.py",
-        "timeout_of_world",
+        "timeout_of",
         "_get_backend",
     ): "no public way to a group's timeout",
     ("ranks/failure/operation_watch.py", "write_flight_record", "_C"): "no public way to the flight record",

@@ -156,7 +156,7 @@ def test_generate_refuses_invalid_token_counts_and_temperatures(choice):
     plan = plait.Plan()
     model = plait.models.gpt2(layers=1, hidden=8, heads=2, vocab=7, context=8)
     engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
-    with pytest.raises(DataError, match="give at least"):
+    with pytest.raises(DataError, match="of at least"):
         engine.generate(torch.tensor([[1, 2]]), **{"tokens": 2, **choice})
 
 

@@ -77,8 +77,7 @@ def test_an_optimizer_of_the_models_parameters_is_refused_as_it_would_train_noth
 
     (told,) = thread_ranks.run(refused, ranks=1)
     assert set(told) == {
-        "SGD has none of the engine's parameters, which are not those of the model: make it of "
-        "engine.parameters()."
+        "SGD has parameters of the model, of which the engine has copies: make it of engine.parameters()."
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from plait.schedules.search.schedule_by_policy import AUTO, schedule
 from plait.schedules.timed_schedule import simulated
 from plait.tensor.experts.router_losses_of_step import ExpertLoad
 from plait.tensor.nested_values import Value
-from plait.tensor.sampling import TokenChoice
+from plait.tensor.sampling import TokenChoice, stop_tokens
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
@@ -77,7 +77,8 @@ class StepWatch(Protocol):
 class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, originals: Iterable[nn.Parameter] = ()) -> None:
+        """`originals`: the parameters of the model that was given, of which the engine has copies."""
         self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
         self.mesh, self.runtime = runtime.mesh, runtime
         self._runner = Runner(runtime)
@@ -86,6 +87,7 @@ class Engine:
             self.parameters(),
             Partitioning.of(self.plan, self.blueprint.kinds.values()),
             self._before_step,
+            originals,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
         self.watches: list[StepWatch] = []
@@ -192,8 +194,8 @@ class Engine:
         Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
         regions and 16 bytes a row over `tp` (with `top_k` 8 · k more), with `stop` 4 bytes over `shard`.
         """
-        stops = (stop,) if isinstance(stop, int) else tuple(stop)
-        return generated(self._runner, prompt, tokens, TokenChoice(temperature, top_k, seed, stops))
+        choice = TokenChoice(temperature, top_k, seed, stop_tokens(stop))
+        return generated(self._runner, prompt, tokens, choice)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -318,6 +320,7 @@ class Engine:
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `PlanError` where an update of `optimizer` depends on parameters that another rank holds.
 
+        Also where it would update the model that was given, of whose parameters the engine has copies.
         Under `pp` the update of a parameter may depend on that parameter only; where parameters are cut
         (`tp`, or a strategy that shards them) the update of an element on that element only. An optimizer is
         also checked before its first step. No communication.

@@ -166,7 +166,7 @@ def assemble_engine(
         context=getattr(model, "context", None),
         rules=chosen_rules(model, rules),
     )
-    return Engine(runtime)
+    return Engine(runtime, model.parameters())
 
 
 def layer_groups(mesh: Mesh) -> tuple[Group, Group | None]:

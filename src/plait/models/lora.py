@@ -73,8 +73,6 @@ class LoraLinear(nn.Module):
         self.up = nn.Linear(rank, self.out_features, bias=False, **like)
         self.dropout = Dropout(dropout) if dropout > 0 else None
         self.train(base.training)
-        if self.dropout is not None:
-            self.dropout.train()  # a model that is read from files is in evaluation mode
 
     @property
     def weight(self) -> nn.Parameter:
@@ -127,14 +125,17 @@ def lora(
     experts whose names fit, such as "experts.gate_up_proj", each expert by itself; these without dropout.
     None: all linears but those of the last layer, and no experts. Gives `model` the rules of its adapters in
     place of its own, `model.rules`. Adapters of a model on the meta device get values from `parallelize`,
-    others here, by name and `seed`. Raises ModelError for sizes that make no adapter, and for targets that
-    match nothing to adapt.
+    others here, by name and `seed`. Their dropouts are in training mode. Raises ModelError for sizes that
+    make no adapter, and for targets that match nothing to adapt.
     """
     require_instance("the model", model, nn.Module, "give a torch.nn.Module", ModelError)
     if adapters_of(model):
         raise ModelError("the model has adapters already: give lora a model without any.")
     linears, experts = _targets(model, targets)
     adapt(model, linears, experts, rank=rank, alpha=alpha, dropout=dropout, seed=seed)
+    for one in adapters_of(model).values():
+        if one.dropout is not None:
+            one.dropout.train()  # also of a model that was read from files, which is in evaluation mode
     return model
 
 

@@ -51,6 +51,7 @@ _OFF: tuple[Any, ...] = (None, False, {}, [], "")
 def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
     """Add the adapters in a folder of peft to `model`, as `lora` does; return their values by name.
 
+    Their dropouts are in the mode of the linears: a model in evaluation mode has none until `train()`.
     A model with values also gets them; one on the meta device is given them with its other values:
     `parallelize(model, …, values={**weights, **adapter})`. Raises ModelError for files that cannot be read,
     for settings of peft that plait has not, and for adapters that do not fit the model.

@@ -201,7 +201,8 @@ def _require_wide_masters(unit: UnitSpec) -> None:
     if narrow:
         raise PlanError(
             f"the model's {narrow[0]} is float16, in which small steps of an optimizer are lost: set "
-            "plan.master_precision to 'fp32', which keeps a copy for the optimizer."
+            "plan.master_precision to 'fp32', which keeps a copy for the optimizer, or call "
+            "model.requires_grad_(False) if it is not trained."
         )
 
 

@@ -348,10 +348,14 @@ class OptimizerGuard:
         shards: Iterable[nn.Parameter],
         partitioning: Partitioning,
         note_step: Callable[[Optimizer], None] = lambda optimizer: None,
+        originals: Iterable[nn.Parameter] = (),
     ) -> None:
-        """`shards`: the parameters that this rank's optimizer updates. `note_step` is called before steps."""
-        shards = list(shards)
-        self._partitioning, self._has_shards = partitioning, bool(shards)
+        """`shards`: the parameters that this rank's optimizer updates. `note_step` is called before steps.
+
+        `originals`: parameters of the user's model, of which the engine has copies; they are not kept alive.
+        """
+        self._partitioning = partitioning
+        self._originals = [weakref.ref(one) for one in originals]
         self.note_step = note_step
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many parameter groups each optimizer had when it was checked."""
@@ -362,7 +366,7 @@ class OptimizerGuard:
     def check(self, optimizer: Optimizer) -> None:
         """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold.
 
-        Also if `optimizer` has parameters, and none of the engine's.
+        Also if it would update parameters of the user's model, and none of the engine's.
         """
         if isinstance(optimizer, Sequence):
             raise PlanError(
@@ -371,10 +375,12 @@ class OptimizerGuard:
             )
         if self in _guards_of(optimizer):
             self.check_once(optimizer)
-        elif self._has_shards and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
+            return
+        held = {id(one) for group in getattr(optimizer, "param_groups", ()) for one in group["params"]}
+        if any(id(one()) in held for one in self._originals):
             raise PlanError(
-                f"{type(optimizer).__name__} has none of the engine's parameters, which are not those of the "
-                "model: make it of engine.parameters()."
+                f"{type(optimizer).__name__} has parameters of the model, of which the engine has copies: "
+                "make it of engine.parameters()."
             )
 
     def check_once(self, optimizer: Optimizer) -> None:

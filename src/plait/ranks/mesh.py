@@ -90,8 +90,6 @@ class GridMesh:
                 f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
                 "world, which combines all."
             )
-        if timeout is not None:
-            require_number("the mesh's timeout", timeout, MeshError, positive=True, infinite="no limit")
         require_flag("the mesh's alone", alone, MeshError)
         require_flag("the mesh's guarded", guarded, MeshError)
         self.sizes = dict(sizes)
@@ -107,7 +105,7 @@ class GridMesh:
         self.has_default_device = device is None
         """Whether nobody has chosen the device."""
         make_current(self.device)
-        self.timeout = _timeout_of(self._ranks) if timeout is None else float(timeout)
+        self.timeout = _timeout_of(self._ranks, timeout)
         self.guarded = guarded
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank) if self.has_this_rank else {}
@@ -443,9 +441,13 @@ def _ranks_of(everyone: RankTransports | None, members: tuple[int, ...]) -> Rank
     return RankSubset(everyone, members) if everyone is not None and is_some else everyone
 
 
-def _timeout_of(ranks: RankTransports | None) -> float:
-    limit = None if ranks is None else ranks.timeout
-    return 600.0 if limit is None else limit
+def _timeout_of(ranks: RankTransports | None, given: float | None) -> float:
+    """Return the timeout that is `given`, or that of the world. Raises MeshError for no positive number."""
+    if given is not None:
+        require_number("the mesh's timeout", given, MeshError, positive=True, infinite="no limit")
+        return float(given)
+    of_world = None if ranks is None else ranks.timeout
+    return 600.0 if of_world is None else of_world
 
 
 def _members(ranks: Sequence[int] | None, started: int) -> tuple[int, ...]:

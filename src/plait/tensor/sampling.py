@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
+from operator import index
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from plait.errors import DataError, NonFiniteError
-from plait.plan.argument_checks import require_instance, require_number, require_whole
+from plait.plan.argument_checks import require_instance, require_number, whole
 from plait.ranks.collectives import all_gather
 from plait.tensor.parallel.partition import Vocabulary
 
@@ -51,16 +54,26 @@ class TokenChoice:
         return token, bool(torch.isin(token, stop).all())
 
 
+def stop_tokens(stop: int | Iterable[int]) -> tuple[int, ...]:
+    """Return the tokens after which a row ends, given one or several. Raises DataError for other values."""
+    try:
+        return (index(stop),)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    try:
+        return tuple(map(index, stop))  # type: ignore[arg-type]
+    except TypeError:
+        raise DataError(f"stop is {stop!r}: give the number of a token, or several.") from None
+
+
 def require_prompt(prompt: Tensor, tokens: int, choice: TokenChoice) -> None:
     """Raise DataError for a prompt or a choice with which sampling is not possible."""
     require_instance("the prompt", prompt, Tensor, "give a tensor of tokens, [rows, length]", DataError)
-    require_whole("tokens", tokens, DataError, least=0)
-    require_number("the temperature", choice.temperature, DataError)
-    require_whole("the seed", choice.seed, DataError, least=0)
+    require_instance("the seed", choice.seed, Integral, "give a whole number", DataError)
+    whole("tokens", tokens, DataError, least=0)
+    require_number("the temperature", choice.temperature, DataError, infinite="all tokens alike")
     if choice.top_k is not None:
-        require_whole("top_k, unless it is None for all tokens,", choice.top_k, DataError)
-    for token in choice.stop:
-        require_whole("a token of stop", token, DataError, least=0)
+        whole("top_k, unless it is None for all tokens,", choice.top_k, DataError)
     if prompt.dim() != 2 or prompt.shape[1] == 0 or prompt.is_floating_point():
         dtype = str(prompt.dtype).removeprefix("torch.")
         raise DataError(

@@ -12,7 +12,7 @@ from plait.errors import CommunicationError, MeshError
 from plait.plan import axes
 from plait.plan.plan import Plan
 from plait.ranks import Mesh, all_reduce
-from plait.ranks.transport.torch_distributed import timeout_of_world, torch_timeout
+from plait.ranks.transport.torch_distributed import timeout_of, torch_timeout
 from plait.schedules.action import Kind
 
 degrees = some.integers(1, 3)
@@ -242,13 +242,17 @@ def test_a_mesh_has_the_timeout_of_its_world_unless_it_is_given_one(rank_pool):
     assert Mesh().timeout == 600.0
 
 
-def test_the_timeout_of_a_world_is_none_where_its_backend_does_not_tell(monkeypatch):
-    for options, expected in (
-        ({}, None),
-        ({"options": SimpleNamespace(_timeout=timedelta(seconds=33))}, 33.0),
-        ({"options": SimpleNamespace(_timeout=torch_timeout(math.inf))}, math.inf),
+def test_the_timeout_of_a_world_is_none_where_its_backend_does_not_tell():
+    class WithoutOptions:
+        @property
+        def options(self):
+            raise RuntimeError("not implemented")
+
+    for backend, expected in (
+        (SimpleNamespace(), None),
+        (WithoutOptions(), None),
+        (SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=33))), 33.0),
+        (SimpleNamespace(options=SimpleNamespace(_timeout=torch_timeout(math.inf))), math.inf),
     ):
-        backend = SimpleNamespace(**options)
         group = SimpleNamespace(_get_backend=lambda device, backend=backend: backend)
-        monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda group=group: group)
-        assert timeout_of_world(torch.device("cpu")) == expected
+        assert timeout_of(group, torch.device("cpu")) == expected

@@ -9,7 +9,7 @@ from torch import Tensor
 from plait.errors import DataError, ModelError, NonFiniteError
 from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.parallel.partition import Vocabulary
-from plait.tensor.sampling import LENGTH_STEP, TokenChoice, next_token, padded, require_prompt
+from plait.tensor.sampling import LENGTH_STEP, TokenChoice, next_token, padded, require_prompt, stop_tokens
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 4.0, 0.0]])
 
@@ -35,12 +35,20 @@ def test_sampling_refuses_invalid_prompts_counts_and_temperatures() -> None:
         (prompt, 1, {"temperature": -0.1}, r"the temperature is -0\.1: give a number of at least 0"),
         (prompt, 1, {"temperature": math.nan}, "the temperature is nan"),
         (prompt, 1, {"top_k": 0}, "top_k, unless it is None for all tokens, is 0: give a whole number"),
-        (prompt, 1, {"stop": (1.5,)}, r"a token of stop is 1\.5"),
+        (prompt, 1, {"seed": 0.5}, "the seed is an object of float: give a whole number"),
     ):
         with pytest.raises(DataError, match=told):
             require_prompt(given, tokens, TokenChoice(**choice))  # type: ignore[arg-type]
     require_prompt(prompt[:1, :1], 0, TokenChoice(temperature=0, top_k=1))
     assert TokenChoice() == TokenChoice(temperature=1.0, top_k=None, seed=0, stop=())
+
+
+def test_one_token_or_several_end_a_row() -> None:
+    assert stop_tokens(3) == stop_tokens(torch.tensor(3)) == (3,)
+    assert stop_tokens((3, -1)) == stop_tokens(torch.tensor([3, -1])) == (3, -1)
+    for wrong in (None, 1.5, (1.5,), "ab"):
+        with pytest.raises(DataError, match="give the number of a token, or several"):
+            stop_tokens(wrong)  # type: ignore[arg-type]
 
 
 def test_the_seed_decides_the_drawn_tokens() -> None:

@@ -209,24 +209,14 @@ def _made(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `make` makes. Raises `ConfigError` where it returns something else."""
     groups = engine.parameter_groups(weight_decay) if make_groups is None else make_groups(engine)
-    if class_of(make) is Muon:
+    if class_of(make) is Muon and weight_decay is not None:
         given = make.keywords.get("others") if isinstance(make, partial) else None
-        groups = [_with_decay_of_others(group, given or {}) for group in groups]
+        if given is None or "weight_decay" not in given:
+            groups = [{**one, "others": {"weight_decay": one["weight_decay"]}} for one in groups]
     made = optimizer_for(engine, make, groups)
     require_instance("what optimizer returns", made, torch.optim.Optimizer, "return one of torch.optim")
     engine.check_optimizer(made)
     return made
-
-
-def _with_decay_of_others(group: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of `Muon` whose weight decay is also that of parameters which AdamW updates.
-
-    Unless the group's `others`, or the optimizer's, have one.
-    """
-    of_group = group.get("others") or {}
-    if "weight_decay" not in group or "weight_decay" in {**others, **of_group}:
-        return group
-    return {**group, "others": {**of_group, "weight_decay": group["weight_decay"]}}
 
 
 def _refuse_twice(name: str, value: object, option: str, optimizer: object) -> None:

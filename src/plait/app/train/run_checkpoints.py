@@ -18,6 +18,7 @@ from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.snapshots.snapshots import Snapshots
 from plait.engine.blueprint import build_blueprint
 from plait.errors import ConfigError
+from plait.plan.decoder_sizes import TOP_K
 from plait.plan.shard_plan import ShardPlan
 
 FOLDER = "checkpoints"
@@ -34,8 +35,6 @@ DATA_FIELDS = (
     "data.validation_source",
 )
 """Fields that decide which tokens a step trains on; a resumed run has the same."""
-MODEL_FIELDS = ("model.heads", "model.kv_heads", "model.top_k", "model.lora.alpha")
-"""Fields that change what a model computes, but no shape of its parameters; a resumed run has the same."""
 
 
 def run_checkpoints(config: Config) -> Checkpoints:
@@ -76,14 +75,31 @@ def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
 
 
 def _require_same_fields(config: Config, state: Mapping[str, Any], path: Path) -> None:
-    """Raise `ConfigError` where a field of `DATA_FIELDS` or `MODEL_FIELDS` differs from the checkpoint's."""
+    """Raise `ConfigError` where a field that decides data, or what a model computes, differs from before."""
     now = {"config": json.loads(config.model_dump_json())}
-    for field in (*DATA_FIELDS, *MODEL_FIELDS):
-        *parts, name = field.split(".")
-        was, given = (section(one, "config", *parts).get(name) for one in (state, now))
-        if was is not None and was != given:
-            what = "data" if field in DATA_FIELDS else "model"
-            raise ConfigError(
-                f"{field} is {given!r}, and was {was!r} when {path} was written: a resumed run needs the "
-                f"same {what}; give the same, or start over without run.resume."
-            )
+    for what, of in (("data", _data_fields), ("model", _model_fields)):
+        before, after = of(state), of(now)
+        for field, was in before.items():
+            if was is not None and was != after[field]:
+                raise ConfigError(
+                    f"{field} is {after[field]!r}, and was {was!r} when {path} was written: a resumed run "
+                    f"needs the same {what}; give the same, or start over without run.resume."
+                )
+
+
+def _data_fields(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `DATA_FIELDS` of the configuration in a run's state."""
+    parts = {field: field.partition(".") for field in DATA_FIELDS}
+    return {field: section(state, "config", part).get(name) for field, (part, _, name) in parts.items()}
+
+
+def _model_fields(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model that no shape of its parameters shows, with their defaults."""
+    model, lora = (section(state, "config", *names) for names in (("model",), ("model", "lora")))
+    heads = model.get("heads")
+    return {
+        "model.heads": heads,
+        "model.kv_heads": model.get("kv_heads") or heads,
+        "model.top_k": model.get("top_k") or TOP_K if model.get("experts") else None,
+        "model.lora.alpha": lora.get("alpha"),
+    }

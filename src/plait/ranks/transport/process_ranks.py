@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.errors import CommunicationError
-from plait.ranks.accelerator import default_device
+from plait.ranks.accelerator import CPU, default_device
 from plait.ranks.failure.failure_log import FailureLog, failure_log_of_world
 from plait.ranks.transport.interface import RankTransports, Transport
 from plait.ranks.transport.shared_memory.host_discovery import HostRanks, discover_host
@@ -21,7 +21,7 @@ from plait.ranks.transport.torch_distributed import (
     new_process_group,
     set_timeout,
     splits_communicators,
-    timeout_of_world,
+    timeout_of,
 )
 
 
@@ -47,7 +47,8 @@ class Processes:
     @property
     def timeout(self) -> float | None:
         """Seconds that an operation of the default group may take; None where its backend does not tell."""
-        return timeout_of_world(default_device())
+        assert dist.group.WORLD is not None
+        return timeout_of(dist.group.WORLD, default_device() if self.uses_nccl else CPU)
 
     def world(self) -> Transport | None:
         """Return a transport over the default process group; None for one rank alone."""

@@ -280,10 +280,12 @@ def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds:
     change(torch_timeout(seconds))
 
 
-def timeout_of_world(device: torch.device) -> float | None:
-    """Return the timeout, in seconds, of the default group by its backend for `device`, if that tells it."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
-    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> float | None:
+    """Return the timeout, in seconds, of a process group by its backend for `device`, if that tells it."""
+    try:
+        limit = getattr(process_group._get_backend(device).options, "_timeout", None)
+    except (AttributeError, RuntimeError):  # a backend without options
+        limit = None
     if limit is None:
         return None
     return math.inf if limit >= torch_timeout(math.inf) else float(limit.total_seconds())

@@ -226,22 +226,26 @@ def test_keep_last_and_keep_every_decide_which_checkpoints_are_kept(
 
 @pytest.mark.parametrize(
     ("section", "field", "before", "now"),
-    [("model", "heads", 2, 4), ("model", "top_k", 1, 2), ("lora", "alpha", 16.0, 8.0)],
+    [("model", "heads", 4, 2), ("model", "top_k", None, 1), ("lora", "alpha", 16.0, 8.0)],
 )
 def test_a_run_whose_model_would_compute_otherwise_is_refused(
     tmp_path: Path, section: str, field: str, before: Any, now: Any
 ) -> None:
     config = make(tmp_path)
+    experts = config.model.model_copy(update={"experts": 4, "kv_heads": 2})
+    config = config.model_copy(update={"model": experts})
     part = config.model.lora if section == "lora" else config.model
     changed = part.model_copy(update={field: now})
     model = config.model.model_copy(update={"lora": changed}) if section == "lora" else changed
     state = json.loads(config.model_dump_json())
     (state["model"]["lora"] if section == "lora" else state["model"])[field] = before
     name = f"{'model.lora' if section == 'lora' else 'model'}.{field}"
-    told = rf"{name} is {now}, and was {before} when old was written: a resumed run needs the same model"
+    told = rf"{name} is {now}, and was {before or 2} when old was written: a resumed run needs the same model"
     with pytest.raises(ConfigError, match=told):
         _require_same_fields(config.model_copy(update={"model": model}), {"config": state}, Path("old"))
-    _require_same_fields(config, {"config": json.loads(config.model_dump_json())}, Path("old"))
+    same = json.loads(config.model_dump_json())
+    same["model"] |= {"kv_heads": None, "top_k": 2}  # as many as heads, and the default
+    _require_same_fields(config, {"config": same}, Path("old"))
 
 
 def test_a_run_whose_data_would_be_another_is_refused(
