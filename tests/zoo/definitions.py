@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -119,10 +118,9 @@ def heads_share_in_turns() -> Any:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         key, value = (one.repeat(1, query.shape[1] // one.shape[1], 1, 1) for one in (key, value))
-        options["enable_gqa"] = False
         return functional.scaled_dot_product_attention(query, key, value, **options)
 
-    return patch.object(ATTENTION, "functional", SimpleNamespace(scaled_dot_product_attention=attend))
+    return patch.object(ATTENTION, "grouped_attention", attend)
 
 
 def documents_begin_one_later() -> Any:

@@ -67,6 +67,15 @@ def tokenizer_mismatch(folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -
     return ""
 
 
+def other_numbers(tokenizer: FileTokenizer, than: FileTokenizer) -> str:
+    """Return "gives … the number …" for a token to which the second tokenizer gives another one, else ""."""
+    known = tokenizer.reader.get_vocab()
+    for token, number in than.reader.get_vocab().items():
+        if known.get(token, number) != number:
+            return f"gives {token!r} the number {known[token]}, not {number}"
+    return ""
+
+
 def require_tokens_of_transformers(tokenizer: FileTokenizer) -> None:
     """Raise ConfigError where transformers, if it is installed, gives other tokens for the same folder.
 

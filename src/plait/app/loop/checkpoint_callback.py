@@ -218,10 +218,12 @@ class Checkpoints(Callback):
             self._unless_failed(lambda: snapshots.step(run.done, run_state(run, self._state), leaves=leaves))
 
     def _save_if_due(self, run: TrainingLoop) -> None:
-        step, best = run.done, self._best_with(run)
-        is_planned = self._every is not None and (run.is_last or self._is_checkpoint_due(step))
         clock = 0.0 if run.numbers is None else run.numbers.clock
         in_time = bool(self._minutes) and clock - self._saved_at >= 60 * self._minutes
+        if in_time:
+            run.finish()  # raises where the step's loss is not finite: its parameters are not worth saving
+        step, best = run.done, self._best_with(run)
+        is_planned = self._every is not None and (run.is_last or self._is_checkpoint_due(step))
         if not is_planned and not in_time and best is None:
             self._warn_early()
             return

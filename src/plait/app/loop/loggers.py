@@ -197,11 +197,19 @@ class Csv(_TextFile):
         super().__init__(path, self._titles(), _csv_step, self._line)
 
     def begin(self, steps: int) -> None:
-        """Create the file anew, with the earlier file's columns, and its lines of the first `steps` steps."""
-        if steps and self._grows and self._path.exists():
+        """Create the file anew, with the earlier file's columns, and its lines of the first `steps` steps.
+
+        Raises `ConfigError` where the earlier columns are not those that were given.
+        """
+        if steps and self._path.exists():
             earlier = self._read().partition("\n")[0].split(",")
-            if earlier[: len(COLUMNS)] == list(COLUMNS):
+            if self._grows and earlier[: len(COLUMNS)] == list(COLUMNS):
                 self._columns, self._header = earlier, f"{','.join(earlier)}\n"
+            elif earlier[:1] == ["step"] and earlier != self._columns:
+                raise ConfigError(
+                    f"{self._path} has the columns {', '.join(earlier)}, and Csv is to go on with "
+                    f"{', '.join(self._columns)}: give the same columns, or another path."
+                )
         super().begin(steps)
 
     def write(self, row: Mapping[str, Any]) -> None:

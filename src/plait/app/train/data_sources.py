@@ -21,12 +21,12 @@ from plait.app.data.corpus_manifest import FORMAT, CorpusIndex, is_prepared, req
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.document_sources import files_of, read_documents, source_files
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
-from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
+from plait.app.data.recorded_tokenizer import other_numbers, recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.tables import HUB, dataset_files, is_dataset
 from plait.app.data.token_arrays import holds_tokens, open_tokens
 from plait.app.data.token_shards import Corpus, corpus_of, open_corpus
-from plait.app.data.tokenizer import ByteTokenizer, Tokenizer
-from plait.app.data.tokenizer_json import tokenizer_files
+from plait.app.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from plait.app.data.tokenizer_json import TOKENIZER, tokenizer_files
 from plait.errors import ConfigError, DataError
 
 _RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".json.gz", ".parquet", ".arrow")
@@ -148,6 +148,7 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
         require_intact(folder, index, _READ_AT_ONCE)
         vocab, name = config.model.vocab or index.vocab, index.tokenizer
         unreadable = _mismatch(config, folder, index, tokenizer)
+        _require_tokens_of_model(config, folder)
         if index.largest >= vocab:
             raise DataError(
                 f"data.source = {source!r} holds token {index.largest}, outside the vocabulary of {vocab}: "
@@ -181,6 +182,25 @@ def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Token
             f"{found}, by another source of the run: sources that are mixed need the same tokenizer."
         )
     return f"{found}: set data.tokenizer to the corpus's own" if found else ""
+
+
+def _require_tokens_of_model(config: Config, folder: Path) -> None:
+    """Raise ConfigError where a prepared corpus gives tokens of the model's folder other numbers.
+
+    Not where `data.tokenizer` is given: then the model is to learn others.
+    """
+    model, known = config.model.folder, recorded_tokenizer(str(folder))
+    if model is None or known is None or config.data.tokenizer is not None:
+        return
+    if not (model / TOKENIZER).is_file():
+        return
+    other = "" if known == "bytes" else other_numbers(FileTokenizer(Path(known)), FileTokenizer(model))
+    if known == "bytes" or other:
+        what = "with bytes as tokens" if known == "bytes" else f"with a tokenizer that {other}"
+        raise ConfigError(
+            f"{folder} was prepared {what}, unlike that of the model in {model}: prepare it with --tokenizer "
+            f"{model}, or set data.tokenizer to {known} for a model that is to learn these."
+        )
 
 
 def _split(

@@ -10,16 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.app.config.config import LIMITS, Config
+from plait.app.config.config import LIMITS, RANDOM, Config
 from plait.app.config.config_parser import config_from_arguments, given_values
+from plait.app.config.config_sections import DataConfig
 from plait.app.data.batches import NO_TARGET
+from plait.app.data.corpus_manifest import is_prepared
+from plait.app.data.token_arrays import holds_tokens
 from plait.app.data.tokenizer import open_tokenizer
+from plait.app.data.tokenizer_json import files_hash
 from plait.app.loop.loggers import finite_values
 from plait.app.loop.validation import ValidationRows, validation_means
 from plait.app.train.data_sources import is_tokenized, prepared_folder
 from plait.app.train.run_checkpoints import FOLDER
 from plait.app.train.run_data import load_data, opened_validations
-from plait.app.train.trained_model import vocabulary
+from plait.app.train.trained_model import TOKENIZER, vocabulary
 from plait.app.train.trainer import build_model
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.loading import load_checkpoint
@@ -111,6 +115,9 @@ def _with_data(config: Config, manifest: Manifest, sources: Sequence[str], limit
     model, data, train = config.model, config.data, config.train
     if model.folder is None:
         model = model.model_copy(update={"vocab": vocabulary(model, manifest)})
+    _require_read(data, limits)
+    if "data.tokenizer" not in limits:
+        _require_same_tokens(config, manifest, sources)
     if sources:
         given = {source: source for source in sources}
         if "train.validate_batches" not in limits:
@@ -119,6 +126,37 @@ def _with_data(config: Config, manifest: Manifest, sources: Sequence[str], limit
     if not data.validation_sources and not data.validation:
         raise ConfigError("the run has no validation data: name data after RUN, such as a text file.")
     return config.model_copy(update={"model": model, "data": data, "train": train})
+
+
+def _require_read(data: DataConfig, given: Collection[str]) -> None:
+    """Raise ConfigError where training data are given, and validation data of the run are read instead."""
+    for field in ("data.source", "data.mixture"):
+        if field in given and data.validation_sources and "data.validation_source" not in given:
+            raise ConfigError(
+                f"{field} is given, but the run validates on data of its own, data.validation_source = "
+                f"{data.validation_source!r}: name the data after RUN, which are evaluated in their place."
+            )
+
+
+def _require_same_tokens(config: Config, manifest: Manifest, sources: Sequence[str]) -> None:
+    """Raise ConfigError where `sources`, or the run's data, would be read in tokens that are not the model's.
+
+    Raises DataError for a tokenizer that cannot be read.
+    """
+    data, before = config.data, manifest.state.get(TOKENIZER)
+    if isinstance(before, str) and before != files_hash(data.known_tokenizer or "bytes"):
+        raise ConfigError(
+            f"the tokenizer of {', '.join(data.sources)} is not that of the run, or is gone: set "
+            "data.tokenizer to the run's."
+        )
+    if data.known_tokenizer is not None or config.tokenizer != "bytes":
+        return
+    texts = [one for one in sources if one != RANDOM and not holds_tokens(one) and not is_prepared(one)]
+    if texts and all(map(holds_tokens, data.sources)):
+        raise ConfigError(
+            f"the run was trained on tokens of an unknown tokenizer, and {texts[0]} has none yet: set "
+            "data.tokenizer to the run's, or to bytes."
+        )
 
 
 def prepare_data(config: Config) -> None:

@@ -255,6 +255,12 @@ def banner(
     for one in data.validations:
         if one.summary:
             yield f"Validation{f' {one.name}' * bool(one.name)}: {one.summary}."
+    if settings.warmup > settings.steps:
+        highest = settings.lr * settings.steps / settings.warmup
+        yield (
+            f"WARNING: the learning rate rises to {highest:g} of {settings.lr:g}, as train.warmup = "
+            f"{settings.warmup} is more than train.steps = {settings.steps}."
+        )
     yield f"Run: {config.run.dir}"
 
 

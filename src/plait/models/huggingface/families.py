@@ -62,6 +62,8 @@ from plait.tensor.experts.routing import Scores
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers in a configuration that plait computes."""
+_DROPOUTS = ("residual_dropout", "resid_pdrop", "hidden_dropout")
+"""Names in configurations of the dropout of a branch's output."""
 _UNDECLARED: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "attention_chunk_size": (None,),
@@ -73,6 +75,9 @@ _UNDECLARED: Mapping[str, tuple[Any, ...]] = {
     "residual_multiplier": (None, 1),
     "logits_scaling": (None, 1),
     "logit_scale": (None, 1),
+    "embedding_dropout": (None, 0),
+    "embd_pdrop": (None, 0),
+    **dict.fromkeys(_DROPOUTS, (None, 0)),
 }
 """Values of a configuration that some decoders read and others do not, with those that change nothing."""
 HEADS, KEY_HEADS = "config.num_attention_heads", "config.num_key_value_heads"
@@ -375,11 +380,13 @@ def require_declared(config: Any, family: Family) -> None:
     declared = {family.score_cap, family.logit_cap, family.bidirectional, *family.ignored}
     if family.windows != "none":
         declared.add("sliding_window")
+    if family.attention.dropout is not None and family.mlp.dropout is not None:
+        declared.update(_DROPOUTS)
     for key, neutral in _UNDECLARED.items():
         value = getattr(config, key, None)
         if key not in declared and value not in neutral:
             raise ModelError(
                 f"the configuration has {key} = {value!r}, and the family does not say what the model does "
-                f"with it: declare windows, score_cap or logit_cap, or ignored=({key!r},) if its code does "
-                "not read it."
+                f"with it: declare windows, score_cap, logit_cap or the dropouts of branches, or "
+                f"ignored=({key!r},) if its code does not read it."
             )

@@ -6,7 +6,9 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -152,6 +154,22 @@ def test_a_checkpoint_is_saved_after_the_given_minutes(
     monkeypatch.setattr(Meter, "elapsed", elapsed)
     thread_ranks.run(of_rank, ranks=2)
     assert names(tmp_path) == ["step-00000004", "step-00000007"]
+
+
+def test_a_checkpoint_of_some_minutes_is_saved_after_its_step_s_numbers_are_read(tmp_path: Path) -> None:
+    """On a GPU they are read a step later otherwise, and a loss that is not finite would be saved."""
+    read: list[str] = []
+    engine = SimpleNamespace(compare_memory=lambda: read.append("compared"))
+    loop: Any = SimpleNamespace(
+        numbers=SimpleNamespace(clock=100.0), done=3, row={}, is_last=False, engine=engine
+    )
+    loop.finish = lambda: read.append("read")
+    callback = Checkpoints(tmp_path, every=0, minutes=1)
+    with patch.object(callback, "_try", lambda save: read.append("saved")):
+        callback._save_if_due(loop)
+        callback._save_if_due(loop)
+    assert read[:2] == ["read", "compared"]
+    assert read[-1] == "saved"
 
 
 def test_a_missing_best_marker_is_written_on_resumption(tmp_path: Path) -> None:

@@ -77,6 +77,18 @@ def test_rows_after_a_resumption_are_dropped(tmp_path: Path) -> None:
     assert lines == ['{"step": 1, "loss": 2.0, "grad_norm": null}', '{"step": 2, "loss": 9.0}']
 
 
+def test_a_table_goes_on_with_the_same_columns_only(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    written(Csv(path, ("step", "loss")))
+    for columns in (("step", "lr"), None):
+        with pytest.raises(ConfigError, match=r"has the columns step, loss, and Csv is to go on with step, "):
+            Csv(path, columns).begin(1)
+    anew = Csv(path, ("step", "lr"))
+    anew.begin(0)
+    anew.close()
+    assert (tmp_path / "rows.1.csv").read_text().startswith("step,loss\n1,2.0\n")
+
+
 def test_a_table_gets_a_column_for_a_number_of_your_own(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     for steps, rows in (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,12 @@ import plait
 from plait.app.cli.main import main
 from plait.app.config.config import Config
 from plait.app.data.batches import NO_TARGET, ValidationBatches
+from plait.app.train import evaluation
 from plait.app.train.evaluation import checkpoint_of, evaluation_config
 from plait.app.train.run_data import _require_targets
+from plait.app.train.trained_model import TOKENIZER
 from plait.checkpoint.full_tensors import FullTensors
+from plait.checkpoint.manifest import read_manifest
 from plait.errors import CheckpointError, ConfigError, DataError
 from plait.ranks.launch.rank_pool import RankPool
 
@@ -117,6 +122,30 @@ def test_fields_that_an_evaluation_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluation_config(checkpoint_of(trained / "run"), arguments, [])
+
+
+def test_data_that_would_not_be_read_or_in_other_tokens_are_refused(trained: Path, tmp_path: Path) -> None:
+    checkpoint, text = checkpoint_of(trained / "run"), str(trained / "text")
+    saved = read_manifest(checkpoint)
+
+    def with_state(state: Mapping[str, Any], *arguments: str, sources: Sequence[str] = ()) -> Config:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evaluation, "read_manifest", lambda path: replace(saved, state=state))
+            return evaluation_config(checkpoint, arguments, sources)
+
+    state: Any = saved.state
+    data = state["config"]["data"]
+    validated = {**state, "config": {**state["config"], "data": {**data, "validation_source": text}}}
+    with pytest.raises(ConfigError, match=r"data\.source is given, but the run validates on data of its own"):
+        with_state(validated, "--data.source", text)
+    other = {**state, TOKENIZER: "of a corpus that is gone"}
+    with pytest.raises(ConfigError, match=r"is not that of the run, or is gone: set data\.tokenizer"):
+        with_state(other)
+    assert with_state(other, "--data.tokenizer", "bytes", sources=[text]).data.tokenizer == "bytes"
+    arrays = {**state, "config": {**state["config"], "data": {**data, "source": "tokens.bin"}}}
+    with pytest.raises(ConfigError, match=r"on tokens of an unknown tokenizer, and .*text has none yet: set"):
+        with_state(arrays, sources=[text])
+    assert with_state(arrays, sources=["other.bin"]).data.validation_source == {"other.bin": "other.bin"}
 
 
 def test_evaluate_refuses_folders_that_are_no_checkpoint_of_a_run(

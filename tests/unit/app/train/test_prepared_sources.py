@@ -133,6 +133,38 @@ def test_a_run_uses_the_tokenizer_of_its_corpus(
     assert "set data.tokenizer to the corpus's own" in load_data(config).unreadable
 
 
+def test_a_corpus_with_other_tokens_than_the_model_in_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
+) -> None:
+    Writing(monkeypatch)
+    (source := tmp_path / "texts.txt").write_text("a b c " * 200)
+    for name, tokenizer in (("words", str(word_tokenizer)), ("characters", "bytes")):
+        prepare_corpus([str(source)], tmp_path / name, tokenizer)
+    (folder := tmp_path / "model").mkdir()
+
+    def opened(corpus: str, tokenizer: str | None = None) -> None:
+        config = make(tmp_path, tmp_path / corpus)
+        model = config.model.model_copy(update={"name": str(folder), "vocab": 300})
+        data = config.data.model_copy(update={"tokenizer": tokenizer})
+        load_data(config.model_copy(update={"model": model, "data": data}))
+
+    opened("words")  # a model without a tokenizer
+    own = json.loads(word_tokenizer.read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**own, "normalizer": {"type": "Lowercase"}}))
+    opened("words")  # whose tokens have the same numbers
+    own["model"]["vocab"] |= {"a": 2, "b": 1}
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    with pytest.raises(
+        ConfigError, match=r"words was prepared with a tokenizer that gives '[ab]' the number"
+    ):
+        opened("words")
+    with pytest.raises(
+        ConfigError, match=r"characters was prepared with bytes as tokens, unlike that of the"
+    ):
+        opened("characters")
+    opened("words", str(tmp_path / "words" / "tokenizer"))
+
+
 def test_an_export_finds_the_tokenizer_of_the_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
 ) -> None:

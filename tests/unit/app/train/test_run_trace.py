@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
+from plait.app.train import run_callbacks
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.ranks.launch.rank_pool import RankPool
@@ -62,6 +64,15 @@ def test_nothing_is_recorded_unless_it_is_asked_for(
     thread_ranks.run(train, make(tmp_path), ranks=2)
     assert "Trace" not in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.glob("trace*")) == []
+
+
+def test_a_traced_step_that_is_over_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_callbacks, "write_schedule", lambda *_: None)
+    told: list[str] = []
+    loop: Any = SimpleNamespace(done=2, tell=told.append, engine=None, mesh=None)
+    for trace in (0, 2, 3):
+        run_callbacks.Recordings(make(tmp_path, trace=trace)).begin(loop)
+    assert told == ["run.trace = 2 does nothing: the run goes on after step 2."]
 
 
 def test_the_field_trace_is_read_and_checked() -> None:
