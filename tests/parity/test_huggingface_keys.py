@@ -214,6 +214,8 @@ def test_a_family_says_which_values_are_read(tokens: torch.Tensor) -> None:
         plait.models.from_huggingface(model, Family(ignored=("logits_scaling",), windows="none"))
     with pytest.raises(ModelError, match=r"has logits_scaling = 2.0, and the family does not say"):
         plait.models.from_huggingface(model, Family(windows="all"))
+    with pytest.raises(ModelError, match=r"Qwen3Attention has q_norm, k_norm, and the family does not say"):
+        plait.models.from_huggingface(cases.drawn(cases.qwen3), Family(windows="by type"))
     dropping = cases.drawn(partial(cases.llama, residual_dropout=0.5))
     with pytest.raises(ModelError, match=r"has residual_dropout = 0.5, and the family does not say"):
         plait.models.from_huggingface(dropping, Family(windows="all"))

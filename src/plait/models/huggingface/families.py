@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait.errors import ModelError
+from plait.errors import ModelError, listed
 from plait.models.huggingface.common import (
     ENTRANCE,
     MLP,
@@ -298,6 +298,20 @@ def _windows(config: Any, family: Family, count: int) -> list[int | None]:
     return [window if one == LAYER_TYPES[1] else None for one in types]
 
 
+def _require_known_parts(attn: Any, family: Family) -> None:
+    """Raise ModelError where an attention has modules with parameters that `family` does not declare."""
+    joined = family.query_key_value
+    known = {"o_proj", *(("q_proj", "k_proj", "v_proj") if joined is None else (joined,))}
+    if family.head_norms != "none":
+        known.update(("q_norm", "k_norm"))
+    others = [name for name, one in attn.named_children() if name not in known and [*one.parameters()]]
+    if others:
+        raise ModelError(
+            f"{type(attn).__name__} has {listed(others)}, and the family does not say what the model does "
+            "with it: declare head_norms where they are q_norm and k_norm."
+        )
+
+
 def _require_norms_of_all_heads(attn: Any) -> None:
     """Raise ModelError where a norm of all heads has another size than what it normalizes."""
     for name, linear in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
@@ -316,6 +330,7 @@ class Attention(InitializedLayer):
         super().__init__(std, {"sinks": std}, norm_start=family.norm_start)
         self.branch = add_branch(self, block, family.attention)
         attn = block.self_attn
+        _require_known_parts(attn, family)
         self.self_attn: Any = attention_parts(attn, plain_norms=family.head_norms == "joint")
         self.joined, self.head_norms = family.query_key_value, family.head_norms
         self.rotary, self.window = rotary, window
