@@ -181,6 +181,10 @@ def test_targets_and_options_that_mean_something_else_are_refused() -> None:
         plait.dpo_loss().weight(packed)
     with pytest.raises(DataError, match="a micro-batch has 3 rows, and two consecutive rows are a pair"):
         plait.dpo_loss(apart=True).weight({name: one[:3] for name, one in apart.items()})
+    for loss, form in ((plait.dpo_loss(), "apart"), (plait.dpo_loss(apart=True), "a row")):
+        targets = batch(form)[1]
+        with pytest.raises(DataError, match="answers of a batch are not in the pairs that the loss takes"):
+            loss.total(torch.zeros(*targets["tokens"].shape, VOCAB), targets)
     with pytest.raises(DataError, match="the targets of dpo_loss are Tensor: give those of"):
         plait.dpo_loss().weight(packed["tokens"])  # type: ignore[arg-type]
     for given in ({"beta": 0}, {"beta": "1"}, {"label_smoothing": 0.5}, {"average": 1}, {"pairs": 0}):

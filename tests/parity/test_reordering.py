@@ -12,7 +12,7 @@ import plait
 from parity import woven
 from parity.case import Case
 from parity.cases import gpt2
-from plait.errors import ScheduleError
+from plait.errors import CommunicationError, ScheduleError
 from plait.pictures.timelines.timeline import simulate
 from plait.plan.plan import Plan
 
@@ -97,3 +97,18 @@ def test_engine_follow_refuses_schedules_of_other_work(thread_ranks: Any, change
         thread_ranks.run(
             follow_another, gpt2(), Plan(pp=2, microbatches=4, precision="fp64"), change, ranks=2
         )
+
+
+def follow_by_replica(case: Case, plan: Plan) -> str:
+    engine = woven.weave(case, plan)
+    policy = "zb-h1" if engine.mesh.index("dp") else "1f1b"
+    with pytest.raises(CommunicationError) as caught:
+        engine.follow(plait.schedule(policy, ranks=2, microbatches=plan.microbatches))
+    return str(caught.value)
+
+
+def test_replicas_that_follow_other_orders_are_told(thread_ranks: Any) -> None:
+    """They would reduce gradients of different layers with each other."""
+    plan = Plan(pp=2, dp=2, microbatches=4, schedule="zb-h1", precision="fp64")
+    for told in thread_ranks.run(follow_by_replica, gpt2(), plan, ranks=4):
+        assert "the ranks of world do not agree" in told

@@ -431,7 +431,7 @@ class Engine:
         require_same_actions(order, self.schedule)
         if self.runtime.balance is not None:
             require_counts(self.runtime.balance.settings, order)
-        self._runner.require_same_call(f"follow {fingerprint_of_order(order)}", "model")
+        self._runner.require_same_call(f"follow {fingerprint_of_order(order)}", "world")
         self._runner.steps = replace(self._runner.steps, schedule=order)
 
     def reorder(self, costs: Costs, memory_limit: float | None = None) -> Schedule:

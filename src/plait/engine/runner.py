@@ -164,6 +164,7 @@ class Runner:
         """On GPUs the calls that the ranks along an axis have agreed on, oldest first."""
         self.graphs: SegmentGraphs | None = None
         """The recorded graphs of training steps; None: nothing is recorded."""
+        self._observer: InstructionObserver | None = None
         self.action_times: ActionTimes | None = None
         """Measures the actions of training steps, if set."""
         if self.plan.cuda_graphs and is_accelerator(self.mesh.device):
@@ -175,7 +176,7 @@ class Runner:
         """Start to measure the actions of all later training steps; return the `ActionTimes`."""
         stages = self.steps.schedule.stages_of(self.mesh.index("pp"))
         self.action_times = ActionTimes(stages, self.mesh.traffic, clock_for(self.mesh.device))
-        self.observe(None)
+        self.observe(self._observer)
         return self.action_times
 
     def record_segments(self, recorder: GraphRecorder, **options: Any) -> None:
@@ -187,10 +188,11 @@ class Runner:
         self.graphs = SegmentGraphs(
             recorder, self.pipeline, runtime.dropout, addresses, self.mesh.device, never=never, **options
         )
-        self.observe(None)
+        self.observe(self._observer)
 
     def observe(self, observer: InstructionObserver | None) -> None:
         """Call `observer` after each instruction of later steps, without graphs; None removes it."""
+        self._observer = observer
         handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
         if observer is not None:
             handlers.append(dict.fromkeys(INSTRUCTION_TYPES, lambda one: observer(one, self.runtime)))

@@ -12,6 +12,8 @@ from plait.errors import PlanError, listed
 from plait.optimizers.newton_schulz import coefficients_of_steps, learning_rate_factor
 from plait.plan.argument_checks import require_flag, require_instance, require_number, require_whole
 
+_OTHERS_ONLY = ("betas", "amsgrad", "maximize", "use_muon")
+"""Options that other implementations have in groups, and that Muon's groups do not take."""
 ADAMW_OPTIONS: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Those of `torch.optim.AdamW`."""
 
@@ -58,6 +60,12 @@ def option_groups(
     for group in groups:
         own = {name: value for name, value in group.items() if name in options}
         more = {name: group[name] for name in group if name not in (*options, "params", "others")}
+        misplaced = [name for name in _OTHERS_ONLY if name in group and "algorithm" not in group]
+        if misplaced:
+            raise PlanError(
+                f"a group of Muon has {listed(misplaced)}: it chooses the hidden matrices itself, and takes "
+                "the options of AdamW for other parameters in the group's dictionary others."
+            )
         of_group = adamw_options(group.get("others"))
         of_others = {**more, **others, **of_group}
         _require_known(of_others, (*ADAMW_OPTIONS, *more), "AdamW")

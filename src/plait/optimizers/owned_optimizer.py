@@ -46,7 +46,9 @@ class Owned(Optimizer):
         All ranks call it with the same arguments. `params` are the engine's, by default all that train: an
         iterable of them, or of groups with options. Raises PlanError for a class that needs all parameters at
         once. Memory: of the parameters that this rank owns a copy, a gradient and the state; buffers for what
-        it sends and receives. Communication: the names of the parameters, and their values to the owners.
+        it sends and receives. What is written to a parameter by `.data`, which torch does not count, is lost
+        in the next step: call `read_parameters` after it. Communication: the names of the parameters, and
+        their values to the owners.
         """
         if not isinstance(kind, type) or not issubclass(kind, Optimizer):
             given = kind.__name__ if isinstance(kind, type) else f"an object of {type(kind).__name__}"

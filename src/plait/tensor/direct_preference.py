@@ -109,10 +109,22 @@ class PreferenceLoss:
         if sequence is not None and sequence.group.size > 1:
             sums, is_first = reduce(sums, sequence.group), sequence.group.index == 0
         margins, exists = self._margins(sums)
+        self._require_pairs(sums, exists)
         smooth = self.label_smoothing
         each = -(1 - smooth) * functional.logsigmoid(margins) - smooth * functional.logsigmoid(-margins)
         total = each.where(exists, 0.0).sum()
         return total if is_first else total - total.detach()
+
+    def _require_pairs(self, sums: Tensor, exists: Tensor) -> None:
+        """Raise DataError, on the CPU, where an answer has no other, or two pairs are taken for one."""
+        if sums.device.type != "cpu":
+            return
+        has_answer, pairs = sums[1] > 0, exists.repeat_interleave(2, 1)
+        if not torch.equal(has_answer, pairs) or bool((sums[2] > 1).any()):
+            raise DataError(
+                "answers of a batch are not in the pairs that the loss takes: give dpo_loss the same pairs "
+                "and apart as preference_batch."
+            )
 
     def _sums(self, losses: Tensor, targets: Targets) -> Tensor:
         """Return of each answer the sum of log p - log q, its tokens, and its pairs: `[3, rows, answers]`."""

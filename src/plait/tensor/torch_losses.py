@@ -23,7 +23,7 @@ from torch.nn import functional
 from plait.errors import ModelError, PlanError
 from plait.ranks.accelerator import is_accelerator, sent
 from plait.tensor.autograd.paired_collectives import gather
-from plait.tensor.losses import CrossEntropy, Loss, naming_unknown_targets
+from plait.tensor.losses import CrossEntropy, Loss, naming_unknown_targets, wide
 from plait.tensor.parallel.partition import Vocabulary
 
 GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
@@ -62,7 +62,7 @@ def as_loss(given: object) -> Loss:
     """
     if isinstance(given, type):
         raise PlanError(f"the loss is the class {given.__name__}: give an object of it, {given.__name__}().")
-    if isinstance(given, Loss):
+    if isinstance(given, Loss) and callable(given.total) and callable(given.weight):
         return given
     if isinstance(given, nn.Module) and type(given) in _FUNCTION_OF:  # no subclasses
         function = _FUNCTION_OF[type(given)]
@@ -239,7 +239,10 @@ class MeanLoss:
     over: Over | Callable[[Any], Tensor | float] = "rows"
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """Return the sum: the mean times `weight(targets)`; on the CPU, zero where that weight is zero."""
+        """Return the sum, the mean times `weight(targets)`, in at least float32.
+
+        On the CPU zero where that weight is zero.
+        """
         mean, weight = self.function(output, targets), self.weight(targets)
         if not isinstance(mean, Tensor) or mean.dim():
             shape = list(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
@@ -247,6 +250,7 @@ class MeanLoss:
                 f"{_name_of(self.function)} returned {shape}: a function in mean_loss returns its mean, a "
                 "0-d tensor."
             )
+        mean = wide(mean)  # in 16 bits the sum of a few hundred targets would be rounded
         if not is_accelerator(weight) and not weight:
             return torch.zeros_like(mean).detach()
         return mean * weight.to(mean)

@@ -122,3 +122,14 @@ def test_waits_of_collectives_within_actions_are_stamped_and_those_between_are_n
     assert alone[0]["segments"] == 2 * 2 + 1
     for one in thread_ranks.run(measured, Plan(tp=2, microbatches=2), ranks=2):
         assert one["waits"] >= 2 * 2 * 4  # two micro-batches, two blocks, and in each four sums over tp
+
+
+def test_an_observer_stays_when_actions_are_timed() -> None:
+    model = plait.models.gpt2(layers=1, hidden=8, heads=2, vocab=11, context=4)
+    engine = plait.parallelize(model, Plan(), plait.Mesh(), loss=plait.cross_entropy)
+    seen: list[object] = []
+    engine.observe(lambda one, runtime: seen.append(one))
+    engine.time_actions()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    engine.forward_backward(tokens, tokens)
+    assert seen

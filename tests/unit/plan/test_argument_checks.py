@@ -62,9 +62,20 @@ def mean_accuracy(output: Tensor, targets: Tensor) -> Tensor:
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "context": 8}
 TINY = Path("nowhere")
 HEADS = torch.zeros(1, 2, 4, 8)
+THREE_HEADS, LEARNED = torch.zeros(1, 3, 4, 8), nn.Parameter(torch.ones(()))
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: plait.attention(HEADS[0], HEADS, HEADS), "attention was given a query [2, 4, 8]: give a tensor"),
     (lambda: plait.attention(HEADS, HEADS, "k"), "attention was given a value"),  # type: ignore[arg-type]
+    (
+        lambda: plait.attention(HEADS[:, :, :1], HEADS, HEADS),
+        "given a query of 1 positions and a key of 4, and a",
+    ),
+    (
+        lambda: plait.attention(THREE_HEADS, HEADS, HEADS),
+        "was given 3 query heads and 2 of keys: give a multiple",
+    ),
+    (lambda: plait.attention(HEADS, HEADS, HEADS, scale=LEARNED), "given a scale that needs a gradient"),  # type: ignore[arg-type]
+    (lambda: plait.attention(HEADS, HEADS, HEADS, softcap=math.inf), "softcap = inf: give a bound above 0"),
     (lambda: plait.attention(HEADS, HEADS, HEADS, window=True), "window = True: give a number, or None"),
     (lambda: plait.attention(HEADS, HEADS, HEADS, scale="1"), "scale = '1': give a number"),  # type: ignore[arg-type]
     (lambda: plait.attention(HEADS, HEADS, HEADS, dropout=0.1), "dropout = 0.1: give a module"),  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,19 @@ def test_16_bit_outputs_are_summed_in_float32() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mean_in_16_bits_is_multiplied_in_float32(dtype: torch.dtype) -> None:
+    """In bfloat16 257 targets would be 256, in float16 70,000 infinitely many."""
+    loss = mean_loss(lambda output, targets: output.mean(), over="targets")
+    for count in (257, 70_000):
+        output = torch.ones(4, dtype=dtype, requires_grad=True)
+        total = loss.total(output, torch.zeros(count, dtype=torch.int64))
+        assert total.item() == count
+        (total / count).backward()
+        assert output.grad is not None
+        assert torch.equal(output.grad, torch.full_like(output, 0.25))
+
+
 def test_an_object_with_total_and_weight_is_itself() -> None:
     loss = CrossEntropy(ignore_index=0)
     assert as_loss(loss) is loss
@@ -158,6 +172,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
     (mean_of_rows, ["the function mean_of_rows", "is not known", "plait.tensor.mean_loss"]),
     (lambda output, targets: output.mean(), ["is not known"]),
     (OwnLoss(), ["OwnLoss()", "is not known"]),
+    (SimpleNamespace(total=mean_of_rows, weight=3.0), ["the loss is namespace", "weight(targets)"]),
     (nn.TripletMarginLoss(), ["TripletMarginLoss", "is not known"]),
     (nn.CrossEntropyLoss, ["the class CrossEntropyLoss", "CrossEntropyLoss()"]),
     (CrossEntropy, ["the class CrossEntropy", "CrossEntropy()"]),

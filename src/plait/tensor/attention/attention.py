@@ -82,6 +82,7 @@ def attention(
     tensors = {"query": query, "key": key, "value": value}
     numbers = {"window": window, "scale": scale, "softcap": softcap}
     _require_arguments(tensors, numbers, causal, documents, dropout)
+    _require_shapes(query, key, causal)
     keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
     return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
 
@@ -111,6 +112,11 @@ def _require_arguments(
         kinds = (Integral,) if name == "window" else (Real, Tensor)
         if number is not None and (not isinstance(number, kinds) or isinstance(number, bool)):
             raise ModelError(f"attention was given {name} = {number!r}: give a number, or None.")
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise ModelError(
+                f"attention was given a {name} that needs a gradient, which it would not get: give a number, "
+                "and multiply the query by what the model is to learn."
+            )
     if documents is not None and not isinstance(documents, Tensor):
         raise ModelError(
             f"attention was given documents, an object of {type(documents).__name__}: give a tensor of ids "
@@ -122,6 +128,19 @@ def _require_arguments(
         raise ModelError(
             f"attention was given dropout = {dropout!r}: give a module with a probability p, such as "
             "plait.Dropout(p), or None."
+        )
+
+
+def _require_shapes(query: Tensor, key: Tensor, causal: bool) -> None:
+    """Raise ModelError for heads that cannot be shared, and for a causal mask between unequal lengths."""
+    if query.shape[1] % max(key.shape[1], 1):
+        raise ModelError(
+            f"attention was given {query.shape[1]} query heads and {key.shape[1]} of keys: give a multiple."
+        )
+    if causal and query.shape[2] != key.shape[2]:
+        raise ModelError(
+            f"attention was given a query of {query.shape[2]} positions and a key of {key.shape[2]}, and a "
+            "causal mask, which needs as many: give causal=False where each query may see all keys."
         )
 
 
@@ -296,8 +315,11 @@ def _outside_graphs(
 
 
 def _in_blocks(keys: SharedKeys, softcap: float | None) -> SharedKeys:
-    """Return keys with an exchange, by which attention is computed in blocks. ModelError for a cap of 0."""
-    if softcap is not None and softcap <= 0.0:
+    """Return keys with an exchange, by which attention is computed in blocks.
+
+    Raises ModelError for a cap that is not above 0 and finite.
+    """
+    if softcap is not None and not 0.0 < softcap < math.inf:
         raise ModelError(f"attention was given softcap = {softcap:g}: give a bound above 0, or None.")
     if keys.sequence is not None:
         return keys

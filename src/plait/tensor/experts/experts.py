@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.errors import ModelError
+from plait.errors import DataError, ModelError
 from plait.plan.layout.layout import Shard, divide
 from plait.ranks.group import Group
 from plait.tensor.autograd.deferred_weight_gradients import defers
@@ -191,6 +191,8 @@ class Experts(nn.Module):
             compute = partial(_output, dtype, of_router)
             (output,) = trace.call(compute, self, given, [form], parameters=parameters)
             return lambda: output
+        if not of_router:
+            self._require_numbers(indices)
         if ranks is None:
             return partial(self._computed, hidden, indices, weights, of_router)
         size = hidden.shape[0]
@@ -208,6 +210,17 @@ class Experts(nn.Module):
             raise ModelError(
                 f"{self.num_experts} experts with matrices in {own} are given tokens in {given}: cast them "
                 f"to {own}."
+            )
+
+    def _require_numbers(self, indices: Tensor) -> None:
+        """Raise DataError, on the CPU, for numbers of experts that do not exist; -1 stands for none."""
+        if indices.device.type != "cpu" or not indices.numel():
+            return
+        least, most = (int(one) for one in indices.aminmax())
+        if least < -1 or most >= self.num_experts:
+            raise DataError(
+                f"tokens were sent to the experts {least} to {most} of {self.num_experts}: give numbers from "
+                f"0 to {self.num_experts - 1}, or -1 for none."
             )
 
     def _computed(self, hidden: Tensor, indices: Tensor, weights: Tensor, of_router: bool) -> Tensor:
@@ -296,9 +309,12 @@ def start_experts(
 ) -> Callable[[], Tensor]:
     """Start sending tokens to their experts; return a function that waits, and returns the output.
 
-    `indices` and `weights` are the choice of `router`. Experts with hooks are called at once, as a module.
+    `indices` and `weights` are the choice of `router`. Experts with hooks, or of a class
+    with a `forward` of its own, are called at once, as a module.
     """
-    if is_altered(experts):
+    kind = type(experts)
+    has_own_call = kind.forward is not Experts.forward and kind.start is Experts.start
+    if has_own_call or is_altered(experts):
         return partial(experts, hidden, indices, weights)
     of_router = type(router) is Router and not is_altered(router)
     return experts.start(hidden, indices, weights, of_router=of_router)

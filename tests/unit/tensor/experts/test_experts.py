@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import ADAPTED, CASES, Answer, Case, answer, assert_close, assert_near, plain
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.engine.pipeline.recompute import recomputing
-from plait.errors import ModelError
+from plait.errors import DataError, ModelError
 from plait.plan.plan import Recompute
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WEIGHTS_AT_ONCE, WeightGradientQueue
 from plait.tensor.experts import assignments
-from plait.tensor.experts.experts import Experts
+from plait.tensor.experts.experts import Experts, start_experts
 
 
 def plain_answer(case: Case) -> Answer:
@@ -268,3 +268,28 @@ def test_an_evaluation_saves_nothing_and_has_the_bits_of_training() -> None:
         evaluated = layer(*given)
     assert not evaluated.requires_grad
     assert torch.equal(evaluated, layer(*given))
+
+
+def test_numbers_of_experts_that_do_not_exist_are_refused() -> None:
+    case = Case()
+    layer, (hidden, indices, weights) = case.layer(), case.inputs()
+    for wrong in (layer.num_experts, -2):
+        changed = indices.clone()
+        changed[0, 0] = wrong
+        with pytest.raises(
+            DataError, match=f"tokens were sent to the experts .* of {layer.num_experts}: give"
+        ):
+            layer(hidden, changed, weights)
+
+
+class Doubled(Experts):
+    def forward(self, *given: Any) -> Tensor:
+        return 2 * super().forward(*given)
+
+
+def test_experts_of_a_class_with_a_forward_of_its_own_are_called_by_it() -> None:
+    case = Case()
+    layer, given = case.layer(), case.inputs()
+    expected = 2 * start_experts(layer, nn.Identity(), *given)()
+    layer.__class__ = Doubled
+    assert torch.equal(start_experts(layer, nn.Identity(), *given)(), expected)
