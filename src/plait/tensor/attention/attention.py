@@ -82,7 +82,6 @@ def attention(
     tensors = {"query": query, "key": key, "value": value}
     numbers = {"window": window, "scale": scale, "softcap": softcap}
     _require_arguments(tensors, numbers, causal, documents, dropout)
-    _require_shapes(query, key, causal)
     keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
     return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
 
@@ -100,7 +99,7 @@ def _require_arguments(
     documents: object,
     dropout: object,
 ) -> None:
-    """Raise ModelError for an argument of `attention` of another type than it takes."""
+    """Raise ModelError for an argument of `attention` of another type or shape than it takes."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.dim() == 4:
             continue
@@ -108,6 +107,18 @@ def _require_arguments(
         raise ModelError(f"attention was given a {name} {found}: give a tensor [rows, heads, length, size].")
     if not isinstance(causal, bool):
         raise ModelError(f"attention was given causal = {causal!r}: give True or False.")
+    query, key = tensors["query"], tensors["key"]
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    if query.shape[1] % max(key.shape[1], 1):
+        raise ModelError(
+            f"attention was given {query.shape[1]} query heads and {key.shape[1]} of keys: give a multiple."
+        )
+    if causal and query.shape[2] != key.shape[2]:
+        raise ModelError(
+            f"attention was given a query of {query.shape[2]} positions and a key of {key.shape[2]}, and a "
+            "causal mask, which needs as many: give causal=False where each query may see all keys."
+        )
     for name, number in numbers.items():
         kinds = (Integral,) if name == "window" else (Real, Tensor)
         if number is not None and (not isinstance(number, kinds) or isinstance(number, bool)):
@@ -128,19 +139,6 @@ def _require_arguments(
         raise ModelError(
             f"attention was given dropout = {dropout!r}: give a module with a probability p, such as "
             "plait.Dropout(p), or None."
-        )
-
-
-def _require_shapes(query: Tensor, key: Tensor, causal: bool) -> None:
-    """Raise ModelError for heads that cannot be shared, and for a causal mask between unequal lengths."""
-    if query.shape[1] % max(key.shape[1], 1):
-        raise ModelError(
-            f"attention was given {query.shape[1]} query heads and {key.shape[1]} of keys: give a multiple."
-        )
-    if causal and query.shape[2] != key.shape[2]:
-        raise ModelError(
-            f"attention was given a query of {query.shape[2]} positions and a key of {key.shape[2]}, and a "
-            "causal mask, which needs as many: give causal=False where each query may see all keys."
         )
 
 
