@@ -78,7 +78,7 @@ class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
     def __init__(self, runtime: Runtime, originals: Iterable[nn.Parameter] = ()) -> None:
-        """`originals`: the parameters of the model that was given, of which the engine has copies."""
+        """Make the engine of one rank; `originals`: parameters of the user's model, which it has copied."""
         self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
         self.mesh, self.runtime = runtime.mesh, runtime
         self._runner = Runner(runtime)

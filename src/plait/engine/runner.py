@@ -165,6 +165,7 @@ class Runner:
         self.graphs: SegmentGraphs | None = None
         """The recorded graphs of training steps; None: nothing is recorded."""
         self._observer: InstructionObserver | None = None
+        """Called after each instruction, if set."""
         self.action_times: ActionTimes | None = None
         """Measures the actions of training steps, if set."""
         if self.plan.cuda_graphs and is_accelerator(self.mesh.device):
@@ -333,7 +334,7 @@ class Runner:
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
     def loss_weights(self) -> tuple[Tensor, Tensor]:
-        """Return the weights in the last loss, such as tokens, of this rank's micro-batches, and of all."""
+        """Return the loss weights, such as token counts, of this rank's micro-batches and of the batch."""
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         return self._weights

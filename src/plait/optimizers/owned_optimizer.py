@@ -164,7 +164,7 @@ class Owned(Optimizer):
                 self._of_owner.state[whole] = nested_state(state)
 
     def _take_over(self) -> None:
-        """Copy the inner optimizer's options and state to this one, after its step."""
+        """Copy options and state of the wrapped optimizer to this one, after its step."""
         for group, of_owner in zip(self.param_groups, self._of_owner.param_groups, strict=True):
             group.update({key: value for key, value in of_owner.items() if key not in NOT_SHARED})
         for shard, whole in self.whole_parameters.items():

@@ -196,7 +196,7 @@ def resolve_units(
 
 
 def _require_wide_masters(unit: UnitSpec) -> None:
-    """Raise PlanError where an optimizer would update parameters in fp16: small updates would be lost."""
+    """Raise PlanError where an optimizer would update float16 parameters, in which small updates are lost."""
     narrow = [name for name, kind in unit.kinds.items() if kind.trains and kind.master == PRECISIONS["fp16"]]
     if narrow:
         raise PlanError(

@@ -442,7 +442,10 @@ def _ranks_of(everyone: RankTransports | None, members: tuple[int, ...]) -> Rank
 
 
 def _timeout_of(ranks: RankTransports | None, given: float | None) -> float:
-    """Return the timeout that is `given`, or that of the world. Raises MeshError for no positive number."""
+    """Return the timeout in seconds: `given`, else that of torch's default process group, else 600.
+
+    Raises MeshError where `given` is no positive number.
+    """
     if given is not None:
         require_number("the mesh's timeout", given, MeshError, positive=True, infinite="no limit")
         return float(given)

@@ -116,7 +116,7 @@ class PreferenceLoss:
         return total if is_first else total - total.detach()
 
     def _require_pairs(self, sums: Tensor, exists: Tensor) -> None:
-        """Raise DataError, on the CPU, where an answer has no other, or two pairs are taken for one."""
+        """Raise DataError (CPU only) unless each row's answers are pairs of a chosen and a rejected one."""
         if sums.device.type != "cpu":
             return
         has_answer, pairs = sums[1] > 0, exists.repeat_interleave(2, 1)

@@ -246,7 +246,7 @@ class CrossEntropy:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a share that is not from 0 to 1, or a negative factor."""
+        """Raise ConfigError unless `label_smoothing` is from 0 to 1, and `z_loss` at least 0."""
         require_number("CrossEntropy's label_smoothing", self.label_smoothing)
         require_number("CrossEntropy's z_loss", self.z_loss)
         if self.label_smoothing > 1:

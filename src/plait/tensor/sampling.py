@@ -55,7 +55,7 @@ class TokenChoice:
 
 
 def stop_tokens(stop: int | Iterable[int]) -> tuple[int, ...]:
-    """Return the tokens after which a row ends, given one or several. Raises DataError for other values."""
+    """Return `stop`, the number of one token or of several, as a tuple. Raises DataError for other values."""
     try:
         return (index(stop),)  # type: ignore[arg-type]
     except TypeError:

@@ -239,7 +239,7 @@ class MeanLoss:
     over: Over | Callable[[Any], Tensor | float] = "rows"
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """Return the sum, the mean times `weight(targets)`, in at least float32.
+        """Return the summed loss: the mean times `weight(targets)`, in at least float32.
 
         On the CPU zero where that weight is zero.
         """

@@ -68,7 +68,7 @@ def tokenizer_mismatch(folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -
 
 
 def other_numbers(tokenizer: FileTokenizer, than: FileTokenizer) -> str:
-    """Return "gives … the number …" for a token to which the second tokenizer gives another one, else ""."""
+    """Return a token that two tokenizers number differently, as "gives 'a' the number 2, not 1", or ""."""
     known = tokenizer.reader.get_vocab()
     for token, number in than.reader.get_vocab().items():
         if known.get(token, number) != number:

@@ -185,7 +185,7 @@ def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Token
 
 
 def _require_tokens_of_model(config: Config, folder: Path) -> None:
-    """Raise ConfigError where a prepared corpus gives tokens of the model's folder other numbers.
+    """Raise ConfigError where a prepared corpus numbers tokens otherwise than the model's tokenizer.
 
     Not where `data.tokenizer` is given: then the model is to learn others.
     """

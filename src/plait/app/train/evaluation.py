@@ -129,7 +129,7 @@ def _with_data(config: Config, manifest: Manifest, sources: Sequence[str], limit
 
 
 def _require_read(data: DataConfig, given: Collection[str]) -> None:
-    """Raise ConfigError where training data are given, and validation data of the run are read instead."""
+    """Raise ConfigError where `data.source` is given but not read, as the run has validation data."""
     for field in ("data.source", "data.mixture"):
         if field in given and data.validation_sources and "data.validation_source" not in given:
             raise ConfigError(
@@ -139,7 +139,7 @@ def _require_read(data: DataConfig, given: Collection[str]) -> None:
 
 
 def _require_same_tokens(config: Config, manifest: Manifest, sources: Sequence[str]) -> None:
-    """Raise ConfigError where `sources`, or the run's data, would be read in tokens that are not the model's.
+    """Raise ConfigError where data would be tokenized otherwise than what the model was trained on.
 
     Raises DataError for a tokenizer that cannot be read.
     """

@@ -79,7 +79,7 @@ class Recordings(Callback):
         self._stack = ExitStack()
 
     def begin(self, run: TrainingLoop) -> None:
-        """Write the schedule of the first step to `schedule.json`; say which steps are over already."""
+        """Write the schedule of the first step to `schedule.json`; print which steps to record are over."""
         for name, step in (("run.trace", self._trace), ("parallel.reorder", self._reorder)):
             if 0 < step <= run.done:
                 run.tell(f"{name} = {step} does nothing: the run goes on after step {run.done}.")

@@ -75,7 +75,7 @@ def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
 
 
 def _require_same_fields(config: Config, state: Mapping[str, Any], path: Path) -> None:
-    """Raise `ConfigError` where a field that decides data, or what a model computes, differs from before."""
+    """Raise `ConfigError` where a resumed run has other settings of data or model than its checkpoint."""
     now = {"config": json.loads(config.model_dump_json())}
     for what, of in (("data", _data_fields), ("model", _model_fields)):
         before, after = of(state), of(now)
@@ -88,13 +88,13 @@ def _require_same_fields(config: Config, state: Mapping[str, Any], path: Path) -
 
 
 def _data_fields(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `DATA_FIELDS` of the configuration in a run's state."""
+    """Return the settings, by field, that decide which tokens a step trains on, from a run's saved state."""
     parts = {field: field.partition(".") for field in DATA_FIELDS}
     return {field: section(state, "config", part).get(name) for field, (part, _, name) in parts.items()}
 
 
 def _model_fields(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model that no shape of its parameters shows, with their defaults."""
+    """Return the settings, by field, that change what a model computes but no shape of its parameters."""
     model, lora = (section(state, "config", *names) for names in (("model",), ("model", "lora")))
     heads = model.get("heads")
     return {

@@ -297,7 +297,7 @@ class RecomputingLayer:
         self.most_results, self.most_operations = self.most_results or 0, self.most_operations or 0
 
     def note(self, second: ReplayedRun) -> None:
-        """Limit the results that later forwards keep to as many as the recomputation `second` has used."""
+        """Let later forwards keep no more results than the recomputation `second` has used."""
         if self.keeps_results:
             self.sees_all = second.needs_all or (self.sees_all and self.most_operations is not None)
             self.most_results = max(self.most_results or 0, second.used_results)

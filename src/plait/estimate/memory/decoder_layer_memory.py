@@ -120,7 +120,7 @@ def _attention(recompute: Recompute, shape: MicrobatchShape) -> LayerMemory:
 
 
 def _repeats_heads(shape: MicrobatchShape) -> bool:
-    """Return whether keys get a head for each query head, as in fp32 on GPUs, whose kernel takes no fewer."""
+    """Return whether attention repeats key heads for each query head, as it does in fp32 on GPUs."""
     return not shape.on_cpu and shape.plan.cp == 1 and shape.item == 4
 
 

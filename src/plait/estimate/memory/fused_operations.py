@@ -1,4 +1,4 @@
-"""Attention and RMS norms on the meta device that save for the backward what fused kernels of devices save.
+"""Attention and RMS norm for the meta device, which save for the backward what fused kernels save.
 
 Attention has such a kernel on every device, an RMS norm on GPUs (`aten::_fused_rms_norm`): it saves its input
 and a number for each row. On CPUs, and on meta, torch composes the norm of several operations, which keep
@@ -21,7 +21,7 @@ from plait.tensor.autograd.private_torch_functions import hidden_from_function_m
 def fused_operation(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, on_cpu: bool
 ) -> Callable[..., Tensor] | None:
-    """Return the function of this file to call in place of `func`, as a kernel computes it; else None.
+    """Return a replacement of `func` that saves what a fused kernel saves, or None where there is none.
 
     `on_cpu`: whether layers would run on a CPU, in place of a GPU.
     """
@@ -44,7 +44,7 @@ def _has_attention_kernel(
     on_cpu: bool,
     **__: Any,
 ) -> bool:
-    """Return whether there is a fused kernel for these arguments of torch's attention."""
+    """Return whether PyTorch has a fused kernel for `scaled_dot_product_attention` with these arguments."""
     if query.dtype == torch.float64 and not on_cpu:
         return False
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
@@ -64,7 +64,7 @@ def _attention(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Return attention's output `[batch, heads, length, size]`; save what a fused kernel saves."""
+    """Return attention `[batch, heads, length, size]`; save for the backward what a fused kernel saves."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _SavingAttention.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ def _attention(
 
 
 def _attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention; repeat keys and values for each query head if they have more than 16 bits."""
+    """Return attention as on GPUs: above 16 bits, keys and values are repeated for each query head."""
     if query.itemsize > 2 and query.shape[1] != key.shape[1]:
         key, value = (repeated_heads(one, query) for one in (key, value))
     return _attention(query, key, value, *args, **kwargs)
@@ -100,7 +100,7 @@ class _SavingAttention(torch.autograd.Function):
 def _has_rms_norm_kernel(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
 ) -> bool:
-    """Return whether GPUs have a fused kernel for these arguments of `torch.rms_norm`."""
+    """Return whether PyTorch has a fused kernel on GPUs for `torch.rms_norm` with these arguments."""
     return input.is_floating_point() and (weight is None or weight.dtype == input.dtype)
 
 
@@ -113,7 +113,7 @@ def _rms_norm(
 
 
 class _SavingRMSNorm(torch.autograd.Function):
-    """RMS norm that runs the operations of torch's composed norm, but saves what a GPU's kernel saves."""
+    """Autograd function of RMS norm that saves for the backward what a GPU's fused kernel saves."""
 
     @staticmethod
     def forward(

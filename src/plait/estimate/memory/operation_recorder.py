@@ -47,7 +47,7 @@ class OperationRecorder:
 
     @contextmanager
     def recording(self, phase: Phase, *others: Observer) -> Iterator[None]:
-        """Context in which operations are recorded as those of `phase`; `others` are called after each."""
+        """Return a context that records ATen operations under `phase`, and calls `others` after each."""
         self._phase = phase
         try:
             with RememberedResults(self._record, *others):
@@ -169,7 +169,7 @@ def group_on_meta(axis: str, size: int, index: int, recorder: OperationRecorder 
 def recording(
     recorder: OperationRecorder | None, phase: Phase, *others: Observer
 ) -> AbstractContextManager[None]:
-    """Return a context in which `recorder`, unless None, records operations as those of `phase`.
+    """Return a context in which `recorder` records ATen operations under `phase`; one of None does nothing.
 
     `others` are called after each operation, too.
     """

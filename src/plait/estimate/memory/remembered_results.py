@@ -30,7 +30,7 @@ class RememberedResults(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, *observers: Observer) -> None:
-        """`observers`: functions that are called after each operation."""
+        """Start without any results; `observers`: functions that are called after each operation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._observers = observers
 

@@ -299,7 +299,7 @@ def _windows(config: Any, family: Family, count: int) -> list[int | None]:
 
 
 def _require_known_parts(attn: Any, family: Family) -> None:
-    """Raise ModelError where an attention has modules with parameters that `family` does not declare."""
+    """Raise ModelError where an attention module has submodules that `family` does not declare."""
     joined = family.query_key_value
     known = {"o_proj", *(("q_proj", "k_proj", "v_proj") if joined is None else (joined,))}
     if family.head_norms != "none":

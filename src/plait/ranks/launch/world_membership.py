@@ -79,7 +79,7 @@ def _communicate_within_host() -> None:
 
 
 def _unset_interface() -> None:
-    """Unset the variable that `_communicate_within_host` has set, here or in the process that started this.
+    """Unset GLOO_SOCKET_IFNAME where `join_world` set it, in this process or in the one that started it.
 
     For worlds of several hosts. It stays where it was set to something else since.
     """

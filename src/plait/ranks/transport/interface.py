@@ -121,7 +121,7 @@ class RankTransports(Protocol):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that an operation over all ranks may take; None where nobody has set a limit."""
+        """Timeout of operations over all ranks, in seconds; None where none is set."""
         return None
 
     @property

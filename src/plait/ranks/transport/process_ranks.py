@@ -46,7 +46,7 @@ class Processes:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that an operation of the default group may take; None where its backend does not tell."""
+        """Timeout of torch's default process group, in seconds; None where its backend has none."""
         assert dist.group.WORLD is not None
         return timeout_of(dist.group.WORLD, default_device() if self.uses_nccl else CPU)
 

@@ -28,7 +28,7 @@ class RankSubset(RankTransports):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that an operation over all ranks may take."""
+        """Timeout of operations over all ranks, in seconds; None where none is set."""
         return self.everyone.timeout
 
     @property

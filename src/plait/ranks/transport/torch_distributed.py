@@ -281,7 +281,7 @@ def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds:
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Return the timeout, in seconds, of a process group by its backend for `device`, if that tells it."""
+    """Return a process group's timeout in seconds, that of its backend for `device`; None if unknown."""
     try:
         limit = getattr(process_group._get_backend(device).options, "_timeout", None)
     except (AttributeError, RuntimeError):  # a backend without options

@@ -99,7 +99,7 @@ def _require_arguments(
     documents: object,
     dropout: object,
 ) -> None:
-    """Raise ModelError for an argument of `attention` of another type or shape than it takes."""
+    """Raise ModelError where an argument of `attention` has a wrong type or shape."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.dim() == 4:
             continue
@@ -313,7 +313,7 @@ def _outside_graphs(
 
 
 def _in_blocks(keys: SharedKeys, softcap: float | None) -> SharedKeys:
-    """Return keys with an exchange, by which attention is computed in blocks.
+    """Return `keys` with what `attend` needs to compute attention block by block.
 
     Raises ModelError for a cap that is not above 0 and finite.
     """

@@ -213,7 +213,7 @@ class Experts(nn.Module):
             )
 
     def _require_numbers(self, indices: Tensor) -> None:
-        """Raise DataError, on the CPU, for numbers of experts that do not exist; -1 stands for none."""
+        """Raise DataError (CPU only) where `indices` name experts that do not exist; -1 stands for none."""
         if indices.device.type != "cpu" or not indices.numel():
             return
         least, most = (int(one) for one in indices.aminmax())
